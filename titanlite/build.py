@@ -207,7 +207,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         seed_generators(run.training.seed, mesh)
     modules: dict[str, Any] = dict(model.named_modules())
     for name in (spec.experts(args) if spec.experts else {}).keys() & modules.keys():
-        modules[name].step_tokens = batch.tokens_per_step * degrees.tensor  # each tensor-parallel rank counts them
+        modules[name].step_tokens = batch.tokens_per_step
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
 

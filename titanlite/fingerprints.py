@@ -65,6 +65,8 @@ def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[st
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
+    for name in ("aux_loss", "z_loss"):  # of a mixture's router, they change no output
+        shape.pop(name, None)
     if is_dotted(model):
         shape["model"] = os.path.basename(model)
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()

@@ -266,20 +266,25 @@ def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check that the ranks that share the weights can share the experts too."""
     mesh, reshard = run.mesh, run.training.reshard_after_forward
     ranks, shards = mesh.expert, mesh.weight_shards
-    if ranks == 1 or run.spec.experts is None:
+    if run.spec.experts is None:
         return
-    if mesh.tensor > 1:
+    experts = math.gcd(*run.spec.experts(args).values())
+    if ranks > 1 and mesh.tensor > 1:
         message = f"is {ranks}: tensor-parallel ranks hold the same tokens, and would send each of them more than once"
         yield "conflict", _EP, message, f"set {_TP} = 1, or this key"
-    experts = math.gcd(*run.spec.experts(args).values())
+    if ranks > 1 and run.activation_checkpoint.mode == "budget":
+        message = 'is "budget", which covers compiled code alone, and experts that ranks share are not compiled'
+        yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
     if shards % ranks or experts % ranks:
         which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''} = {shards}"
         fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
         message = f"is {ranks}, which does not divide both {which} and the {experts} experts"
         yield "divide", _EP, message, f"these work: {fitting}"
-    elif isinstance(reshard, int) and shards // ranks % reshard:
-        message = f"is {reshard}, which does not divide the {shards // ranks} ranks that hold the same experts"
-        hint = f'take a divisor of it, "default", "always" or "never", or change {_EP} = {ranks}'
+    # torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
+    elif isinstance(reshard, int) and reshard != shards // ranks and (ranks > 1 or experts % shards):
+        alike = shards // ranks
+        message = f"is {reshard}; experts that are cut inside their matrices stay over all their {alike} ranks"
+        hint = 'take "default", "always" or "never"' + (f", or {alike}" if alike > 1 else "")
         yield "ranks", "training.reshard_after_forward", message, hint
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.checkpoint.hf import config_differences
+from titanlite.fingerprints import weights_fingerprints
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.llama import count_active_parameters
 from titanlite.models.mixtral import MixtralArgs
@@ -129,10 +132,27 @@ def test_config_json_there_and_back() -> None:
 
 
 def test_misfits() -> None:
-    with pytest.raises(ShapeError, match=r"top_k must be between 1 and n_experts = 4, got 5"):
-        replace(ARGS, top_k=5)
+    for top_k in (1, 5):
+        with pytest.raises(ShapeError, match=rf"top_k must be between 2 and n_experts = 4, got {top_k}: a single .*"):
+            replace(ARGS, top_k=top_k)
     with pytest.raises(ShapeError, match=r"ffn_dim = 44 is not a multiple of 8.*"):
         replace(ARGS, ffn_dim=44)
+
+
+def test_a_head_dim_of_its_own_need_not_divide_the_width() -> None:
+    args = resolve_args("qwen3", "8B", {"dim": 4112})
+    assert (args.n_heads, args.head_dim, args.dim % args.n_heads) == (32, 128, 16)
+
+
+def test_the_losses_of_routers_make_no_other_model() -> None:
+    tokenizer: Any = SimpleNamespace(fingerprint="0")
+    other = replace(ARGS, aux_loss=0.5, z_loss=0.1)
+    assert weights_fingerprints("mixtral", ARGS, tokenizer) == weights_fingerprints("mixtral", other, tokenizer)
+    wider = replace(ARGS, ffn_dim=56)
+    assert weights_fingerprints("mixtral", ARGS, tokenizer) != weights_fingerprints("mixtral", wider, tokenizer)
+    weights: Any = SimpleNamespace(config=SPEC.hf_config(ARGS), path=Path("model.safetensors"))
+    assert config_differences(weights, SPEC, other) == []
+    assert len(config_differences(weights, SPEC, wider)) == 1
 
 
 def test_experts_are_drawn_one_by_one() -> None:

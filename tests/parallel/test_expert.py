@@ -34,6 +34,7 @@ from titanlite.models import mixtral
 from titanlite.models.llama import tensor_plan
 from titanlite.models.moe import MoE
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel import ParallelismError
 from titanlite.parallel.context import split_batch
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.expert import apply_ep, expert_mesh
@@ -314,9 +315,56 @@ def test_a_dense_model_is_refused() -> None:
     assert [(p.key, p.hint) for p in caught.value.problems] == [(EP, "leave the key out, or add it to the model")]
 
 
-def test_weights_stay_over_a_divisor_of_the_ranks_with_the_same_experts() -> None:
-    with pytest.raises(ConfigError, match="does not divide the 2 ranks that hold the same experts"):
-        config_of(4, **{EP: 2, RESHARD: 4})
+@pytest.mark.parametrize(
+    ("ranks", "flags", "hint"),
+    [
+        (4, {EP: 2, RESHARD: 4}, '"never", or 2'),
+        (8, {EP: 2, RESHARD: 2}, '"never", or 4'),
+        (4, {EP: 4, RESHARD: 2}, '"never"'),
+        (8, {RESHARD: 2}, '"never", or 8'),
+    ],
+)
+def test_experts_stay_over_all_ranks_that_cut_them(ranks: int, flags: dict[str, Any], hint: str) -> None:
+    with pytest.raises(ConfigError, match="stay over all their") as caught:
+        config_of(ranks, **flags)
+    (problem,) = caught.value.problems
+    assert problem.key == RESHARD and problem.hint.endswith(hint)
+
+
+def test_numbers_of_ranks_that_work_are_taken() -> None:
+    for ranks, flags in ((4, {EP: 2, RESHARD: 2}), (8, {RESHARD: 8}), (4, {RESHARD: 2})):
+        assert config_of(ranks, **flags).training.reshard_after_forward == flags[RESHARD]
+
+
+def test_a_budget_covers_no_experts_of_other_ranks() -> None:
+    budget = {MODE: "budget", COMPILE: "true"}
+    assert config_of(2, **budget).activation_checkpoint.mode == "budget"
+    with pytest.raises(ConfigError, match="are not compiled"):
+        config_of(2, **{EP: 2, **budget})
+
+
+def _parts(world: DistEnv) -> tuple[list[bool], str]:
+    """Return which parts of frozen experts need gradients, and the refusal of a model without an exchange."""
+    mesh = world.build_mesh(dp_shard=world.size)
+    args = mixtral.MixtralArgs(16, 1, 2, ffn_dim=24, vocab_size=32, n_experts=4)
+    moe = MoE(args)
+    moe.experts.w1.requires_grad_(False)
+    apply_ep(moe, expert_mesh(mesh, world.size)["ep"])
+
+    def build(args: mixtral.MixtralArgs) -> nn.Module:
+        model = mixtral.SPEC.build(args)
+        del model.get_submodule("layers.0.feed_forward.experts").exchange
+        return model
+
+    with pytest.raises(ParallelismError) as caught:
+        ModelBuilder(replace(mixtral.SPEC, build=build), args, mesh, world.device, ep=world.size).build_on_meta()
+    return [p.requires_grad for p in moe.experts.parameters()], str(caught.value)
+
+
+def test_frozen_experts_stay_frozen_and_one_without_an_exchange_is_refused(pool: Pools) -> None:
+    found, message = pool(2).run(_parts)[0]
+    assert found == [False, True, True]
+    assert message == "ranks cannot share experts without an `exchange`: layers.0.feed_forward"
 
 
 @pytest.mark.parametrize(("flags", "ranks"), [([], 4), ([f"--{CP}=2"], 4), ([f"--{RESHARD}=2"], 8)])

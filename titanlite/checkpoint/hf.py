@@ -347,6 +347,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config.json that decide the logits, nested ones by dotted names, each once."""
     skip = {"max_position_embeddings", "dtype", "torch_dtype", "architectures", "rope_scaling"}
     skip |= {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version", "_name_or_path"}
+    skip |= {"router_aux_loss_coef"}
     skip |= {"rope_theta"} if "rope_parameters" in config else set()
     found: dict[str, Any] = {}
     for name, value in config.items():

@@ -113,7 +113,7 @@ class LlamaArgs:
         if not wrong:
             if self.ffn_width < 1:
                 wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
-            if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
+            if self.dim % self.n_heads and "head_dim" not in self.__dataclass_fields__:
                 wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
             elif self.head_dim < 1 or self.head_dim % 2:
                 wrong.append(f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs")

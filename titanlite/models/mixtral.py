@@ -33,8 +33,9 @@ class MixtralArgs(LlamaArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         wrong = []
-        if not 1 <= self.top_k <= self.n_experts:
-            wrong.append(f"top_k must be between 1 and n_experts = {self.n_experts}, got {self.top_k}")
+        if not 2 <= self.top_k <= self.n_experts:
+            reason = "a single expert's weight is always 1, and its router would learn nothing from the text"
+            wrong.append(f"top_k must be between 2 and n_experts = {self.n_experts}, got {self.top_k}: {reason}")
         wrong += [
             f"{name} must not be negative, got {value}"
             for name, value in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss))
@@ -66,7 +67,7 @@ class MixtralArgs(LlamaArgs):
         return self.n_experts * expert + router, self.top_k * expert + router
 
 
-#: Flavor → arguments: Mixtral of Experts (2024), and the config.json of Mixtral-8x22B-v0.1.
+#: Flavor → arguments: Mixtral of Experts (2024), and of 8x22B from public descriptions.
 FLAVORS: dict[str, MixtralArgs] = {
     "debugmodel": MixtralArgs(256, 6, 16, n_kv_heads=4, ffn_dim=512, rope_theta=1e6),
     "8x7B": MixtralArgs(4096, 32, 32, n_kv_heads=8, ffn_dim=14336, vocab_size=32000, rope_theta=1e6),

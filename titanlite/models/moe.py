@@ -194,7 +194,7 @@ class MoE(nn.Module):
             weights = _AddLoss.apply(weights, loss)
         if self.record is not None:
             with torch.no_grad():
-                tokens = balance.new_tensor(len(logits))
+                tokens = balance.new_full((), len(logits))
                 self.record.add_(torch.cat([counts, torch.stack([tokens, balance, z])]))
         return weights
 

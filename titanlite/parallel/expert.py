@@ -49,7 +49,8 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):
             if len(parameter) % mesh.size():
                 raise ParallelismError(f"{mesh.size()} ranks cannot share the {len(parameter)} experts of {name}")
-            setattr(module, key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)))
+            divided = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            setattr(module, key, nn.Parameter(divided, requires_grad=parameter.requires_grad))
         module.exchange = Exchange(mesh)
 
 

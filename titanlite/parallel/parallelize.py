@@ -109,6 +109,9 @@ class ModelBuilder:
             apply_cp(model, self.mesh)
         if self.expert_mesh is not None:
             apply_ep(model, self.expert_mesh["ep"])
+            mixtures = select(model, self.offered("experts")(self.args))
+            if whole := [name for name, module in mixtures.items() if not has_exchange(module)]:
+                raise ParallelismError(f"ranks cannot share experts without an `exchange`: {', '.join(whole)}")
         # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
         inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
         apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
