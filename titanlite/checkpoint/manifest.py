@@ -160,8 +160,9 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder`; -1 where there is none."""
-    return max((int(found[1]) for name in entries(root) if (found := re.fullmatch(r"step-(\d+)-hf", name))), default=-1)
+    """Return the step of the newest `hf_folder`; -1 where there is none. A folder without config.json is half written."""
+    found = (re.fullmatch(r"step-(\d+)-hf", name) for name in entries(root))
+    return max((int(one[1]) for one in found if one and (root / one[0] / "config.json").is_file()), default=-1)
 
 
 def step_of(folder: AnyPath) -> int | None:

@@ -294,8 +294,9 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
         raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{unknown}")
     config = _config(kept := {**kept, **(overrides or {})})
     kept.pop("vocab_size", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    return HFArgs(json.dumps(kept, sort_keys=True), config.vocab_size, positions or 1)
+    names = ("max_position_embeddings", "seq_length", "n_positions")
+    positions = next((n for name in names if (n := getattr(config, name, None))), 2048)
+    return HFArgs(json.dumps(kept, sort_keys=True), config.vocab_size, positions)
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:

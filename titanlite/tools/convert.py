@@ -88,7 +88,11 @@ class Source:
             nonlocal done
             done += empty[name].nbytes
             progress(done, total)
-            return self.read(name).to(empty[name].dtype)
+            before = self.read(name)
+            tensor = before.to(empty[name].dtype)
+            if tensor.dtype != before.dtype and bool((before.isfinite() & ~tensor.isfinite()).any()):
+                raise CheckpointError(f"{name} has values that {dtype} cannot hold: choose another --dtype")
+            return tensor
 
         return replace(self, empty=empty, read=read)
 
@@ -155,7 +159,8 @@ def _foreign(path: AnyPath) -> Source:
     empty, config = dict(our_tensors(weights)), weights.config
     source = Source(path, weights.family, weights.args, 0, empty, weights.read)
     is_hf = path.is_dir() and (path / HF_CONFIG).is_file() and "quantization_config" not in config
-    return replace(source, context=config.get("max_position_embeddings"), tokenizer=str(path), is_hf=is_hf)
+    tokenizer = str(path if path.is_dir() else path.parent)
+    return replace(source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf)
 
 
 def _torch_file(path: Path) -> Source:
