@@ -171,6 +171,21 @@ def test_features_work_on_its_blocks(
     assert rows != straight[:2] or tolerance < 1e-3
 
 
+def test_a_model_with_experts_trains_in_float32(pool: Pools, tmp_path: Path) -> None:
+    experts = {**content("llama"), "model_type": "mixtral", "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    rows = pool(2).run(_train, config_flags(tmp_path, f"--model.hf_config={tmp_path}", "--training.steps=2"))[0]
+    assert rows[1][0] < rows[0][0]
+
+
+def test_a_last_save_without_names_of_files_is_refused_at_the_start(pool: Pools, tmp_path: Path) -> None:
+    experts = {**content("llama"), "model_type": "mixtral", "num_local_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    last = ["--checkpoint.enable_checkpoint", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    with pytest.raises(Exception, match=r"checkpoint.last_save_in_hf.*another form"):
+        pool(1).run(_train, config_flags(tmp_path, f"--model.hf_config={tmp_path}", *last, "--training.steps=2"))
+
+
 def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
     """OPT's dropout is a number that it hands to a function, not a module."""
     (tmp_path / "config.json").write_text(json.dumps({**content("opt"), "dropout": 0.3}))
@@ -204,6 +219,7 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(SPEC.hf_names(args))
     again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert args_from_hf({"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 2}).max_seq_len == 2048
     assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
     assert args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules == args.skeleton.rules
     assert SPEC.count_parameters(again) == SPEC.count_parameters(args)

@@ -195,9 +195,11 @@ def begin_folder(final: AnyPath) -> AnyPath:
     final one is there.
     """
     if isinstance(final, StorePath):
-        if HF_CONFIG in files_in(final):
+        there = files_in(final)
+        if HF_CONFIG in there:
             raise CheckpointError(f"{final} is there already; it is not overwritten")
-        remove_folder(final)  # what a save left that was cut short
+        if there:
+            remove_folder(final)  # what a save left that was cut short
         return final
     refuse_existing(final)
     final.parent.mkdir(parents=True, exist_ok=True)

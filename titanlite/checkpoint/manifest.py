@@ -358,3 +358,14 @@ def root_of(path: AnyPath) -> AnyPath:
     raise CheckpointError(
         f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its folder"
     )
+
+
+def refuse_older(path: AnyPath) -> None:
+    """Raise CheckpointError where the newest weights of a run or its folder are in Hugging Face's format."""
+    for root in (path, path / "checkpoint"):
+        if (done := last_hf_step(root)) < 0:
+            continue
+        manifest, _ = find(root)
+        if done > (manifest.step if manifest else -1):
+            other = f", or step-{manifest.step}" if manifest else ""
+            raise CheckpointError(f"the newest weights are in {hf_folder(root, done)}: name that folder{other}")

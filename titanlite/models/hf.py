@@ -122,6 +122,8 @@ def _causal_model(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    if any(getattr(config, key, None) for key in _EXPERTS):  # torch's grouped product wants bfloat16 on a meta device
+        make = functools.partial(make, experts_implementation="eager")
     try:
         model = make(attn_implementation="sdpa")
     except ValueError:  # some models have only their own attention
