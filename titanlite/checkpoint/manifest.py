@@ -160,7 +160,7 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder`; -1 where there is none. A folder without config.json is half written."""
+    """Return the step of the newest `hf_folder`; -1 where there is none. One without config.json is half written."""
     found = (re.fullmatch(r"step-(\d+)-hf", name) for name in entries(root))
     return max((int(one[1]) for one in found if one and (root / one[0] / "config.json").is_file()), default=-1)
 
