@@ -373,14 +373,14 @@ def test_what_would_harm_or_hide_weights_is_told(pool: Pools, tmp_path: Path, ca
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     for to in ("hf", "torch", "checkpoint"):
         with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
-            convert(source, tmp_path / f"half-{to}", to, "float16")  # type: ignore[arg-type]
+            convert(source, tmp_path / f"half-{to}", to, "float16")
 
     shutil.copy(BUNDLED_TOKENIZER, source / "tokenizer.model")
     (source / "generation_config.json").write_text("[")
     imported = convert(source, tmp_path / "imported", "checkpoint")
     assert "generation_config.json beside the tokenizer is left out" in caplog.text
     assert (tmp_path / "imported" / "tokenizer" / "tokenizer.json").is_file()
-    shutil.rmtree(imported)
+    shutil.rmtree(str(imported))
     (tmp_path / "imported" / "tokenizer" / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="is of another tokenizer: choose another folder"):
         convert(source, tmp_path / "imported", "checkpoint")
