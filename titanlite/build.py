@@ -292,6 +292,11 @@ def build(
     # Checkpoints
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
+        if run.checkpoint.last_save_in_hf:
+            try:
+                spec.hf_names(args), spec.hf_config(args)
+            except ValueError as error:
+                raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
         prints = fingerprints(run.model.name, args, datasets)
         tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
         about: dict[str, Any] = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,16 +30,17 @@ from tests.training.harness import TINY, Run, batches, build_tiny, full
 from tests.training.test_run import _run
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import save_hf
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files
+from titanlite.checkpoint.manifest import last_hf_step
+from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import describe, on_rank_0
 from titanlite.data.sources import BUNDLED, iter_records
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.convert import convert
+from titanlite.tools.convert import convert, open_source
 from titanlite.tools.logits import our_logits
 from titanlite.tools.tensors import Contents
 
@@ -352,6 +356,57 @@ def test_export_is_refused_when_the_logits_differ(pool: Pools, tmp_path: Path, m
     assert main(["export", step, str(out / "wrong")]) == 4
     assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
     assert names(out) == ["back", "right", "wrong"] and names(out / "wrong") == []
+
+
+def test_what_would_harm_or_hide_weights_is_told(pool: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, root = _folder(tmp_path / "in", shards=1), tmp_path / "run" / "checkpoint"
+    (root / "step-99-hf").mkdir(parents=True)  # a save that was cut short
+    pool(1).run(_load, RUN, source, root, 7)
+    for path in (root, root.parent):
+        with pytest.raises(CheckpointError, match=r"newest weights are in .*step-8-hf: name that folder, or step-7"):
+            convert(path, tmp_path / "out", "hf")
+    (answer,) = pool(1).run(_load, RUN, root.parent, tmp_path / "other")
+    assert "newest weights are in" in answer
+
+    tensors = _tensors(source)
+    tensors[BLOCKS][0, 0] = 1e6
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for to in ("hf", "torch", "checkpoint"):
+        with pytest.raises(CheckpointError, match=r"wq.weight has values that float16 cannot hold"):
+            convert(source, tmp_path / f"half-{to}", to, "float16")
+
+    shutil.copy(BUNDLED_TOKENIZER, source / "tokenizer.model")
+    (source / "generation_config.json").write_text("[")
+    imported = convert(source, tmp_path / "imported", "checkpoint")
+    assert "generation_config.json beside the tokenizer is left out" in caplog.text
+    assert (tmp_path / "imported" / "tokenizer" / "tokenizer.json").is_file()
+    shutil.rmtree(str(imported))
+    (tmp_path / "imported" / "tokenizer" / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is of another tokenizer: choose another folder"):
+        convert(source, tmp_path / "imported", "checkpoint")
+    assert open_source(source / "model.safetensors").tokenizer == str(source)
+
+
+def test_a_store_keeps_nothing_of_a_save_that_was_cut_short() -> None:
+    final = StorePath(f"memory://{uuid.uuid4().hex}/step-8-hf")
+    (final / "model-00001-of-00002.safetensors").write_bytes(b"half")
+    assert last_hf_step(final.parent) == -1
+    assert begin_folder(final) == final and not names(final)
+
+
+def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
+    entries = {name: ["float32", [4]] for name in ("a", "b")}
+    files = plan_files({"a": "a", "b": "b"}, entries, {"a": (0,), "b": (0,)})
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    def read(name: str) -> torch.Tensor:
+        if name == "b":
+            raise OSError("full")
+        return torch.zeros(4)
+
+    with pytest.raises(OSError, match="full") as caught:
+        write_files(tmp_path, files, entries, read)
+    assert caught.tb and len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_the_last_save_goes_to_a_store(pool: Pools, storage: Storage, tmp_path: Path) -> None:

@@ -171,6 +171,28 @@ def test_features_work_on_its_blocks(
     assert rows != straight[:2] or tolerance < 1e-3
 
 
+def _without_names(world: DistEnv, flags: list[str]) -> str:
+    def none(args: Any) -> dict[str, str]:
+        raise ValueError("its files have another form")
+
+    names = SPEC.hf_names
+    object.__setattr__(SPEC, "hf_names", none)
+    try:
+        _train(world, flags)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        object.__setattr__(SPEC, "hf_names", names)
+    return ""
+
+
+def test_a_last_save_without_names_of_files_is_refused_at_the_start(pool: Pools, tmp_path: Path) -> None:
+    last = ["--checkpoint.enable_checkpoint", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    flags = config_flags(tmp_path, written(tmp_path, "qwen2"), *last, "--training.steps=2")
+    (message,) = pool(1).run(_without_names, flags)
+    assert "checkpoint.last_save_in_hf" in message and "another form" in message
+
+
 def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
     """OPT's dropout is a number that it hands to a function, not a module."""
     (tmp_path / "config.json").write_text(json.dumps({**content("opt"), "dropout": 0.3}))
@@ -204,14 +226,12 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(SPEC.hf_names(args))
     again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert args_from_hf({"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 2}).max_seq_len == 2048
     assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
     assert args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules == args.skeleton.rules
     assert SPEC.count_parameters(again) == SPEC.count_parameters(args)
-    experts = args_from_hf({**content("llama"), "model_type": "mixtral", "num_local_experts": 4})
-    with pytest.raises(ValueError, match="files of a mixtral hold weights in another form"):
-        SPEC.hf_names(experts)
-    dense, one = SPEC.count_parameters(experts), 3 * 64 * 96
-    assert SPEC.flops_per_token(experts, 0) == 6 * (dense - 2304 * 64 - 2 * 2 * one), "2 of 4 experts, 2 layers"
+    with pytest.raises(ShapeError, match=r'with experts.*model.name = "mixtral"'):
+        args_from_hf({**content("llama"), "model_type": "mixtral", "num_local_experts": 4})
 
 
 def test_rules_are_those_of_the_model_itself() -> None:

@@ -19,6 +19,7 @@ from titanlite import exit_codes
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
 from titanlite.tools.cli import main
+from titanlite.tools.convert import convert
 
 
 def hf_folder(folder: Path) -> Path:
@@ -104,6 +105,15 @@ def test_prompts_of_a_run_come_from_files_and_standard_input(
     longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"][0]
     assert longer["prompt_tokens"] + len(longer["ids"]) > 64 or longer["finish"] == "stop"
     assert sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1].count("bfloat16 on cpu") == 1
+
+
+def test_an_imported_checkpoint_is_sampled_with_its_own_tokenizer(hf: Path, sample: Any, tmp_path: Path) -> None:
+    step = convert(hf, tmp_path, "checkpoint")
+    words = ["Once upon", "--greedy", "--max-tokens=3", "--json"]
+    assert sample(step, *words)["samples"] == sample(hf, *words)["samples"]
+    (tmp_path / "tokenizer" / "tokenizer.json").unlink()
+    assert "give one as --tokenizer" in sample(step, "x", code=exit_codes.CONFIG)[1]
+    assert sample(step, *words, "--tokenizer", hf)["samples"]
 
 
 def test_what_cannot_be_sampled_is_refused(

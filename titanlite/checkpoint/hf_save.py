@@ -94,7 +94,10 @@ class FileWriter:
             if self._is_local:
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
-            self._stack.close()
+            self.close()
+
+    def close(self) -> None:
+        self._stack.close()
 
 
 def write_files(
@@ -117,14 +120,19 @@ def write_files(
             writers[file.name] = FileWriter(folder / file.name, file, entries)
         writers[file.name].write(tensor)
 
-    with ThreadPoolExecutor(1, thread_name_prefix="titanlite-hf") as pool:
-        for file, ours in _interleaved([file for file in files if rank in file.holders]):
-            tensor = read(ours)
-            problem, writing = problem or _failure(writing), None
-            if file.owner == rank and not problem:
-                writing = pool.submit(write, file, tensor)
-            del tensor
-    return problem or _failure(writing)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="titanlite-hf") as pool:
+            for file, ours in _interleaved([file for file in files if rank in file.holders]):
+                tensor = read(ours)
+                problem, writing = problem or _failure(writing), None
+                if file.owner == rank and not problem:
+                    writing = pool.submit(write, file, tensor)
+                del tensor
+        return problem or _failure(writing)
+    finally:
+        for writer in writers.values():
+            with contextlib.suppress(OSError):  # the disk may be full
+                writer.close()
 
 
 def _failure(writing: Future[None] | None) -> str:
@@ -187,8 +195,11 @@ def begin_folder(final: AnyPath) -> AnyPath:
     final one is there.
     """
     if isinstance(final, StorePath):
-        if HF_CONFIG in files_in(final):
+        there = files_in(final)
+        if HF_CONFIG in there:
             raise CheckpointError(f"{final} is there already; it is not overwritten")
+        if there:
+            remove_folder(final)  # what a save left that was cut short
         return final
     refuse_existing(final)
     final.parent.mkdir(parents=True, exist_ok=True)

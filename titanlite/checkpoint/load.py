@@ -19,6 +19,7 @@ from titanlite.checkpoint.manifest import (
     hf_folder,
     is_valid,
     last_hf_step,
+    refuse_older,
     root_of,
     step_folder,
     step_of,
@@ -280,6 +281,8 @@ class Loader:
         try:
             if self.config.initial_load_in_hf or holds_weights(path):
                 return self._choose_foreign(path)
+            if step is None:
+                refuse_older(path)
             root = path.parent if step is not None else root_of(path)
             manifest, passed = find(root, step, self.source_bad)
             if manifest is None:

@@ -160,8 +160,9 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder`; -1 where there is none."""
-    return max((int(found[1]) for name in entries(root) if (found := re.fullmatch(r"step-(\d+)-hf", name))), default=-1)
+    """Return the step of the newest `hf_folder`; -1 where there is none. One without config.json is half written."""
+    found = (re.fullmatch(r"step-(\d+)-hf", name) for name in entries(root))
+    return max((int(one[1]) for one in found if one and (root / one[0] / "config.json").is_file()), default=-1)
 
 
 def step_of(folder: AnyPath) -> int | None:
@@ -357,3 +358,14 @@ def root_of(path: AnyPath) -> AnyPath:
     raise CheckpointError(
         f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its folder"
     )
+
+
+def refuse_older(path: AnyPath) -> None:
+    """Raise CheckpointError where the newest weights of a run or its folder are in Hugging Face's format."""
+    for root in (path, path / "checkpoint"):
+        if (done := last_hf_step(root)) < 0:
+            continue
+        manifest, _ = find(root)
+        if done > (manifest.step if manifest else -1):
+            other = f", or step-{manifest.step}" if manifest else ""
+            raise CheckpointError(f"the newest weights are in {hf_folder(root, done)}: name that folder{other}")

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 #: Entries of a config.json that change no number of a run.
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
-#: Where configs have the number of experts.
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,10 @@ class HFArgs:
 
     def __post_init__(self) -> None:
         """Raise ShapeError if `transformers` makes no causal model of it, or none for such sequences."""
+        if any(".experts." in name for name, _ in self.skeleton.model.named_parameters()):
+            # Their products cannot be traced in float32, which the plan of memory needs.
+            message = "models of transformers with experts cannot be trained here"
+            raise _refused(message, 'of a Mixtral set model.name = "mixtral"', "name")
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         if positions is not None and self.max_seq_len > positions:
             message = f"sequences have {self.max_seq_len} tokens, and the model has {positions} positions"
@@ -241,7 +243,7 @@ def count_parameters(args: HFArgs) -> int:
 def flops_per_token(args: HFArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward, by the formula of the Llamas.
 
-    6 per parameter outside of embeddings, of experts those that a token passes; a tied embedding counts as the head.
+    6 per parameter outside of embeddings; a tied embedding counts as the head.
     Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows and causality are
     not discounted.
     """
@@ -250,11 +252,7 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     known, config = args.skeleton, args.skeleton.config
     tables = {module.weight for module in known.model.modules() if isinstance(module, nn.Embedding)}
     tables -= {known.model.get_parameter(name) for name in known.tied.values()}
-    experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), 1)
-    products = 0
-    for name, parameter in known.model.named_parameters():
-        used = getattr(config, "num_experts_per_tok", experts) if ".experts." in name else experts
-        products += 0 if parameter in tables else parameter.numel() * used // experts
+    products = sum(parameter.numel() for parameter in known.model.parameters() if parameter not in tables)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     both = sum(getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(config, "layer_types", None) or [""] * len(known.blocks)
@@ -294,8 +292,9 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
         raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{unknown}")
     config = _config(kept := {**kept, **(overrides or {})})
     kept.pop("vocab_size", None)
-    positions = getattr(config, "max_position_embeddings", None)
-    return HFArgs(json.dumps(kept, sort_keys=True), config.vocab_size, positions or 1)
+    names = ("max_position_embeddings", "seq_length", "n_positions")
+    positions = next((n for name in names if (n := getattr(config, name, None))), 2048)
+    return HFArgs(json.dumps(kept, sort_keys=True), config.vocab_size, positions)
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
@@ -313,9 +312,7 @@ def hf_names(args: HFArgs) -> dict[str, str]:
     model = args.skeleton.model
     if any(isinstance(found, WeightConverter) for found in get_model_conversion_mapping(model)):
         kind = args.skeleton.config.model_type
-        raise ValueError(
-            f"files of a {kind} hold weights in another form than transformers' modules, as single experts"
-        )
+        raise ValueError(f"files of a {kind} hold weights in another form than transformers' modules")
     return {name: name for name in model.state_dict() if name not in args.skeleton.tied}
 
 

@@ -36,14 +36,15 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     Progress,
     check_files,
+    refuse_older,
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder, sync_folder
+from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
-from titanlite.checkpoint.storage import HashingWriter, converted, describe
-from titanlite.data.tokenizer.export import hf_files
+from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.data.tokenizer.export import FILES, hf_files
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
@@ -88,7 +89,11 @@ class Source:
             nonlocal done
             done += empty[name].nbytes
             progress(done, total)
-            return self.read(name).to(empty[name].dtype)
+            before = self.read(name)
+            tensor = before.to(empty[name].dtype)
+            if tensor.dtype != before.dtype and bool((before.isfinite() & ~tensor.isfinite()).any()):
+                raise CheckpointError(f"{name} has values that {dtype} cannot hold: choose another --dtype")
+            return tensor
 
         return replace(self, empty=empty, read=read)
 
@@ -103,6 +108,8 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None, em
     if holds_weights(path):
         source = _foreign(path)
     else:
+        if step_of(path) is None:
+            refuse_older(path)
         source = (
             _torch_file(path)
             if isinstance(path, Path) and path.is_file()
@@ -155,7 +162,8 @@ def _foreign(path: AnyPath) -> Source:
     empty, config = dict(our_tensors(weights)), weights.config
     source = Source(path, weights.family, weights.args, 0, empty, weights.read)
     is_hf = path.is_dir() and (path / HF_CONFIG).is_file() and "quantization_config" not in config
-    return replace(source, context=config.get("max_position_embeddings"), tokenizer=str(path), is_hf=is_hf)
+    tokenizer = str(path if path.is_dir() else path.parent)
+    return replace(source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf)
 
 
 def _torch_file(path: Path) -> Source:
@@ -294,16 +302,21 @@ def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None, report: 
         way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
         raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
     refuse_existing(step_folder(root, source.step))
+    tokenizer = root / "tokenizer"
+    beside = hf_files(source.tokenizer) if source.tokenizer and source.manifest is None else {}
+    there = {name: (tokenizer / name).read_bytes() for name in files_in(tokenizer) if name in FILES}
+    if beside and there and there != beside:
+        raise CheckpointError(f"{tokenizer} is of another tokenizer: choose another folder")
     folder = begin(root, source.step)
     try:
         writer = HashingWriter(folder)
-        with quiet():
+        with quiet(), dcp_errors(f"writing {folder}"):
             planner = _OneByOne(source.read)
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
         before = source.manifest
         config = {**(before.config if before else {}), "model": as_record(source.family, source.args)}
-        if source.tokenizer and before is None:
-            config["tokenizer"] = {"path": str(_copy_tokenizer(source.tokenizer, root))}
+        if beside:
+            config["tokenizer"] = {"path": str(tokenizer.resolve() if isinstance(tokenizer, Path) else tokenizer)}
         manifest = Manifest(
             step=source.step,
             fingerprints=before.fingerprints if before else {},
@@ -324,19 +337,13 @@ def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None, report: 
             theirs = source.path if source.is_hf else source.read
             read = lambda name: contents.read(f"model.{name}")  # noqa: E731
             report(compare_logits(source.family, source.args, read, theirs, dtype))
+        for name, data in beside.items():
+            if isinstance(tokenizer, Path):
+                tokenizer.mkdir(exist_ok=True)
+            (tokenizer / name).write_bytes(data)
         publish(folder, manifest)
     except BaseException:
         with suppress(OSError):
             for mark in marks_of(folder):
                 delete(mark)
         raise
-
-
-def _copy_tokenizer(path: str, root: AnyPath) -> AnyPath:
-    """Copy the files of a tokenizer to `tokenizer` beside the checkpoints, unless that exists; return that folder."""
-    target = root / "tokenizer"
-    for name, content in {} if target.exists() else hf_files(path).items():
-        if isinstance(target, Path):
-            target.mkdir(exist_ok=True)
-        (target / name).write_bytes(content)
-    return target

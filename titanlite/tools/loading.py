@@ -15,6 +15,7 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.toml import loads
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
 from titanlite.utils import human_count, human_time
@@ -135,11 +136,11 @@ def _tokenizer(source: Any, path: str | None) -> tuple[Tokenizer, str | None]:
         config = loads(str(source.manifest.config.get("toml", "")))
         given = given or config.get("model", {}).get("tokenizer_path")
         template = config.get("data", {}).get("chat_template")
-    elif given is None:
-        if not any((source.path / name).is_file() for name in FOLDER_FILES):
+    if given is None and (source.manifest is None or "toml" not in source.manifest.config):
+        given = source.tokenizer
+        if given is None or not (is_url(given) or any((Path(given) / name).is_file() for name in ("", *FOLDER_FILES))):
             names = " or ".join(FOLDER_FILES)
-            raise DataError(f"{source.path} holds no tokenizer ({names}): give one as --tokenizer PATH")
-        given = str(source.path)
+            raise DataError(f"{given or source.path} holds no tokenizer ({names}): give one as --tokenizer PATH")
     tokenizer = load_tokenizer(given, source.family)
     trained = source.manifest and source.manifest.fingerprints.get("tokenizer")
     if trained and trained != tokenizer.fingerprint[:16]:

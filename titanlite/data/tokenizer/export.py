@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlite.config.urls import is_url
-from titanlite.data import DataError
 from titanlite.data.tokenizer import (
     BUNDLED_SENTENCEPIECE,
     BUNDLED_TOKENIZER,
@@ -64,8 +63,14 @@ def hf_files(path: str) -> dict[str, bytes]:
             tokenizer = load_tokenizer(path)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             found[GENERATION] = (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
-    except (DataError, OSError) as error:
+    except Exception as error:  # of any package: the weights are worth more than these files
         logger.warning(f"files of the tokenizer are missing beside the weights: {error}")
+    try:
+        if not isinstance(json.loads(found.get(GENERATION, b"{}")), dict):
+            raise ValueError("it holds no object")
+    except (ValueError, RecursionError) as error:
+        logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
+        del found[GENERATION]
     return found
 
 
