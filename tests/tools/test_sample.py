@@ -96,7 +96,7 @@ def test_prompts_of_a_run_come_from_files_and_standard_input(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
     words = ["--prompt-file", tmp_path / "prompts", "--max-tokens=7", "--top-k=40", "--top-p=0.9", "--json", "-"]
     found = sample(golden.folder, *words)
-    assert [one["prompt"] for one in found["samples"]] == ["Three\n", "One", "Two"] and found["step"] == 24
+    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"] and found["step"] == 24
     monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
     again = sample(golden.folder / "checkpoint" / "step-24", *words, "--batch-size=2")
     assert again["samples"] == found["samples"], "the same seed, whatever is in a batch"
