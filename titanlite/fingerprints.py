@@ -36,7 +36,7 @@ _ROUNDING = {
 
 
 def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
-    """Return by name what the rounding of a step's loss and norm depends on."""
+    """Return by name the settings that change the rounding of a step's loss and norm."""
     found = {
         "device": device_name(device),
         "torch": torch.__version__,

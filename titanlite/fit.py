@@ -200,7 +200,7 @@ def _context_misfits(run: RunConfig) -> Iterator[Finding]:
 
 
 def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    """Check the schedule of a pipeline, and what it runs."""
+    """Check the schedule of a pipeline and its stages."""
     e, t, degree = d.experimental, d.training, run.mesh.pipeline
     name = find_schedule(e.pipeline_parallel_schedule)
     if name is None:

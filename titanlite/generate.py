@@ -149,7 +149,8 @@ def generate(
     """Yield the next id of every row, until all rows have ended; None for a row that has.
 
     A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its prompt. Each row
-    draws from a generator of its own, of the seed and the row's number: other rows and torch's generators play no part.
+    draws from a separate generator, seeded by the seed and the row's number. Other rows and torch's
+    generators play no part.
 
     prompts: ids, at least one each. limit: the longest sequence of the model. head: name of the linear for logits;
     only the last token of each row goes through it. vocab: ids to draw from, where the vocabulary is padded.

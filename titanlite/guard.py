@@ -271,7 +271,7 @@ class FiniteGuard:
         self._copies.append((copy, event))
 
     def _read(self, unread: int) -> None:
-        """Read all copies but the newest `unread`, and act on what they say."""
+        """Read all copies but the newest `unread`, and act on them."""
         while len(self._copies) > unread:
             record, event = self._copies.popleft()
             if event is not None:
@@ -289,7 +289,7 @@ class FiniteGuard:
     def _error(
         self, step: int, norm: float, loss: float, share: float, spike: bool, mean: float, deviation: float
     ) -> BadStepError:
-        """Return what was wrong with a step. All ranks call it together."""
+        """Return the fault of a step. All ranks call it together."""
         if spike:
             limit = f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} * {deviation:.3g}"
             why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"

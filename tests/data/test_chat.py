@@ -81,7 +81,7 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
         if source == MARKED:
             assert mask.astype(int).tolist() == expected["assistant_masks"] and mask.any() and not mask.all()
             continue
-        wanted = []  # each turn is what a model adds to its prompt
+        wanted = []  # each turn is the model's addition to its prompt
         for n, message in enumerate(chat):
             prompt = theirs.apply_chat_template(chat[:n], add_generation_prompt=True)["input_ids"] if n else []
             turn = theirs.apply_chat_template(chat[: n + 1])["input_ids"]

@@ -45,7 +45,7 @@ def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def sample(capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the command; returns what it prints, with --json as an object."""
+    """Run the command; return its output, with --json as an object."""
 
     def run(*words: object, code: int = 0) -> Any:
         assert main(["sample", *map(str, words), "--device=cpu"]) == code

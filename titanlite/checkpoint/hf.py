@@ -111,7 +111,7 @@ class Weights:
         return whole
 
     def check_head(self) -> None:
-        """Raise CheckpointError if a file holds a head of its own though the config ties it to the embedding."""
+        """Raise CheckpointError if a file holds a separate head though the config ties it to the embedding."""
         if (head := self.spare_head) is None:
             return
         (embedding,) = self.parts[self.embedding]
@@ -422,7 +422,7 @@ class WeightsReader(StorageReader):
 
 
 def as_manifest(weights: Weights) -> Manifest:
-    """Return what a load asks of a manifest."""
+    """Return the parts of a manifest that a load reads."""
     tensors = {f"model.{name}": entry for name, entry in weights.entries().items()}
     rest: dict[str, Any] = {"fingerprints": {}, "files": {}, "train": {}, "versions": {}, "created": 0.0}
     return Manifest(step=0, tensors=tensors, world_size=1, weights_only=True, **rest)

@@ -199,7 +199,7 @@ def begin_folder(final: AnyPath) -> AnyPath:
         if HF_CONFIG in there:
             raise CheckpointError(f"{final} is there already; it is not overwritten")
         if there:
-            remove_folder(final)  # what a save left that was cut short
+            remove_folder(final)  # remains of a save that was cut short
         return final
     refuse_existing(final)
     final.parent.mkdir(parents=True, exist_ok=True)

@@ -195,7 +195,7 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 
 def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
-    """Return file name → what is wrong with its length, by one listing."""
+    """Return file name → the fault of its length, by one listing."""
     existing, problems = files_in(folder), {}
     for name, size in manifest.files.items():
         if name not in existing:

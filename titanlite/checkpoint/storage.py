@@ -461,7 +461,7 @@ def verify_files(
     group: dist.ProcessGroup | None = None,
     index: bool = True,
 ) -> str | None:
-    """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
+    """Return the fault of a checkpoint's content, the same on all ranks; None for a good one.
 
     names: files that this rank compares with their hashes. index: whether it reads the index too. group: in which all
     ranks agree.

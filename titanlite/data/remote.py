@@ -134,7 +134,7 @@ class _RemoteFile(io.RawIOBase):
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
             options["client_kwargs"] = {"timeout": timeout}
         system, path = fsspec.core.url_to_fs(self._url, **options)
-        if self.identity is not None:  # what it has listed may be old
+        if self.identity is not None:  # its listing may be old
             system.invalidate_cache(path)
         info = system.info(path)
         self._check(info.get("size"), info)

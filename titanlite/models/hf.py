@@ -54,7 +54,7 @@ class HFArgs:
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a model on the meta device says of itself."""
+    """Facts about a model, read from it on the meta device."""
 
     #: Its `transformers` config.
     config: Any
@@ -111,10 +111,10 @@ def _config(content: Mapping[str, Any]) -> Any:
         raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
     try:
         config = causal[kind].from_dict(dict(content))
-    except Exception as error:  # `transformers` raises classes of its own for wrong values
+    except Exception as error:  # `transformers` raises its own classes for wrong values
         raise _refused(f"transformers refuses the config of a {kind}: {error}") from error
     if not hasattr(config, "vocab_size"):
-        raise _refused(f"a {kind} has no vocab_size of its own; there are text models only here")
+        raise _refused(f"a {kind} has no vocab_size; only text models are supported")
     return config
 
 
@@ -278,7 +278,7 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
         return args_from_hf(content, overrides)
     except ShapeError:
         raise
-    except Exception as error:  # huggingface_hub and its HTTP client have classes of their own
+    except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise _refused(f"cannot read {shown(source)}: {reason}", "give a config.json or its folder") from error
 

@@ -83,7 +83,7 @@ def permute(weight: Tensor, n_heads: int) -> Tensor:
 def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
     """Return the content of config.json: the arguments of the model's class in `transformers` 5 and 4.
 
-    model_type: that of `transformers`, whose class has the same name. A family adds what is its own.
+    model_type: that of `transformers`, whose class has the same name. A family adds its own entries.
     """
     _needs_rmsnorm(args)
     scaling: dict[str, Any] = {"rope_type": "default"}

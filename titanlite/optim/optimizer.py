@@ -56,7 +56,7 @@ def build_optimizer(
 def state_bytes(
     parameters: dict[str, nn.Parameter], settings: Optimizer, dtype: torch.dtype, blocks: Collection[str] = ()
 ) -> float | None:
-    """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for one of your own.
+    """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for a dotted path.
 
     dtype: of the weights, whatever that of `parameters`.
     """

@@ -43,7 +43,7 @@ def recording(folder: str, buffer_size: int, device: torch.device, world_size: i
     if buffer_size > 0 and folder:
         wanted |= {_PREFIX: str(Path(folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
         if device.type == "cuda":
-            with contextlib.suppress(OSError):  # what cannot be written to ends the run by other means
+            with contextlib.suppress(OSError):  # a folder that cannot be written to ends the run by other means
                 Path(folder).mkdir(parents=True, exist_ok=True)  # the watchdog makes none
     ours = {names[0]: value for names, value in wanted.items() if not any(name in os.environ for name in names)}
     os.environ.update(ours)

@@ -138,7 +138,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"`titanlite runs {folder}` lists the runs below it"
         )
     attempts = read_attempts(folder)
-    # A run that began anew in the folder of an earlier one has metrics of its own, and so its own attempts.
+    # A new run in the folder of an earlier one has its own metrics and attempts.
     begin = max((i for i, one in enumerate(attempts) if one.get("first_step") == 0), default=0)
     found: dict[str, Any] = {"rows": (), "config": None}
     problems: list[str] = []

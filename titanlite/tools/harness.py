@@ -149,7 +149,7 @@ def harness_model(loaded: LoadedModel, batch_size: int) -> Any:
             return [texts[number] for number in range(len(requests))]
 
     def written(rows: list[list[int]], most: int, sampling: Sampling, until: list[str]) -> list[str]:
-        """Return what follows each row of ids; all end once every text holds a stop sequence."""
+        """Return the continuation of each row of ids; all end once every text holds a stop sequence."""
         hidden = {*loaded.stop_ids, *codec.special_tokens.values()}  # as the harness' own models hide them
         streams, texts, done = [TextStream(codec, row) for row in rows], [""] * len(rows), [False] * len(rows)
         steps = generate(

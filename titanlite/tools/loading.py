@@ -44,7 +44,7 @@ class LoadedModel:
     #: `data.chat_template` of the run.
     chat_template: str | None
     stop_ids: frozenset[int]
-    #: For people: what was loaded, and how fast.
+    #: For people: model, precision, device, load time.
     summary: str
 
 
@@ -71,7 +71,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Load what the options of `add_arguments` name. A checkpoint is compared with its hashes first.
+    """Load the model that the options of `add_arguments` name. A checkpoint is compared with its hashes first.
 
     Raises CheckpointError, DataError (tokenizer) and ConfigError (device).
     """

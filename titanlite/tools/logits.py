@@ -33,7 +33,7 @@ def compare_logits(family: str, args: Any, read: Read, theirs: AnyPath | Read, d
     sample = torch.randint(args.vocab_size, (1, min(TOKENS, args.max_seq_len)), generator=torch.Generator())
     ours = our_logits(family, args, read, sample)
     if callable(theirs):
-        other, way = our_logits(family, args, _rounded(theirs, dtype), sample), "titanlite, of what was read"
+        other, way = our_logits(family, args, _rounded(theirs, dtype), sample), "titanlite, of the weights read"
     elif reason := _cannot(family, args):
         back = open_weights(theirs, get_spec(family), args)
         other, way = our_logits(family, args, _rounded(back.read, dtype), sample), f"titanlite ({reason})"

@@ -74,7 +74,7 @@ def _number(low: float, high: float | None) -> object:
 
 @dataclass
 class Row:
-    """A prompt and what was written."""
+    """A prompt and its continuation."""
 
     prompt: str
     #: The text that the model sees: the prompt, or the conversation that a template made of it.
