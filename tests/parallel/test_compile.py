@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch._dynamo.backends.registry import register_backend
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.compare import FLAT, LABELS, SEQ, TOKENS, References
-from tests.training.harness import Run, build_tiny, micro_batches
+from tests.training.harness import Run, build_tiny, full_precision, micro_batches, train, train_afresh
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8, Training
@@ -184,6 +185,28 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     assert Path(use_cache_folder(None)).parent == tmp_path
+
+
+def _train_with_cache(world: DistEnv, run: Run, folder: str) -> tuple[list[float], list[float], int]:
+    """Losses and gradient norms of a run whose compiled code goes to this folder, and the graphs found there."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with patch.dict(os.environ):
+        use_cache_folder(folder)
+        curve = train_afresh(world, run)
+    return curve.losses, curve.norms, counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.slow
+def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) -> None:
+    """torch alone gives both ranks of tensor parallelism the graph of one: the loss is then wrong."""
+    run = Run(TOKENS, LABELS, [3e-3] * 2, training=full_precision())
+    alone = pool(1).run(train, run)[0]
+    sharded = replace(run, tensor=2, compile=Compile())
+    for first in (True, False):
+        losses, norms, hits = pool(2).run(_train_with_cache, sharded, str(tmp_path))[0]
+        assert losses == pytest.approx(alone.losses, rel=1e-5) and norms == pytest.approx(alone.norms, rel=1e-5)
+        assert (hits == 0) == first
 
 
 @pytest.mark.soak

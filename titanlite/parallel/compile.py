@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite import exit_codes
 from titanlite.config.errors import nearest
@@ -109,6 +110,17 @@ def use_cache_folder(cache_dir: str | None) -> str:
         raise ParallelismError(f'cannot write to "{folder}"{variable}: {error.strerror}; {advice}') from None
     os.environ[CACHE_VARIABLE] = str(folder)
     return str(folder)
+
+
+def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
+    """Let this rank find in the cache only graphs of ranks with the same part of each tensor and the same device.
+
+    torch 2.13 names a graph of DTensors by their mesh and global shapes alone (pytorch issue 188390). So a rank of
+    tensor parallelism would run another rank's graph after a restart, and get a wrong loss without an error.
+    """
+    given = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    apart = mesh["tp"].size() > 1
+    torch.compiler.config.cache_key_tag = f"{given} {device} of tp {mesh.get_local_rank('tp')}" if apart else given
 
 
 def apply_compile(

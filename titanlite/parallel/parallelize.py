@@ -24,7 +24,7 @@ from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_token
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
-from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss
+from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
 from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
 from titanlite.parallel.float8 import apply_float8
@@ -115,6 +115,7 @@ class ModelBuilder:
         # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
         inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
         apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
+        separate_cache(self.mesh, self.device)
         options = ASYNC_OPTIONS if self.experimental.enable_async_tensor_parallel else None
         apply_compile(self.compiled_modules(model), self.compile.backend, options)
         present = [tuple(select(model, group)) for group in groups]
@@ -137,6 +138,7 @@ class ModelBuilder:
 
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
+        separate_cache(self.mesh, self.device)
         loss = compile_loss(self.plain_loss, self.compile.backend) if self.compiles("loss") else self.plain_loss
         return tensor_loss(loss) if self.tp > 1 else loss
 
