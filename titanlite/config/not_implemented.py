@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from titanlite.config.errors import Problem
-from titanlite.config.keys import keys, sections
+from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import quote
 from titanlite.utils import is_dotted
@@ -37,10 +37,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     ),
     "memory_estimation.enabled": _MEMORY,
     "memory_estimation.disable_fake_mode": _MEMORY,
-    **{
-        f"launch.{name}": Missing("`titanlite launch`", "start torchrun by hand")
-        for name in sections()["launch"].__struct_fields__
-    },
 }
 
 

@@ -208,21 +208,27 @@ class Stall(Section, frozen=True):
 
 
 class Launch(Section, frozen=True):
-    """How a job is started on a cluster."""
+    """The job that `titanlite launch` writes for a cluster. A run itself reads nothing here."""
 
     nodes: Count = 1
     """Machines."""
     gpus_per_node: Count | None = None
-    """Accelerators of each machine. None: all of them."""
+    """Ranks of each machine, one per GPU. None: those of instance_type."""
+    cpu: bool = False
+    """The machines have no GPUs; gpus_per_node is the number of ranks."""
     instance_type: str = ""
-    """Kind of machine, as the cluster calls it."""
+    """Kind of machine on AWS, as p5.48xlarge; it sets the GPUs and the variables of the network."""
     image: str = ""
-    """Container image."""
+    """Container image. Empty: the environment of Python that launches."""
     shared_dir: Annotated[str, HOME] = ""
-    """Folder that all machines see."""
-    time_limit: str = ""
-    """Longest run, as hours:minutes:seconds."""
+    """Folder that all machines see; a container mounts it. Empty: the working directory."""
+    time_limit: Annotated[str, Meta(pattern=r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$")] = ""
+    """Longest run, as hours:minutes:seconds or days-hours. Empty: that of the queue."""
+    notice_seconds: Count = 120
+    """Time before the limit in which the run saves and ends."""
+    max_restarts: Natural = 50
+    """Starts after the first one, by time limits, preemption and lost machines."""
     queue: str = ""
-    """Queue or partition."""
+    """Queue or partition. Empty: the default one."""
     environment: dict[str, str] = {}
     """Table of environment variables for every process."""

@@ -19,6 +19,7 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.tools.cli:add_train",
+    "launch": "titanlite.tools.launch:add_command",
     "evaluate": "titanlite.tools.evaluate:add_command",
     "sample": "titanlite.tools.sample:add_command",
     "eval": "titanlite.tools.harness:add_command",

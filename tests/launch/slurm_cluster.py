@@ -1,0 +1,154 @@
+"""A real Slurm of two nodes on this machine: munge, slurmctld and two slurmd on loopback, in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
+
+# cred_expire also is how long a requeued job waits; the default is two minutes.
+_CONF = """
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={root}/munge/sock,cred_expire=5
+SlurmctldPort={port}
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/linear
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
+KillWait=20
+SlurmdTimeout=10
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=2 RealMemory=2000 State=UNKNOWN
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
+PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
+"""
+
+
+@dataclass
+class Cluster:
+    """The running daemons."""
+
+    root: Path
+    environment: dict[str, str]
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, name: str, *words: str) -> None:
+        """Start a daemon in the foreground."""
+        with open(self.root / "log" / f"{name}.out", "ab") as out:
+            self.daemons[name] = subprocess.Popen(words, env=self.environment, stdout=out, stderr=out)
+
+    def start_node(self, name: str) -> None:
+        """Start the daemon of node n1 or n2."""
+        self.start(name, "slurmd", "-D", "-N", name)
+
+    def run(self, *words: str) -> str:
+        """Run a command of Slurm's; return its output."""
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def field(self, job: str, name: str) -> str:
+        """Return a field of `scontrol show job`."""
+        text = self.run("scontrol", "show", "job", job)
+        return next(word.partition("=")[2] for word in text.split() if word.startswith(f"{name}="))
+
+    def wait(self, job: str, *states: str, seconds: float = 150) -> str:
+        """Wait until a job is in one of the states; return it."""
+        end = time.monotonic() + seconds
+        while (state := self.field(job, "JobState")) not in states:
+            assert time.monotonic() < end, f"job {job} is {state}, expected {states}"
+            time.sleep(0.3)
+        return state
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@contextmanager
+def cluster(root: Path) -> Iterator[Cluster]:
+    """Start a cluster below `root`, and end it."""
+    for name in ("munge", "state", "spool/n1", "spool/n2", "log"):
+        (root / name).mkdir(parents=True, mode=0o755)
+    key = root / "munge" / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    port, port1, port2 = _free_ports(3)
+    conf = root / "slurm.conf"
+    conf.write_text(_CONF.format(root=root, host=socket.gethostname(), port=port, port1=port1, port2=port2))
+    path = os.environ["PATH"] + ":/usr/sbin"
+    slurm = Cluster(root, {**os.environ, "PATH": path, "SLURM_CONF": str(conf)})
+    try:
+        munge = root / "munge"
+        files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
+        slurm.start("munged", "munged", "--foreground", "--force", f"--socket={munge / 'sock'}", *files)
+        slurm.start("slurmctld", "slurmctld", "-D", "-i")
+        slurm.start_node("n1")
+        slurm.start_node("n2")
+        end = time.monotonic() + 60
+        while "2/0" not in (nodes := _nodes(slurm)):
+            assert time.monotonic() < end, f"the nodes do not come up: {nodes}"
+            time.sleep(0.3)
+        yield slurm
+    finally:
+        for job in _jobs(slurm):
+            subprocess.run(["scancel", job], env=slurm.environment, check=False, timeout=60)
+        for name in reversed(slurm.daemons):
+            slurm.daemons[name].terminate()
+        for daemon in slurm.daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def _nodes(slurm: Cluster) -> str:
+    """Return idle/other nodes of partition main, or an empty text while no daemon answers."""
+    words = ["sinfo", "--noheader", "--partition=main", "--format=%F"]  # allocated/idle/other/total
+    done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip().partition("/")[2]
+
+
+def _jobs(slurm: Cluster) -> list[str]:
+    words = ["squeue", "--noheader", "--format=%i"]
+    return subprocess.run(words, env=slurm.environment, capture_output=True, text=True, check=False).stdout.split()
+
+
+def missing() -> list[str]:
+    """Return what this machine lacks for a cluster."""
+    path = os.environ["PATH"] + ":/usr/sbin"
+    lacks = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    return lacks if os.getuid() == 0 else [*lacks, "the rights of root"]
