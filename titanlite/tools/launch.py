@@ -1,4 +1,4 @@
-"""`titanlite launch`: write the job of a config for a cluster's scheduler, from a template in `deploy/`, and submit it."""
+"""`titanlite launch`: write a config's job for a scheduler, from a template in `deploy/`, and submit it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import argparse
 import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
@@ -20,20 +18,43 @@ from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.runs.provenance import config_text
 from titanlite.tools.cli import FLAGS, Commands
-from titanlite.tools.instances import INSTANCES, Instance, network_environment
+from titanlite.tools.instances import INSTANCES, Instance
 from titanlite.utils import Style
 
 _TEMPLATES = Path(__file__).parent.parent / "deploy"
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
-#: A start that fails sooner is likely to fail again.
-_QUICK_SECONDS = 300
+CONFIG = "config.toml"
+#: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
+_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm"}
 
 
 class LaunchError(Exception):
     """The scheduler did not take the job."""
 
     exit_code = exit_codes.ERROR
+
+
+class Job(NamedTuple):
+    """A run and the machines that it gets."""
+
+    run: RunConfig
+    #: None: no instance type is named.
+    instance: Instance | None
+    #: Ranks of each machine.
+    ranks: int
+    #: Folder of the job's files.
+    folder: Path
+
+    @property
+    def launch(self) -> Launch:
+        """The section of the config."""
+        return self.run.launch
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder, with characters that every scheduler takes."""
+        return re.sub(r"[^a-z0-9.-]+", "-", self.folder.parent.name.lower()).strip("-.") or "run"
 
 
 def add_command(commands: Commands) -> None:
@@ -47,7 +68,7 @@ def add_command(commands: Commands) -> None:
         epilog="docs/launch/ has a page for each system.",
         allow_abbrev=False,
     )
-    parser.add_argument("system", choices=["slurm"], help="the scheduler")
+    parser.add_argument("system", choices=list(_SYSTEMS), help="the scheduler")
     parser.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
@@ -56,35 +77,29 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
+    job = prepare([*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags])
+    system: Any = import_module(_SYSTEMS[arguments.system])
+    files: dict[str, str] = system.files(job)
+    if arguments.dry_run:
+        return "\n".join(files.values()).rstrip(), exit_codes.DONE
+    write(job, files)
+    if arguments.submit:
+        return system.submit(job), exit_codes.DONE
+    return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}", exit_codes.DONE
+
+
+def prepare(argv: list[str]) -> Job:
+    """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False)
     launch = first.launch
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if not ranks:
         message = "the number of GPUs of a machine is not known"
-        advice = "set it, or launch.instance_type to one of the table in docs/launch/slurm.md"
+        advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
     run = check_config(argv, launch.nodes * ranks, training=False)[1]
-    folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
-    text = slurm_job(run, instance, ranks, folder)
-    if arguments.dry_run:
-        return text.rstrip(), exit_codes.DONE
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(config_text(run.toml))
-    job = folder / "job.sbatch"
-    job.touch(mode=0o600)  # launch.environment may hold secrets
-    job.write_text(text)
-    if not arguments.submit:
-        return f"written: {job}\nsubmit it with: sbatch {shlex.quote(str(job))}", exit_codes.DONE
-    number = _submit(job)
-    follow = [
-        f"job {number} is submitted: {launch.nodes} x {ranks} ranks",
-        f"follow it with: tail -F {shlex.quote(str(folder / f'slurm-{number}.log'))}",
-        f"stop it with a checkpoint: scancel --signal=USR1 {number}",
-        f"continue it later: sbatch {shlex.quote(str(job))}",
-    ]
-    return "\n".join(follow), exit_codes.DONE
+    return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
@@ -99,30 +114,14 @@ def _instance(launch: Launch, place: str) -> Instance | None:
     return INSTANCES[launch.instance_type]
 
 
-def slurm_job(run: RunConfig, instance: Instance | None, ranks: int, folder: Path) -> str:
-    """Return the batch script of a run. ranks: of each machine. folder: of the job's files."""
-    launch, here = run.launch, os.getcwd()
-    mounts = dict.fromkeys([os.path.abspath(launch.shared_dir or here), here, str(folder.parent)])
-    values = {
-        "name": re.sub(r"[^\w.-]+", "-", folder.parent.name),
-        "gpus": not launch.cpu,
-        "ranks": ranks,
-        "folder": here,
-        "file": shlex.quote(str(folder / "job.sbatch")),
-        "output": str(folder / "slurm-%j.log"),
-        "environment": {
-            # So that a log shows each step when it is done.
-            "PYTHONUNBUFFERED": "1",
-            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(instance)),
-            **launch.environment,
-        },
-        "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
-        "python": "python" if launch.image else sys.executable,
-        "config": str(folder / "config.toml"),
-        "quick_seconds": _QUICK_SECONDS,
-    }
-    names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
-    return render("slurm.sbatch", {**{name: getattr(launch, name) for name in names}, **values})
+def write(job: Job, files: Mapping[str, str]) -> None:
+    """Write the job's files and the resolved config. Nobody else can read them: launch.environment may hold secrets."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    for name, text in {CONFIG: config_text(job.run.toml), **files}.items():
+        file = job.folder / name
+        file.unlink(missing_ok=True)  # an older file may be open to others
+        file.touch(mode=0o600)
+        file.write_text(text)
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -134,13 +133,3 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     )
     environment.filters["quote"] = shlex.quote
     return environment.from_string((_TEMPLATES / template).read_text()).render(values)
-
-
-def _submit(job: Path) -> str:
-    """Submit a batch script; return the job's number. Raises LaunchError."""
-    if shutil.which("sbatch") is None:
-        raise LaunchError(f"sbatch is not installed here; submit {job} on a machine of the cluster")
-    done = subprocess.run(["sbatch", "--parsable", str(job)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LaunchError(f"sbatch did not take {job}: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]
