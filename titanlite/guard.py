@@ -159,7 +159,7 @@ class FiniteGuard:
         spike_sigmas: float = 0.0,
         window: int = 100,
     ) -> None:
-        #: Updates are in the weights before the guard decides (`titanlite.optim.in_backward`).
+        #: Updates are in the weights before the guard decides (`titanlite.optim.gradients`).
         self.applied = False
         self.policy, self.max_skips, self.spike_sigmas, self.window = policy, max_skips, spike_sigmas, window
         #: `poll` reports the step before the latest: where the host runs ahead of the device.

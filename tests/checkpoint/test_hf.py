@@ -41,8 +41,7 @@ from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.convert import convert, open_source
-from titanlite.tools.logits import our_logits
-from titanlite.tools.tensors import Contents
+from titanlite.tools.tensors import Contents, our_logits
 
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])

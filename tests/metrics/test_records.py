@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.words import listening
+from titanlite.metrics.boards import TAGS, TensorBoard, tags
 from titanlite.metrics.jsonl import MetricsLog, read_metrics
-from titanlite.metrics.tensorboard import TAGS, TensorBoard, tags
 
 
 def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
