@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,14 @@ def render_page(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     return environment.get_template(template).render(values)
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """Return a type for argparse: an integer that is not less."""
+
+    def integer(text: str) -> int:
+        if (value := int(text)) < lowest:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {lowest}, got {value}")
+        return value
+
+    return integer
