@@ -178,12 +178,7 @@ class FiniteGuard:
         self._skipped: list[BadStepError] = []
 
     def check(
-        self,
-        step: int,
-        norm: torch.Tensor,
-        loss: torch.Tensor,
-        share: torch.Tensor,
-        stop: torch.Tensor | None = None,
+        self, step: int, norm: torch.Tensor, loss: torch.Tensor, share: torch.Tensor, stop: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return whether this step may update the weights: a 0-dim bool on the device, equal on all ranks.
 

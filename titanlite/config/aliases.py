@@ -136,7 +136,7 @@ VALUE_NAMES: dict[tuple[str, str], str] = {
 """(key, other value) → the value here."""
 
 VALUE_NOTES: dict[tuple[str, str], str] = {
-    ("training.dataset", "c4_mini"): "c4_mini is not bundled with titanlite: c4_test is read instead",
+    ("training.dataset", "c4_mini"): "c4_mini is not bundled with titanlite: c4_test is read instead"
 }
 """(key, other value) → how the value here differs."""
 
