@@ -23,9 +23,9 @@ from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, option
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
-from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint import storage as storage_module
-from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
 from titanlite.parallel.dist_env import DistEnv

@@ -53,8 +53,7 @@ def test_step_lines_are_those_that_other_tools_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "shown"),
-    [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])],
+    ("rank", "shown"), [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])]
 )
 def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_number(
     console: logging.Logger, rank: int, shown: list[str]

@@ -15,8 +15,8 @@ from titanlite.build import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows
 from titanlite.fit import load_config
+from titanlite.metrics.figures import RowLosses
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.sources import RowLosses
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 

@@ -23,10 +23,9 @@ from titanlite.build import build
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.fit import load_config
-from titanlite.metrics import background_writer
+from titanlite.metrics import boards as background_writer
+from titanlite.metrics.boards import ID_FILE, WandbWriter, tags
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.tensorboard import tags
-from titanlite.metrics.wandb import ID_FILE, WandbWriter
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 

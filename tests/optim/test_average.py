@@ -13,7 +13,7 @@ from tests.pool import Pools
 from tests.training.harness import full
 from tests.training.test_run import _losses, _outcome, _run, _trainer
 from titanlite.callbacks import Callback
-from titanlite.checkpoint import CheckpointError
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.convert import convert
 from titanlite.tools.tensors import Contents

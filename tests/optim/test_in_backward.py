@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.optim.gated import local
-from titanlite.optim.in_backward import StepInBackward
+from titanlite.optim.gradients import StepInBackward
 from titanlite.parallel.dist_env import DistEnv
 
 RUN = Run(*batches(4, 8, 16, 192), [3e-3] * 4)

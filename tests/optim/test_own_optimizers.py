@@ -17,8 +17,7 @@ from tests.training.harness import TINY, Run, batches, build_tiny, full_precisio
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.models import get_spec
-from titanlite.optim.adamw_8bit import AdamW8bit, _levels, block_of
-from titanlite.optim.any_precision import AnyPrecisionAdamW
+from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, _levels, block_of
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups, state_bytes
 from titanlite.parallel.dist_env import DistEnv

@@ -23,7 +23,7 @@ from tests.training.compare import LABELS, TOKENS
 from tests.training.harness import all_stages, full
 from tests.training.test_quiet_step import Calls, Operations
 from titanlite.build import data_parallel_rank
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.data.loader import Batch

@@ -19,8 +19,7 @@ from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import build
-from titanlite.checkpoint import CheckpointError
-from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
