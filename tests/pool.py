@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -59,6 +60,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
     cached = functools.cache(torch.distributed.device_mesh.init_device_mesh)
     torch.distributed.device_mesh.init_device_mesh = cached
     torch.set_num_threads(1)
+    gc.freeze()  # each run collects garbage, and what is imported is most of what it would look through
     with DistEnv.open("cpu", init_timeout_seconds=120, rendezvous_seconds=120) as world:
         while True:
             try:
