@@ -60,7 +60,6 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
     cached = functools.cache(torch.distributed.device_mesh.init_device_mesh)
     torch.distributed.device_mesh.init_device_mesh = cached
     torch.set_num_threads(1)
-    gc.freeze()  # each run collects garbage, and what is imported is most of what it would look through
     with DistEnv.open("cpu", init_timeout_seconds=120, rendezvous_seconds=120) as world:
         while True:
             try:
@@ -68,6 +67,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
             except EOFError:
                 os._exit(0)
             function, args, kwargs = job
+            gc.collect()
+            gc.freeze()  # a run collects garbage: let it not look through all that is imported
             try:
                 pipe.send((True, function(world, *args, **kwargs)))
             except BaseException:
