@@ -53,7 +53,7 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
         (2, [*STAGES, f"--{PP}schedule=ZBVZeroBubble", f"--{PP}split_points=['layers.0','layers.1','norm']"]),
         (1, [f"{AC}full", "--training.loss_chunks=3"]),
         (1, BY_OP),
-        (1, [*BY_OP, *COMPILE]),
+        pytest.param(1, [*BY_OP, *COMPILE], marks=pytest.mark.slow),
         pytest.param(1, [f"{AC}full", *COMPILE], marks=pytest.mark.slow),
     ],
 )
