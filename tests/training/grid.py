@@ -177,8 +177,10 @@ COLUMNS = {
     "compiled, by operation": Column(1, "SGD", {"training.compile": "true", **BY_OPERATION}),
 }
 
+#: Schedules whose stages are those of another row.
+SELDOM = ("pp 2, GPipe", "pp 2, LoopedBFS")
 #: Cells of `./run_tests.sh`: every kind of parallelism, every column. The whole table is in `--full`, but for graphs of
-#: four ranks without the policy by operation: `--soak` has them.
+#: four ranks without the policy by operation, and for what each rank does anew under `SELDOM`: `--soak` has them.
 QUICK = {
     ("fsdp 2", "at once"),
     ("hsdp 2 x 2", "every 2nd recomputed"),
@@ -250,7 +252,10 @@ def cells(fewest: int, most: int) -> list[Any]:
 def _tier(row: str, column: str) -> list[pytest.MarkDecorator]:
     if (row, column) in QUICK:
         return []
-    return [pytest.mark.soak if column == "compiled" and ROWS[row].ranks == 4 else pytest.mark.slow]
+    seldom = (
+        ROWS[row].ranks == 4 if column == "compiled" else row in SELDOM and column not in ("at once", "accumulated")
+    )
+    return [pytest.mark.soak if seldom else pytest.mark.slow]
 
 
 def train_cell(references: References, row: str, column: str) -> None:
