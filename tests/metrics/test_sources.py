@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
 from titanlite.build import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows
 from titanlite.fit import load_config
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.sources import RowLosses
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 BATCH, STEPS = 12, 4
 FLAGS = [
@@ -35,9 +34,7 @@ FLAGS = [
 
 
 def _run(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
-    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    Trainer(build(run, world)).train()
-    return [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+    return [row for row in train_rows(world, folder, *FLAGS, *flags) if "loss" in row]
 
 
 def _by_hand(world: DistEnv) -> dict[str, float]:
