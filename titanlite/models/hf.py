@@ -105,7 +105,7 @@ def _config(content: Mapping[str, Any]) -> Any:
     except ImportError as error:
         message = f'"hf" needs the package transformers: {error}'
         raise _refused(message, "pip install 'titanlite[hf]'", "name") from error
-    kind = content.get("model_type")
+    kind: Any = content.get("model_type")
     if kind not in CAUSAL:
         near = names_like(str(kind), CAUSAL).partition("; there are")[0]
         raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
