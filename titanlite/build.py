@@ -39,7 +39,7 @@ from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
-from titanlite.fingerprints import fingerprints, rounding_setting
+from titanlite.fingerprints import fingerprints
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
@@ -316,7 +316,7 @@ def build(
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
-        rounding_setting(run, device),
+        {"device": name, "torch": torch.__version__, "threads": str(torch.get_num_threads()), **run.rounding},
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4
         if {run.training.mixed_precision_param, run.training.dtype} == {"float32"} and not in_float8

@@ -33,11 +33,12 @@ from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
 
 PINNED = "async_with_pinned_mem"
+SLOW = ("disabled", "fused"), ("async", "foreach")
 
 
 @pytest.mark.parametrize(
     ("mode", "implementation"),
-    [("disabled", "fused"), pytest.param("async", "foreach", marks=pytest.mark.slow), (PINNED, "foreach")],
+    [(PINNED, "foreach"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
@@ -66,10 +67,10 @@ def test_four_and_four_equal_eight_bit_for_bit(
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_other_rank_counts_continue_to_rounding(pool: Pools, storage: Storage, tmp_path: Path, ranks: int) -> None:
-    storage.run(pool(2), train, RUN, storage.root, 1, 10)
-    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 20)[0]
-    resumed = storage.run(pool(ranks), train, RUN, storage.root, 11, 20)[0]
-    torch.testing.assert_close(resumed["losses"], straight["losses"][10:], rtol=0, atol=5e-6)
+    storage.run(pool(2), train, RUN, storage.root, 1, 4)
+    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 8)[0]
+    resumed = storage.run(pool(ranks), train, RUN, storage.root, 5, 8)[0]
+    torch.testing.assert_close(resumed["losses"], straight["losses"][4:], rtol=0, atol=5e-6)
     assert any("written on 2 ranks" in line for line in resumed["loaded"].notices)
 
 

@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite.build import build
@@ -75,9 +76,9 @@ def offline(folder: Path) -> dict[str, Any]:
 def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
-    flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
+    flags = [*TINY, f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
-    Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
+    train_rows(world, folder, *flags)
     del os.environ["WANDB_PROJECT"]
 
 
