@@ -99,7 +99,19 @@ def prepare(argv: list[str]) -> Job:
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
     run = check_config(argv, launch.nodes * ranks, training=False)[1]
-    return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
+    folder = Path(os.path.abspath(run.job.dump_folder))
+    if launch.shared_dir and not folder.is_relative_to(os.path.abspath(launch.shared_dir)):
+        message = f"{folder} is outside of launch.shared_dir, {launch.shared_dir}: not all machines see it"
+        raise ConfigError([Problem(loaded.place("job.dump_folder"), "job.dump_folder", message)])
+    return Job(run, instance, ranks, folder / FOLDER)
+
+
+def limit_seconds(limit: str) -> int:
+    """Return the seconds of launch.time_limit, which Slurm reads as days-hours:minutes:seconds; 0: no limit."""
+    days, dash, rest = limit.rpartition("-")
+    numbers = [int(part) for part in rest.split(":") if part]
+    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:

@@ -7,19 +7,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.tools.instances import network_environment
-from titanlite.tools.launch import CONFIG, Job, LaunchError, render
+from titanlite.tools.launch import Job, LaunchError, limit_seconds, render
 
 FILE = "job.sbatch"
-#: A start that fails sooner is likely to fail again.
-_QUICK_SECONDS = 300
 
 
 def files(job: Job) -> dict[str, str]:
-    """Return the batch script by its name in the job's folder."""
-    launch, here = job.launch, os.getcwd()
-    mounts = dict.fromkeys([os.path.abspath(launch.shared_dir or here), here, str(job.folder.parent)])
+    """Return the batch script by its name in the job's folder. Raises ConfigError."""
+    launch, here, run_folder = job.launch, os.getcwd(), job.folder.parent
+    limit = limit_seconds(launch.time_limit)
+    if limit and 2 * launch.notice_seconds > limit:
+        message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"
+        advice = "Slurm may send the notice up to a minute sooner: leave time to train"
+        raise ConfigError([Problem("", "launch.notice_seconds", message, advice)])
+    folders = {Path(os.path.abspath(launch.shared_dir or here)), Path(here), run_folder}
+    mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
     values = {
         "name": job.name,
         "gpus": not launch.cpu,
@@ -27,6 +34,8 @@ def files(job: Job) -> dict[str, str]:
         "folder": here,
         "file": shlex.quote(str(job.folder / FILE)),
         "output": str(job.folder / "slurm-%j.log"),
+        "rank_logs": str(run_folder / LOGS),
+        "run": str(run_folder),
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
@@ -35,8 +44,6 @@ def files(job: Job) -> dict[str, str]:
         },
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
         "python": "python" if launch.image else sys.executable,
-        "config": str(job.folder / CONFIG),
-        "quick_seconds": _QUICK_SECONDS,
     }
     names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
     return {FILE: render("slurm.sbatch.jinja", {**{name: getattr(launch, name) for name in names}, **values})}
@@ -59,7 +66,7 @@ def submit(job: Job) -> str:
     follow = [
         f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
         f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
-        f"stop it with a checkpoint: scancel --signal=USR1 {number}",
+        f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}",
         f"continue it later: sbatch {shlex.quote(file)}",
     ]
     return "\n".join(follow)
