@@ -184,7 +184,7 @@ def _render(*flags: str) -> str:
 
 def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Render an example as on a cluster whose shared folder has a checkout and its virtual environment."""
-    monkeypatch.setattr("os.getcwd", lambda: "/fsx/titanlite")
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/fsx/titanlite"))
     monkeypatch.setattr(sys, "executable", "/fsx/titanlite/.venv/bin/python")
     flags = ["--launch.shared_dir=/fsx", f"--job.dump_folder=/fsx/runs/{name}", "--launch.time_limit=2-0"]
     return _render(*EXAMPLES[name].flags(), *flags)
@@ -223,7 +223,7 @@ def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str
 
 
 def test_a_time_limit_is_read_as_slurm_does() -> None:
-    seconds = {"": 0, "1:30": 90, "2:00:00": 7200, "1-0": 86400, "1-2:30": 95400, "0-0:0:07": 7}
+    seconds = {"": None, "1:30": 90, "2:00:00": 7200, "1-0": 86400, "1-2:30": 95400, "0-0:00:07": 7}
     assert {text: limit_seconds(text) for text in seconds} == seconds
 
 

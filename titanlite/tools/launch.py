@@ -99,19 +99,7 @@ def prepare(argv: list[str]) -> Job:
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
     run = check_config(argv, launch.nodes * ranks, training=False)[1]
-    folder = Path(os.path.abspath(run.job.dump_folder))
-    if launch.shared_dir and not folder.is_relative_to(os.path.abspath(launch.shared_dir)):
-        message = f"{folder} is outside of launch.shared_dir, {launch.shared_dir}: not all machines see it"
-        raise ConfigError([Problem(loaded.place("job.dump_folder"), "job.dump_folder", message)])
-    return Job(run, instance, ranks, folder / FOLDER)
-
-
-def limit_seconds(limit: str) -> int:
-    """Return the seconds of launch.time_limit, which Slurm reads as days-hours:minutes:seconds; 0: no limit."""
-    days, dash, rest = limit.rpartition("-")
-    numbers = [int(part) for part in rest.split(":") if part]
-    units = (3600, 60, 1) if dash or len(numbers) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
@@ -141,7 +129,21 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
     )
     environment.filters["quote"] = shlex.quote
-    return environment.from_string((_TEMPLATES / template).read_text()).render(values)
+    return environment.get_template(template).render(values)
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """Return the seconds of `launch.time_limit`; None: there is no limit."""
+    if not time_limit:
+        return None
+    days, _, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3] if days else [0, *parts][-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -7,9 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.run_sections import Launch
 from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import Job, LaunchError, limit_seconds, render
@@ -19,19 +21,17 @@ FILE = "job.sbatch"
 
 def files(job: Job) -> dict[str, str]:
     """Return the batch script by its name in the job's folder. Raises ConfigError."""
-    launch, here, run_folder = job.launch, os.getcwd(), job.folder.parent
-    limit = limit_seconds(launch.time_limit)
-    if limit and 2 * launch.notice_seconds > limit:
-        message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"
-        advice = "Slurm may send the notice up to a minute sooner: leave time to train"
-        raise ConfigError([Problem("", "launch.notice_seconds", message, advice)])
-    folders = {Path(os.path.abspath(launch.shared_dir or here)), Path(here), run_folder}
+    launch, here, run_folder = job.launch, Path.cwd(), job.folder.parent
+    shared = Path(os.path.abspath(launch.shared_dir or here))
+    if problems := list(_problems(launch, shared, run_folder)):
+        raise ConfigError(problems)
+    folders = {shared, here, run_folder}
     mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
     values = {
         "name": job.name,
         "gpus": not launch.cpu,
         "ranks": job.ranks,
-        "folder": here,
+        "folder": str(here),
         "file": shlex.quote(str(job.folder / FILE)),
         "output": str(job.folder / "slurm-%j.log"),
         "rank_logs": str(run_folder / LOGS),
@@ -47,6 +47,17 @@ def files(job: Job) -> dict[str, str]:
     }
     names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
     return {FILE: render("slurm.sbatch.jinja", {**{name: getattr(launch, name) for name in names}, **values})}
+
+
+def _problems(launch: Launch, shared: Path, run_folder: Path) -> Iterator[Problem]:
+    if launch.shared_dir and not run_folder.is_relative_to(shared):
+        message = f"{run_folder} is outside of launch.shared_dir, {shared}: not all machines see it"
+        yield Problem("", "job.dump_folder", message)
+    limit = limit_seconds(launch.time_limit)
+    if limit and 2 * launch.notice_seconds > limit:
+        message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"
+        advice = "Slurm may send the notice up to a minute sooner: leave time to train"
+        yield Problem("", "launch.notice_seconds", message, advice)
 
 
 def advice(job: Job) -> str:
