@@ -26,7 +26,7 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 FOLDER = "launch"
 CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
-_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm"}
+_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm", "kubernetes": "titanlite.tools.launch_kubernetes"}
 
 
 class LaunchError(Exception):
@@ -129,7 +129,21 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
     )
     environment.filters["quote"] = shlex.quote
-    return environment.from_string((_TEMPLATES / template).read_text()).render(values)
+    return environment.get_template(template).render(values)
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """Return the seconds of `launch.time_limit`; None: there is no limit."""
+    if not time_limit:
+        return None
+    days, _, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3] if days else [0, *parts][-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
