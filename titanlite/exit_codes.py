@@ -36,7 +36,7 @@ PREEMPTED_UNSAVED = 6
 LOST_PEER = 7
 #: The same command may go on after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
-#: The exit code in place of these, for schedulers that restart by ranges of codes.
+#: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers that restart by codes.
 RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130

@@ -96,7 +96,8 @@ def main() -> NoReturn:
         print(failure, file=sys.stderr, end="")
     if code == exit_codes.ERROR and (message := last_error(text or "")):  # the last line is read first
         print(escape(f"error: {message}"), file=sys.stderr)
-    if code in exit_codes.RESTARTABLE:
+    killed = bool(failed) and all(number < 0 for number in failed)
+    if code in exit_codes.RESTARTABLE or code == exit_codes.ERROR and killed:
         code = int(os.environ.get(exit_codes.RESTART_VARIABLE, code))
     sys.exit(code)
 

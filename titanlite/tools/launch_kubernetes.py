@@ -54,7 +54,7 @@ def files(job: Job) -> dict[str, str]:
             "PYTHONUNBUFFERED": "1",
             # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.notice_seconds),
-            **({exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)} if kind == "PyTorchJob" else {}),
+            **({exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)} if kind != "HyperPodPyTorchJob" else {}),
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
             **launch.environment,
         },
