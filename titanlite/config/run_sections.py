@@ -232,3 +232,12 @@ class Launch(Section, frozen=True):
     """Queue or partition. Empty: the default one."""
     environment: dict[str, str] = {}
     """Table of environment variables for every process."""
+    kind: Literal["PyTorchJob", "TrainJob", "HyperPodPyTorchJob"] = "PyTorchJob"
+    """Kubernetes: the resource, of Kubeflow's training operator, of its trainer or of HyperPod's operator."""
+    namespace: str = ""
+    """Kubernetes: namespace of the job. Empty: that of kubectl."""
+    volumes: dict[str, str] = {}
+    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One must hold
+    job.dump_folder."""
+    token_secret: str = ""
+    """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""

@@ -26,7 +26,7 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 FOLDER = "launch"
 CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
-_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm"}
+_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm", "kubernetes": "titanlite.tools.launch_kubernetes"}
 
 
 class LaunchError(Exception):
