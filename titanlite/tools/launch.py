@@ -90,7 +90,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
-    loaded, first = check_config(argv, training=False)
+    loaded, first = check_config(argv, training=False, defer=True)
     launch = first.launch
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
@@ -98,7 +98,7 @@ def prepare(argv: list[str]) -> Job:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
-    run = check_config(argv, launch.nodes * ranks, training=False)[1]
+    run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
 
