@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,7 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 FOLDER = "launch"
 CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
-_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm"}
+_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm", "sagemaker": "titanlite.tools.launch_sagemaker"}
 
 
 class LaunchError(Exception):
@@ -131,5 +132,5 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters["quote"] = shlex.quote
+    environment.filters |= {"quote": shlex.quote, "json": json.dumps}
     return environment.from_string((_TEMPLATES / template).read_text()).render(values)
