@@ -75,7 +75,9 @@ def test_an_unset_variable_is_named_with_file_line_and_key(file, monkeypatch):
 
 def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatch):
     monkeypatch.delenv("PART")
-    config, problems = read([f"--config_file={file}", "--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True)
+    config, problems = read(
+        [f"--config_file={file}", "--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True
+    )
     text = config.to_toml()
     assert not problems and 'path = "${ROOT}/a-${PART}.jsonl"' in text.replace("'", '"')
     assert 'image = "/data"' in text and 'dump_folder = "/data/x"' in text

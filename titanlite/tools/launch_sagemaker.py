@@ -98,7 +98,7 @@ def _check(job: Job) -> None:
 
 
 def seconds(limit: str) -> int:
-    """Return a time limit of `[launch]` in seconds, as Slurm reads it: `[days-]hours[:minutes[:seconds]]`, `minutes:seconds`."""
+    """Return a time limit of `[launch]` in seconds, as Slurm reads it: without days `a:b` is minutes:seconds."""
     if not limit:
         return 0
     days, dash, rest = limit.rpartition("-")
