@@ -90,7 +90,7 @@ def test_jobs_that_cannot_work_there_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("limit", "seconds"),
+    ("limit", "seconds"), [("", 0), ("2:30", 150), ("10:00:05", 36005), ("3-00", 259200), ("1-2:03", 93780)]
 )
 def test_time_limits_are_read_as_slurm_reads_them(limit: str, seconds: int) -> None:
     assert launch_sagemaker.seconds(limit) == seconds

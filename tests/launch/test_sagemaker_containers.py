@@ -16,7 +16,7 @@ import pytest
 from tests.failures.runs import rows
 from tests.launch import namespaces
 from tests.launch.sagemaker_container import SDK, TOOLKIT, make_folder, python_with
-from tests.processes import ROOT, environment, python
+from tests.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.runs.record import read_entries
 
