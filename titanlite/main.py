@@ -62,6 +62,7 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
         if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
             last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
             print(escape(f"error: {last_error}"), file=sys.stderr)
+        _tell_sagemaker(last_error)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
     exit_now(code, last_error)
@@ -166,12 +167,23 @@ def print_error(message: str, code: int) -> int:
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        _tell_sagemaker(message)
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(PRINT_SECONDS)
         # Still here: the rank that prints had nothing to say, so this went wrong on this rank alone.
         print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
     return code
+
+
+def _tell_sagemaker(message: str) -> None:
+    """Write why the run ends where SageMaker reads a job's failure reason, if this is such a job; the first rank does.
+
+    A toolkit in the container sets the variable. The text is cut to 1,024 characters there.
+    """
+    if folder := os.environ.get("SM_OUTPUT_DIR"):
+        with contextlib.suppress(OSError), open(os.path.join(folder, "failure"), "x", encoding="utf-8") as file:
+            file.write(f"{message}\n")
 
 
 def exit_now(code: int, last_error: str = "") -> NoReturn:

@@ -207,6 +207,9 @@ class Stall(Section, frozen=True):
     """How often a rank reports its position, the last sign of one that dies; at least twice in the deadline."""
 
 
+TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
+
+
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads nothing here."""
 
@@ -222,7 +225,7 @@ class Launch(Section, frozen=True):
     """Container image. Empty: the environment of Python that launches."""
     shared_dir: Annotated[str, HOME] = ""
     """Folder that all machines see; a container mounts it. Empty: the working directory."""
-    time_limit: Annotated[str, Meta(pattern=r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$")] = ""
+    time_limit: Annotated[str, Meta(pattern=TIME)] = ""
     """Longest run, as hours:minutes:seconds or days-hours. Empty: that of the queue."""
     notice_seconds: Count = 120
     """Time before the limit in which the run saves and ends."""
@@ -241,3 +244,13 @@ class Launch(Section, frozen=True):
     job.dump_folder."""
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
+    role: str = ""
+    """SageMaker: ARN of the role that the job has. Empty: that of the caller."""
+    channels: dict[str, str] = {}
+    """SageMaker: table of input channels, name = S3 URL. The job finds the folder of the channel train in
+    ${SM_CHANNEL_TRAIN}."""
+    checkpoint_s3: Annotated[str, Meta(pattern=r"^(s3://.+)?$")] = ""
+    """SageMaker: S3 URL of the run. The run folder is copied to run/ below it, and comes back when the job starts
+    again."""
+    spot_wait: Annotated[str, Meta(pattern=TIME)] = ""
+    """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no spot machines."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,11 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 FOLDER = "launch"
 CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
-_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm", "kubernetes": "titanlite.tools.launch_kubernetes"}
+_SYSTEMS = {
+    "slurm": "titanlite.tools.launch_slurm",
+    "kubernetes": "titanlite.tools.launch_kubernetes",
+    "sagemaker": "titanlite.tools.launch_sagemaker",
+}
 
 
 class LaunchError(Exception):
@@ -90,7 +95,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
-    loaded, first = check_config(argv, training=False)
+    loaded, first = check_config(argv, training=False, defer=True)
     launch = first.launch
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
@@ -98,7 +103,7 @@ def prepare(argv: list[str]) -> Job:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
-    run = check_config(argv, launch.nodes * ranks, training=False)[1]
+    run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
 
@@ -135,7 +140,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         keep_trailing_newline=True,
         loader=jinja2.FileSystemLoader(_TEMPLATES),
     )
-    environment.filters["quote"] = shlex.quote
+    environment.filters |= {"quote": shlex.quote, "json": json.dumps}
     return environment.get_template(template).render(values)
 
 
