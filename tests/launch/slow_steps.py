@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -12,4 +13,4 @@ class SlowSteps(Callback):
     """Waits in each step."""
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
-        time.sleep(1.0)
+        time.sleep(float(os.environ.get("STEP_SECONDS", "1")))
