@@ -117,8 +117,8 @@ def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
         run.until_step(6)
         machines[1].cut()
         began = time.monotonic()
-        assert run.end(both, 40) == [exit_codes.LOST_PEER] * 2, run.output()
-        assert time.monotonic() - began < 20
+        assert run.end(both, 50) == [exit_codes.LOST_PEER] * 2, run.output()
+        assert time.monotonic() - began < 35  # 5 s of the collective, 15 s in which a rank may end by itself
     finally:
         machines[1].join()
     assert "a collective failed" in run.output()

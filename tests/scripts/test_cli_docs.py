@@ -62,6 +62,7 @@ def test_every_command_that_the_docs_name_is_there() -> None:
 def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
+        "launch": ["local", "/no.toml"],
         "evaluate": ["/no.toml", "--nproc-per-node=2"],
         "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],
