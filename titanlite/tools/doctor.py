@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
 def checks(run: RunConfig | None = None) -> dict[str, Check]:
     """Return all checks by name. run: also what it needs."""
     shared = (run.launch.shared_dir if run else "") or os.getcwd()
-    folders = dict.fromkeys([shared, *([run.job.dump_folder] if run else [])])
+    folders = dict.fromkeys(map(_existing, [shared, *([run.job.dump_folder] if run else [])]))
     found: dict[str, Check] = {
         "versions": _versions,
         "torch": _torch,
@@ -291,10 +291,9 @@ def _efa() -> Iterator[Finding]:
     if not devices:
         return
     yield Finding("efa", OK, f"{len(devices)} EFA devices: {', '.join(devices)}")
-    if not _command("ldconfig", "-p") or "libnccl-net" not in (_command("ldconfig", "-p") or ""):
+    if "libnccl-net" not in (_command("ldconfig", "-p") or "") and "ofi" not in os.environ.get("LD_LIBRARY_PATH", ""):
         fix = "install aws-ofi-nccl (the EFA installer has it) and put its lib folder on LD_LIBRARY_PATH"
-        if "ofi" not in os.environ.get("LD_LIBRARY_PATH", ""):
-            yield Finding("efa", WARNING, "NCCL's plugin for EFA is not found: traffic would go over TCP", fix)
+        yield Finding("efa", WARNING, "NCCL's plugin for EFA is not found: traffic would go over TCP", fix)
 
 
 def file_system(folder: Path) -> str:
@@ -308,12 +307,13 @@ def file_system(folder: Path) -> str:
     return best[1]
 
 
-def _folder(name: str) -> Iterator[Finding]:
-    """Look at the folder, or at the first above it that is there. A URL is left to the run."""
-    if "://" in name:
-        return
+def _existing(name: str) -> Path:
+    """Return a folder, or the first above it that is there."""
     folder = Path(os.path.realpath(name))
-    folder = next(one for one in (folder, *folder.parents) if one.is_dir())
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
+
+
+def _folder(folder: Path) -> Iterator[Finding]:
     kind, free = file_system(folder), shutil.disk_usage(folder).free
     is_network = kind.startswith(_NETWORK_TYPES)
     try:
@@ -394,8 +394,7 @@ def _config(run: RunConfig) -> Iterator[Finding]:
     args = run.model_args()
     if args.vocab_size is not None and run.checkpoint.enable_checkpoint and "://" not in run.checkpoint.folder:
         size = run.spec.count_parameters(args) * 12  # weights and two moments, in float32
-        folder = Path(os.path.realpath(run.job.dump_folder))
-        free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.is_dir())).free
+        free = shutil.disk_usage(_existing(run.job.dump_folder)).free
         status, fix = (OK, "") if free > 3 * size else (WARNING, "free space, or set checkpoint.keep_latest_k")
         yield Finding(
             "config", status, f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free", fix
