@@ -14,4 +14,4 @@ class SlowSteps(Callback):
 
     def on_step_end(self, trainer: Any, result: Any) -> None:
         if "SLURM_RESTART_COUNT" not in os.environ and trainer.step > 2:
-            time.sleep(1.5)
+            time.sleep(float(os.environ.get("STEP_SECONDS", "1.5")))

@@ -69,8 +69,8 @@ def _paths(section: type[Section]) -> list[str]:
 class Job(Section, frozen=True):
     """What this run is and where it writes."""
 
-    config_file: Annotated[str, HOME] | None = None
-    """The TOML file. A bare name that is not in the working directory is looked up in train_configs/."""
+    config_file: list[str] = []
+    """The TOML files, later ones over earlier ones. Bare names are also looked up in train_configs/."""
     extends: list[str] = []
     """Files this one builds on, in order; paths are relative to the file that names them."""
     dialect: Literal["2024", "2026"] = "2024"
