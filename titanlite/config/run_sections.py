@@ -208,7 +208,7 @@ class Stall(Section, frozen=True):
 
 
 class Launch(Section, frozen=True):
-    """The job that `titanlite launch` writes for a cluster. A run itself reads nothing here."""
+    """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
     nodes: Count = 1
     """Machines."""
@@ -232,3 +232,5 @@ class Launch(Section, frozen=True):
     """Queue or partition. Empty: the default one."""
     environment: dict[str, str] = {}
     """Table of environment variables for every process."""
+    preflight: bool = True
+    """Compare and try the ranks before the first step: versions, code, config, devices, network, shared folder."""
