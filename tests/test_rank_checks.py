@@ -47,7 +47,7 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             (package / "step.py").write_text("")
             put(rank_checks.titanlite, "__file__", str(package / "__init__.py"))  # type: ignore[attr-defined]
         elif is_odd and odd == "config":
-            config = TOML.replace("0.001", "0.002") + '[launch.environment]\nWANDB_API_KEY = "hidden"\n'
+            config = TOML.replace("0.001", "0.002") + '[launch]\nenvironment.WANDB_API_KEY = "hidden"\n'
         elif is_odd and odd == "name":
             config = TOML + '[job]\nconfig_file = "/other/place.toml"\n'
         elif is_odd and odd == "device":

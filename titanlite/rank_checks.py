@@ -249,8 +249,10 @@ def _device_warnings(ranks: Sequence[Rank]) -> list[str]:
     for rank in ranks:
         free, total = rank.memory or (0, 0)
         if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
-            used = f"only {human_bytes(free)} of {human_bytes(total)} are free before the run"
-            warnings.append(f"{rank}: {used}. Another process uses the GPU, see nvidia-smi on {rank.host}")
+            warnings.append(
+                f"{rank}: only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process uses "
+                f"the GPU, see nvidia-smi on {rank.host}"
+            )
     return warnings
 
 
@@ -266,8 +268,8 @@ def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[s
     clocks = {rank.host: found[rank.number].clock for rank in firsts}
     usual = median_low(clocks.values())
     return [
-        f"the clock of {host} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times in logs do not "
-        "match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl set-ntp true)"
+        f"the clock of {host} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times in logs do "
+        "not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl set-ntp true)"
         for host, clock in sorted(clocks.items())
         if abs(clock - usual) > CLOCK_SECONDS
     ]
@@ -381,9 +383,9 @@ def _sees(probe: Path) -> bool:
 def _folder_text(writer: Rank, blind: Sequence[Rank]) -> str:
     hosts = ", ".join(sorted({rank.host for rank in blind})[:_MOST_NAMED])
     return (
-        f"the folder {os.path.dirname(writer.probe)!r} is not shared: {writer.host} writes there, and {hosts} cannot see its files. Each "
-        "host would keep its own part of a checkpoint: set job.dump_folder or checkpoint.folder to a folder of a file "
-        "system that all hosts mount, or checkpoint.folder to an s3:// URL"
+        f"the folder {os.path.dirname(writer.probe)!r} is not shared: {writer.host} writes there, and {hosts} cannot "
+        "see its files. Each host would keep its own part of a checkpoint: set job.dump_folder or checkpoint.folder to "
+        "a folder of a file system that all hosts mount, or checkpoint.folder to an s3:// URL"
     )
 
 
