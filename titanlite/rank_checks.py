@@ -250,8 +250,8 @@ def _device_warnings(ranks: Sequence[Rank]) -> list[str]:
         free, total = rank.memory or (0, 0)
         if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
             warnings.append(
-                f"{rank}: only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process uses "
-                f"the GPU, see nvidia-smi on {rank.host}"
+                f"{rank}: only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process "
+                f"uses the GPU, see nvidia-smi on {rank.host}"
             )
     return warnings
 
