@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
     from titanlite.parallel.wrapping import groups_by_class as groups_by_class
+    from titanlite.rank_checks import check_ranks as check_ranks
     from titanlite.run_text import read_datasets as read_datasets
     from titanlite.signals import StopSignal as StopSignal
     from titanlite.step import PlainRunner as PlainRunner
@@ -58,6 +59,7 @@ _PUBLIC = {
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
     "parallel.wrapping": ["groups_by_class"],
+    "rank_checks": ["check_ranks"],
     "run_text": ["read_datasets"],
     "signals": ["StopSignal"],
     "step": ["PlainRunner", "StepResult", "TrainStep"],

@@ -24,6 +24,7 @@ from titanlite._version import __version__
 from titanlite.anomalies import AnomalyLog
 from titanlite.callbacks import Callback, load_callbacks
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.paths import StorePath, to_path
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
@@ -62,11 +63,12 @@ from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.fsdp import DTYPES
-from titanlite.parallel.init import seed_generators, use_deterministic
+from titanlite.parallel.init import fix_workspace, seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
 from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
+from titanlite.rank_checks import check_ranks
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -247,6 +249,13 @@ def build(
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
     samples, folder = None, Path(run.job.dump_folder)
+    if run.launch.preflight:
+        if run.debug.deterministic:
+            fix_workspace()
+        saves = run.checkpoint.enable_checkpoint
+        place = to_path(run.checkpoint.folder) if saves else folder
+        shared = None if isinstance(place, StorePath) else folder if place.is_relative_to(folder) else place
+        check_ranks(world, config=run.toml, folder=shared, needs_folder=saves)
     if run.sample.prompts:
         longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
         samples = PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ import torch
 
 from tests.checkpoint.runs import unequal
 from tests.pool import Pools
+from tests.tools.test_evaluate import _evaluate
 from tests.training.harness import full
 from tests.training.test_run import _losses, _outcome, _run, _trainer
+from titanlite import exit_codes
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
 from titanlite.tools.convert import convert
+from titanlite.tools.loading import add_arguments, load_model
 from titanlite.tools.tensors import Contents
 
 EMA = [
@@ -97,6 +102,32 @@ def test_the_last_save_has_the_weights_that_were_validated(
     assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
     again = [f"--checkpoint.initial_load_path={weights}", *VALIDATE, "--validation.first", "--training.steps=1"]
     assert _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]
+    assert pool(2).run(_evaluate, weights)[0].all.loss == _validations(found)[6], "it holds no other weights"
+
+
+def test_commands_take_the_average(
+    pool: Pools, straight: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root, found = straight
+    ours = pool(2).run(_evaluate, root)[0].all.loss
+    assert ours == _validations(found)[6]
+    assert pool(2).run(_evaluate, root, "--no-validation.ema")[0].all.loss < ours - 1e-3
+
+    def logits(ema: bool) -> torch.Tensor:
+        model = load_model(_arguments(root, ema)).model
+        return model(torch.arange(8)[None])
+
+    convert(root, tmp_path / "hf", "hf", ema=True)
+    expected = load_model(_arguments(tmp_path / "hf", False)).model(torch.arange(8)[None])
+    assert torch.equal(logits(True), expected) and not torch.allclose(logits(False), expected, atol=1e-4)
+    assert main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"]) == exit_codes.CHECKPOINT
+    assert "holds no average of the weights: it is no checkpoint of titanlite" in capsys.readouterr().err
+
+
+def _arguments(path: Path, ema: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(path), "--device=cpu", *["--ema"] * ema])
 
 
 def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(

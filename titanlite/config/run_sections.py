@@ -211,7 +211,7 @@ TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
 
 
 class Launch(Section, frozen=True):
-    """The job that `titanlite launch` writes for a cluster. A run itself reads nothing here."""
+    """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
     nodes: Count = 1
     """Machines."""
@@ -254,3 +254,5 @@ class Launch(Section, frozen=True):
     again."""
     spot_wait: Annotated[str, Meta(pattern=TIME)] = ""
     """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no spot machines."""
+    preflight: bool = True
+    """Compare and try the ranks before the first step: versions, code, config, devices, network, shared folder."""

@@ -114,6 +114,8 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None, em
             if isinstance(path, Path) and path.is_file()
             else _checkpoint(checkpoint_of(path), progress, ema)
         )
+    if ema and source.manifest is None:
+        raise CheckpointError(f"{path} holds no average of the weights: it is no checkpoint of titanlite")
     saved = describe(source.empty)
     wanted = describe(get_spec(source.family).build_on_meta(source.args).state_dict())  # a tied head has its own name
     found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}
