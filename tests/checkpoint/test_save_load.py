@@ -37,8 +37,7 @@ SLOW = ("disabled", "fused"), ("async", "foreach")
 
 
 @pytest.mark.parametrize(
-    ("mode", "implementation"),
-    [(PINNED, "foreach"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ("mode", "implementation"), [(PINNED, "foreach"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str

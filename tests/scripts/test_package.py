@@ -42,7 +42,7 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a wheel of this tree installs."""
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for name in ("titanlite", "train_configs"):
+    for name in ("titanlite", "train_configs", "deploy"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -74,6 +74,13 @@ def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
     assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
     done = from_wheel(installed, "train", "debug_modle.toml", "--nproc-per-node", "2")
     assert done.returncode == 2 and "nearest in train_configs/: debug_model.toml" in done.stderr
+
+
+def test_the_wheel_writes_jobs(installed: Path) -> None:
+    words = ["llama3_8b.toml", "--dry-run", "--launch.instance_type", "p5.48xlarge"]
+    done = from_wheel(installed, "launch", "slurm", *words)
+    assert done.returncode == 0 and "#SBATCH --gpus-per-node=8" in done.stdout, done.stderr
+    assert (installed / "titanlite" / "deploy" / "Dockerfile").is_file()
 
 
 @pytest.mark.slow

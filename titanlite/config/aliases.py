@@ -130,6 +130,7 @@ def normalized(name: str, value: Any) -> Any:
 
 VALUE_NAMES: dict[tuple[str, str], str] = {
     ("activation_checkpoint.mode", "memory_budget"): "budget",
+    ("metrics.log_style", "fsdp"): "aws_fsdp",  # its first name here
     ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
     ("training.dataset", "c4_mini"): "c4_test",
 }

@@ -114,13 +114,14 @@ class Metrics(Section, frozen=True):
 
     log_freq: Count = 10
     """Log the first step of every start, the last one, and every so many."""
-    log_style: Literal["titan", "fsdp"] = "titan"
-    """Step line: "titan" (step, loss, memory, tps, mfu) or "fsdp" (Batch N Loss: …, Speed: …)."""
+    log_style: Literal["titan", "aws_fsdp"] = "titan"
+    """Step line: "titan" (step, loss, memory, tps, mfu) or "aws_fsdp" (Batch N Loss: …, Speed: …), that of the AWS FSDP
+    samples, for HyperPod's monitors."""
     enable_color_printing: bool | None = None
     """Colours. None: on a terminal only."""
     enable_progress: bool = True
     """On a terminal, show a table of the last steps and a progress line in place of step lines. Files and pipes get
-    plain lines in any case, and so does log_style = "fsdp"."""
+    plain lines in any case, and so does log_style = "aws_fsdp"."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: Location = "tb"
