@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
-from titanlite.checkpoint import CheckpointError
-from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
