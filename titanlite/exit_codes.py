@@ -19,8 +19,8 @@ VARIABLE = "TITANLITE_EXIT_CODES"
 DONE = 0
 #: An error nobody foresaw; its traceback is in the output.
 ERROR = 1
-#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, or the model
-#: cannot be compiled. Nothing was trained.
+#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, the ranks
+#: differ or compute wrong results at the start, or the model cannot be compiled. Nothing was trained.
 CONFIG = 2
 #: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped. No bad update was
 #: applied but where the weights are named.
