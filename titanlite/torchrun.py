@@ -51,6 +51,16 @@ def code_after_signal(text: str | None) -> int:
     return worst_code(text) or (exit_codes.DONE if text else exit_codes.ERROR)
 
 
+def code_for_scheduler(code: int, failed: Sequence[int]) -> int:
+    """Return TITANLITE_RESTART_CODE, if it is set, for an end after which the same command may go on.
+
+    failed: exit codes of the workers that failed first; all killed is such an end, too.
+    """
+    killed = code == exit_codes.ERROR and bool(failed) and all(number < 0 for number in failed)
+    wanted = os.environ.get(exit_codes.RESTART_VARIABLE)
+    return int(wanted) if wanted and (killed or code in exit_codes.RESTARTABLE) else code
+
+
 def last_error(text: str) -> str:
     """Return the message of an unexpected error of a worker, or an empty string. text: as for `worst_code`."""
     return next((message for code, message in _last_restart(text) if code == exit_codes.ERROR and message), "")
@@ -96,10 +106,7 @@ def main() -> NoReturn:
         print(failure, file=sys.stderr, end="")
     if code == exit_codes.ERROR and (message := last_error(text or "")):  # the last line is read first
         print(escape(f"error: {message}"), file=sys.stderr)
-    killed = bool(failed) and all(number < 0 for number in failed)
-    if code in exit_codes.RESTARTABLE or code == exit_codes.ERROR and killed:
-        code = int(os.environ.get(exit_codes.RESTART_VARIABLE, code))
-    sys.exit(code)
+    sys.exit(code_for_scheduler(code, failed))
 
 
 if __name__ == "__main__":

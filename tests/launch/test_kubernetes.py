@@ -127,7 +127,7 @@ def _skip_without(kind: str) -> None:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is not installed (pip install --no-deps {package}): the manifest is not checked")
+        pytest.skip(f"{package} is not installed: the manifest is not checked")
 
 
 @pytest.fixture(autouse=True)

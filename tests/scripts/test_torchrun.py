@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import environment, python
-from titanlite.torchrun import code_after_signal, last_error, worst_code
+from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,22 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
     )
     done = python("-m", "titanlite.torchrun", "--nproc_per_node=2", script)
     assert done.returncode == 1 and "exitcode  : -9" in done.stderr, done.stderr
+
+
+def test_a_scheduler_that_restarts_by_codes_gets_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[int, list[int]]] = [
+        (0, []),
+        (1, [1]),
+        (1, [-9]),
+        (1, [-9, 1]),
+        (2, [-6]),
+        (5, []),
+        (6, []),
+        (7, [7]),
+    ]
+    assert [code_for_scheduler(*end) for end in ends] == [0, 1, 1, 1, 2, 5, 6, 7]
+    monkeypatch.setenv("TITANLITE_RESTART_CODE", "138")
+    assert [code_for_scheduler(*end) for end in ends] == [0, 1, 138, 1, 2, 138, 6, 138]
 
 
 def test_what_the_last_restart_said_is_kept_for_the_end() -> None:

@@ -122,7 +122,10 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 def write(job: Job, files: Mapping[str, str]) -> None:
     """Write the job's files and the resolved config. Nobody else can read them: launch.environment may hold secrets."""
-    job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"cannot make {job.folder} ({error.strerror}); --dry-run prints the job instead") from error
     for name, text in {CONFIG: config_text(job.run.toml), **files}.items():
         file = job.folder / name
         file.unlink(missing_ok=True)  # an older file may be open to others
