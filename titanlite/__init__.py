@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.fit import load_config as load_config
     from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import ModelSpec as ModelSpec
-    from titanlite.optim.any_precision import AnyPrecisionAdamW as AnyPrecisionAdamW
+    from titanlite.optim.adamw import AnyPrecisionAdamW as AnyPrecisionAdamW
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
     from titanlite.parallel.context import apply_cp as apply_cp
@@ -50,7 +50,7 @@ _PUBLIC = {
     "fit": ["load_config"],
     "guard": ["FiniteGuard"],
     "models.spec": ["ModelSpec"],
-    "optim.any_precision": ["AnyPrecisionAdamW"],
+    "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
     "parallel.compile": ["apply_compile"],
     "parallel.context": ["apply_cp"],

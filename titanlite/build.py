@@ -38,25 +38,23 @@ from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, Validati
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
-from titanlite.data.tokenizer.export import hf_files, tokenizer_path
+from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
-from titanlite.fingerprints import fingerprints, rounding_setting
+from titanlite.fingerprints import fingerprints
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
-from titanlite.metrics.experts import ExpertFigures
+from titanlite.metrics.figures import ExpertFigures, RowLosses, SourceFigures
 from titanlite.metrics.float8_error import Float8ErrorCheck
-from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.samples import PromptSampler
-from titanlite.metrics.sources import RowLosses, SourceFigures
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.average import WeightAverage
-from titanlite.optim.in_backward import StepInBackward
+from titanlite.optim.gradients import StepInBackward
 from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
@@ -75,6 +73,7 @@ from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
     DocumentLog,
+    GarbageCollection,
     Timeouts,
     VerifyResume,
     Watchdog,
@@ -326,7 +325,7 @@ def build(
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
-        rounding_setting(run, device),
+        {"device": name, "torch": torch.__version__, "threads": str(torch.get_num_threads()), **run.rounding},
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4
         if {run.training.mixed_precision_param, run.training.dtype} == {"float32"} and not in_float8

@@ -212,18 +212,29 @@ class HangWatchdog:
         with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is the one to be seen
             if is_of_collectives(error):
                 self._end_state = {"end": "lost", "text": text}
+                # A host that is cut off waits for the store's answer for ever: it has no timeout for that.
+                self._end_within(_UNWIND_SECONDS + _TOLD_SECONDS + 2 * self._heartbeat, error)
                 self._publish()
                 return self._find_culprit()
             self._end_state = {"end": "raised", "text": text}
             self._has_reason.set()
-            if self._end is not None:
-                self._unwind = threading.Timer(_UNWIND_SECONDS, self._end, [exit_codes.code_of(error)])
-                self._unwind.daemon = True
-                self._unwind.start()
+            self._end_within(_UNWIND_SECONDS, error)
             self._publish()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
             self._store.compare_set("raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump())
         return ""
+
+    def _end_within(self, seconds: float, error: BaseException) -> None:
+        """End this rank with the code of its error, unless it leaves the block before that."""
+
+        def end() -> None:
+            logger.error(f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}")
+            if self._end is not None:
+                self._end(exit_codes.code_of(error))
+
+        self._unwind = threading.Timer(seconds, end)
+        self._unwind.daemon = True
+        self._unwind.start()
 
     def _state(self) -> RankState:
         (step, place, phase, since), (stack, waits) = self._now, _stack(self._main)

@@ -44,15 +44,14 @@ from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_fold
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
-from titanlite.data.tokenizer.export import FILES, hf_files
+from titanlite.data.tokenizer.files import FILES, hf_files
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
-from titanlite.tools.logits import compare_logits
-from titanlite.tools.tensors import Contents, quiet
+from titanlite.tools.tensors import Contents, compare_logits, quiet
 
 Format = Literal["hf", "torch", "checkpoint"]
 #: Entries of the dictionary in a file of torch's.

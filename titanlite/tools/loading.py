@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from titanlite.config.toml import loads
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
+from titanlite.tools import at_least
 from titanlite.tools.cli import EMA
 from titanlite.utils import human_count, human_time
 
@@ -59,17 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=precisions, help="precision of the weights (default: bfloat16 on a GPU, else float32)")
     add("--tokenizer", metavar="PATH", help="tokenizer file or folder (default: that of the run, or in the folder)")
     add("--context", type=at_least(1), metavar="N", help="longest sequence in tokens (default: the model's own)")
-
-
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a type for argparse: an integer that is not less."""
-
-    def integer(text: str) -> int:
-        if (value := int(text)) < lowest:
-            raise argparse.ArgumentTypeError(f"expected an integer >= {lowest}, got {value}")
-        return value
-
-    return integer
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
