@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from tests.parallel.watch import GATHER, Operators, Watch, Wire
+from tests.parallel.watch import GATHER, Operators, Watch
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, full_precision, stepper, train
+from tests.training.harness import TINY, Run, batches, full_precision, train
+from tests.training.test_step_effects import _count
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
@@ -28,7 +28,6 @@ from titanlite.parallel.activation_checkpoint import (
     kind_of,
     trace_block,
 )
-from titanlite.parallel.dist_env import DistEnv
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")
@@ -141,15 +140,6 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
         assert apply_ac(build(NONE), BLOCKS, ActivationCheckpoint(selective_ac_option=option), CPU) == expected
 
 
-def _collectives(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
-    _, _, take = stepper(world, run)
-    seen: Counter[tuple[str, torch.dtype]] = Counter()
-    take(1)
-    with Wire(lambda sent: seen.update([(sent.name, sent.dtype)])):
-        take(2)
-    return seen
-
-
 SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
 
 
@@ -166,11 +156,11 @@ def test_weights_are_gathered_no_more_often(
 ) -> None:
     """A block is gathered once for the backward, in which its recomputation lies."""
     run = replace(RUN, training=full_precision(reshard_after_forward=reshard, **groups))
-    plain = pool(2).run(_collectives, run)[0]
+    plain = pool(2).run(_count, run)[0]
     gathers, blocks = plain[GATHER, torch.float32], (2 if reshard == "always" else 1) * (FOUR.n_layers + 2)
     assert gathers > blocks if groups else gathers == blocks
     for activations in settings:
-        assert pool(2).run(_collectives, replace(run, activations=activations))[0] == plain
+        assert pool(2).run(_count, replace(run, activations=activations))[0] == plain
 
 
 def bytes_kept(settings: ActivationCheckpoint) -> int:
@@ -205,7 +195,9 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
 
 
 def test_the_policy_names_operators_that_exist() -> None:
-    import torch.nn.attention.varlen  # noqa: F401  registers its operator
+    import torch.nn.attention.varlen
+
+    import titanlite.models.moe  # noqa: F401  both register operators
 
     later = {"aten._scaled_mm_v2.default"}
     for name in (*MATMULS, *ATTENTION, *OTHERS):

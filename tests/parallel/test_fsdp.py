@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
+from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire, collectives
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, stepper
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.wrapping import groups_by_class
@@ -25,12 +25,9 @@ CLASSES = ["Attention", "FeedForward"]
 
 def _step(world: DistEnv, run: Run) -> list[Sent]:
     """The collectives of the second step, without those of the counts and of loss and norm."""
-    _, _, take = stepper(world, run)
-    seen: list[Sent] = []
-    take(1)  # FSDP sets itself up
-    with Wire(seen.append):
-        take(2)
-    return [sent for sent in seen if sent.name != SUM or sent.bytes_in > 24]  # three counts; loss and norm
+    return [
+        sent for sent in collectives(world, run) if sent.name != SUM or sent.bytes_in > 24
+    ]  # three counts; loss and norm
 
 
 def _counts(seen: list[Sent]) -> dict[str, int]:

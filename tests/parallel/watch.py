@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.training.harness import Run, stepper
+from titanlite.parallel.dist_env import DistEnv
+
 GATHER, REDUCE, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
 
 
@@ -64,3 +67,13 @@ def _first(value: Any) -> torch.Tensor:
     while isinstance(value, (list, tuple)):
         value = value[0]
     return value
+
+
+def collectives(world: DistEnv, run: Run) -> list[Sent]:
+    """The collectives of a second step: in the first one FSDP sets itself up."""
+    _, _, take = stepper(world, run)
+    seen: list[Sent] = []
+    take(1)
+    with Wire(seen.append):
+        take(2)
+    return seen

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, Wire
+from tests.parallel.watch import GATHER, REDUCE, SUM, collectives
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, stepper, train
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
 from titanlite.config.sections import Training
 from titanlite.optim.gradients import square_norm
 from titanlite.parallel.dist_env import DistEnv
@@ -23,12 +23,7 @@ UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
 
 def _count(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
     """The collectives of a second step, by name and type of what is sent."""
-    _, _, take = stepper(world, run)
-    seen: Counter[tuple[str, torch.dtype]] = Counter()
-    take(1)  # FSDP sets itself up
-    with Wire(lambda sent: seen.update([(sent.name, sent.dtype)])):
-        take(2)
-    return seen
+    return Counter((sent.name, sent.dtype) for sent in collectives(world, run))
 
 
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
