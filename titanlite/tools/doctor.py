@@ -110,7 +110,7 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
     done: queue.SimpleQueue[tuple[str, list[Finding]]] = queue.SimpleQueue()
 
     def work(name: str, check: Check) -> None:
-        found = []
+        found = list[Finding]()
         try:
             found.extend(check())
         except Exception as error:  # an odd machine is what the command is for
