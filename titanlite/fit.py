@@ -41,16 +41,17 @@ def load_config(path: str, world_size: int, flags: Sequence[str] = ()) -> RunCon
 
 
 def check_config(
-    argv: Sequence[str], world_size: int | None = None, *, training: bool = True
+    argv: Sequence[str], world_size: int | None = None, *, training: bool = True, defer: bool = False
 ) -> tuple[LoadedConfig, RunConfig]:
     """Load the config of a command line, check it and derive its run.
 
     world_size: ranks; None: the fewest on which the degrees of parallelism fit.
     training: also refuse features that are not implemented yet, and files and packages that are missing here.
+    defer: leave environment variables to the machines of a job, as `titanlite.config.load.read` does.
 
     Raises ConfigError with all problems of the first stage that finds some.
     """
-    return check_loaded(*read(argv), world_size, training=training)
+    return check_loaded(*read(argv, defer), world_size, training=training)
 
 
 def check_loaded(

@@ -57,6 +57,8 @@ def test_table_can_be_one_word_on_the_command_line(tmp_path):
     config = load_file(tmp_path / "run.toml", ["--model.overrides={dim = 32, tied = true}"])
     assert config.sections.model.overrides == {"n_layers": 2, "dim": 32, "tied": True}
     assert str(config.source("model.overrides.dim")) == "command line"
+    config = load_file(tmp_path / "run.toml", ["--model.overrides", '{"dim": 16, "tied": false}'])
+    assert config.sections.model.overrides == {"n_layers": 2, "dim": 16, "tied": False}
 
 
 def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
@@ -93,6 +95,12 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--job.description", "None of it"], "job.description", "None of it"),
         (["--job.description", "5"], "job.description", "5"),
         (["--training.seed", "none"], "training.seed", None),
+        # The toolkits of SageMaker pass null as an empty word, lists as Python or JSON writes them.
+        (["--training.seed", ""], "training.seed", None),
+        (["--float8.filter_fqns", ""], "float8.filter_fqns", []),
+        (["--launch.queue", ""], "launch.queue", ""),
+        (["--float8.filter_fqns", "['a', 'b']"], "float8.filter_fqns", ["a", "b"]),
+        (["--data.skip_steps", "[1, 2]"], "data.skip_steps", [1, 2]),
         (["--model.rope_scaling", "none"], "model.rope_scaling", "none"),
         (["--model.rope_scaling", "8"], "model.rope_scaling", 8.0),
         (["--training.reshard_after_forward", "always"], "training.reshard_after_forward", "always"),

@@ -297,7 +297,7 @@ class Checkpointer:
             wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
             raise CheckpointError(
                 f"{folder} does not hold what was written to it ({', '.join(wrong[:3])}): do all nodes see the same "
-                f"{self.root}?"
+                f"{self.root}? If not, name a shared folder or an s3:// URL as checkpoint.folder"
             )
         return writer.written
 

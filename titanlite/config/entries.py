@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,6 +24,8 @@ class Entry:
     source: Source
     #: Lines of all names in the file.
     lines: Mapping[str, int] = field(default_factory=dict)
+    #: The value before its environment variables were replaced; None: it has none.
+    raw: Any = None
 
     def place(self, path: str) -> str:
         """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest thing around it."""
@@ -213,10 +216,11 @@ def _read(type_: Any, words: list[str]) -> Any:
 
 def _read_one(type_: Any, text: str) -> Any:
     """Return the first reading of a word that fits the type. A word without one is left to the check to refuse."""
-    if text.lower() == "none" and type(None) in members(type_) and "none" not in choices(type_):
+    unset = text.lower() == "none" and "none" not in choices(type_)
+    if type(None) in members(type_) and (unset or not (text or fits(type_, text))):  # "": null as a hyperparameter
         return None
     readings: list[Any] = [text.lower() == "true"] if text.lower() in ("true", "false") else []
-    for read in (_literal, int, float):
+    for read in (_literal, json.loads, int, float):
         try:
             readings.append(read(text))
         except ValueError:

@@ -20,11 +20,14 @@ class Source:
     line: int | None = None
     #: The name it was written under.
     written: str = ""
+    #: Environment variables in the value as it was written.
+    variables: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.kind == "dialect":
             return f'default of dialect "2026" ({self.place})'
-        return self.kind if self.file is None else self.place
+        with_variables = f" with {', '.join(f'${{{name}}}' for name in self.variables)}" if self.variables else ""
+        return (self.kind if self.file is None else self.place) + with_variables
 
     @property
     def place(self) -> str:

@@ -33,6 +33,7 @@ from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
+from titanlite.config.variables import is_deferred, resolved
 
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
@@ -63,16 +64,18 @@ def load(argv: Sequence[str]) -> LoadedConfig:
     return config
 
 
-def read(argv: Sequence[str]) -> tuple[LoadedConfig, list[Problem]]:
+def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[Problem]]:
     """Return the config of a command line, and what is wrong key by key; such keys are left at the layers below.
 
+    defer: `to_toml` keeps environment variables as they are written, for other machines; here they may be unset.
     Contradictions between keys are not looked for. `-h` or `--help` prints the usage and exits with 0.
     """
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         raise SystemExit(0)
     entries, problems = command_line_entries(argv)
-    layers = _Layers(problems)
+    layers = _Layers(problems, defer)
+    entries = layers.resolved(entries)
     for path in next((e.value or [""] for e in entries if e.name == "job.config_file"), []):
         found = find_config(path)
         if found is None:
@@ -91,7 +94,7 @@ def read_text(text: str, path: Path, flags: Sequence[str] = ()) -> tuple[LoadedC
     entries, problems = command_line_entries(flags)
     layers = _Layers(problems)
     layers.read_text(text, path, chain=())
-    layers.add(entries, file=None)
+    layers.add(layers.resolved(entries), file=None)
     return layers.finish(), layers.problems
 
 
@@ -136,6 +139,8 @@ class _Value:
     source: Source
     #: As written, under the name in `source`.
     raw: Any = None
+    #: With its environment variables as written, for other machines; None: it has none.
+    deferred: Any = None
 
 
 @dataclass
@@ -143,6 +148,8 @@ class _Layers:
     """Puts layers over each other and collects what is wrong."""
 
     problems: list[Problem]
+    #: Leave environment variables to other machines.
+    defer: bool = False
     values: dict[str, _Value] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -170,6 +177,7 @@ class _Layers:
         # A byte order mark is no part of TOML, but editors on Windows write one.
         entries, problems = file_entries(text.removeprefix("\ufeff"), _short(path))
         self.problems += problems
+        entries = self.resolved(entries)
         for entry in entries:
             if entry.name == "job.extends" and fits(list[str], entry.value):
                 for name in entry.value:
@@ -177,6 +185,16 @@ class _Layers:
                     self.read(path.parent / os.path.expanduser(name), name, (*chain, path.resolve()), failure)
         self.files.append(_short(path))
         self.add(entries, file=path)
+
+    def resolved(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Return entries with the values of their environment variables."""
+        found = []
+        for entry in entries:
+            deferred = self.defer and is_deferred(key_of(entry.name))
+            entry, problems = resolved(entry, keep_unset=deferred)
+            self.problems += problems
+            found.append(entry if deferred else replace(entry, raw=None))
+        return found
 
     def add(self, entries: Iterable[Entry], file: Path | None) -> None:
         """Check the entries of one layer and put them over the values so far."""
@@ -207,22 +225,28 @@ class _Layers:
             hint = f"remove it, or leave it at {' or '.join(map(quote, UNSUPPORTED[name].off))}"
             message = f"{quote(value)} is not supported: {UNSUPPORTED[name].reason}"
             return [] if is_off(name, value) else [problem(message, hint, code="unsupported")]
+        anchor = partial(extensions.anchored, folder=file.parent if file else Path())
+
+        def converted(value: Any) -> Any:
+            value = ALIASES[name].converted(value) if name in ALIASES else value
+            if key in extensions.ANCHORED and value is not None:
+                return anchor(value) if isinstance(value, str) else [*map(anchor, value)]
+            return value
+
         try:
-            converted = normalized(name, value)
-            wrong = check(type_of_name(name), converted)
-            if name in ALIASES and not wrong:
-                converted = ALIASES[name].converted(converted)
+            normal = normalized(name, value)
+            wrong = check(type_of_name(name), normal)
+            right = None if wrong else _Value(converted(normal), source, value)
+            if right and entry.raw is not None:
+                right.deferred = converted(normalized(name, entry.raw))
         except Refused as error:
             return [problem(f"{quote(value)} is not supported: {error}", code="unsupported")]
-        if wrong:  # the key stands beside another name of it, so that both can be searched for
+        if right is None:  # the key stands beside another name of it, so that both can be searched for
             shown = name if name == key else f"{name} ({key})"
             return [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
         if isinstance(value, str) and (note := VALUE_NOTES.get((key, value))):
             self.notes.append(f"{source.place}: {note}")
-        if key in extensions.ANCHORED and converted is not None:
-            anchor = partial(extensions.anchored, folder=file.parent if file else Path())
-            converted = anchor(converted) if isinstance(converted, str) else [*map(anchor, converted)]
-        return _Value(converted, source, value)
+        return right
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
         """Allow one of the keys for one thing in a layer; it replaces another one of the layers below."""
@@ -254,7 +278,8 @@ class _Layers:
             else:
                 written[section][key] = settled.value
         sources = {name: settled.source for name, settled in self.values.items()}
-        return LoadedConfig(msgspec.convert(written, Config), sources, tuple(self.files), tuple(self.notes))
+        deferred = {name: settled.deferred for name, settled in self.values.items() if settled.deferred is not None}
+        return LoadedConfig(msgspec.convert(written, Config), sources, tuple(self.files), tuple(self.notes), deferred)
 
     def _get(self, key: str) -> Any:
         return self.values[key].value if key in self.values else keys()[key].default

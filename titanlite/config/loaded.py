@@ -10,6 +10,7 @@ from titanlite.config.errors import DEFAULT, Source
 from titanlite.config.keys import keys, table_of
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
+from titanlite.config.variables import escaped
 
 EXCLUSIVE = (
     ("training.steps", "training.tokens", "training.epochs"),
@@ -33,6 +34,8 @@ class LoadedConfig:
     files: tuple[str, ...] = ()
     #: Decisions of the loader: later defaults taken, a choice replaced by a later layer.
     notes: tuple[str, ...] = ()
+    #: Values with environment variables as they were written, by key, for machines that replace them themselves.
+    deferred: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, key: str) -> Any:
         """Return the value of `section.field`."""
@@ -75,7 +78,8 @@ class LoadedConfig:
                 section = first
                 lines += ["", f"[{section}]"]
             has_note = self.source(key).kind != "default" and not table_of(key)
-            lines.append(f"{name} = {quote(value)}" + (f"  # {self.source(key)}" if has_note else ""))
+            written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
+            lines.append(f"{name} = {written}" + (f"  # {self.source(key)}" if has_note else ""))
         return "\n".join([*lines[1:], ""])
 
     def superseded(self, key: str) -> bool:

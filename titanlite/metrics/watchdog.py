@@ -71,6 +71,10 @@ _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 _TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
+def _is_common(error: BaseException) -> bool:
+    return isinstance(error, _TOGETHER) or getattr(error, "together", False)
+
+
 class PeerError(RuntimeError):
     """Another rank has raised, and this one ends because of it."""
 
@@ -177,7 +181,7 @@ class HangWatchdog:
         thread = self._thread
         if thread is None:
             return
-        if error is None or isinstance(error, _TOGETHER):
+        if error is None or _is_common(error):
             self._end_state = {"end": "left"}
             self._has_reason.set()
         else:
@@ -202,7 +206,7 @@ class HangWatchdog:
 
         If a collective failed, find the rank to blame, which takes some seconds, log it, and return the verdict.
         """
-        if self._thread is None or self._end_state or isinstance(error, _TOGETHER):
+        if self._thread is None or self._end_state or _is_common(error):
             return ""
         text = f"{type(error).__name__}: {error}"[:_TEXT].rstrip().removesuffix(":")
         with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is the one to be seen

@@ -39,6 +39,7 @@ COMMANDS = {
     "tokenizer": "titanlite.tools.tokenizer:add_commands",
 }
 
+EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
 FLAGS = (
     "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
     "--no-training.compile, --model.overrides.n_layers 4."

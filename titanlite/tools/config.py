@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite import exit_codes
-from titanlite.config.aliases import (
-    ALIASES,
-    LATER_DEFAULTS,
-    LATER_FLAVORS,
-    key_of,
-    names_of,
-)
+from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem

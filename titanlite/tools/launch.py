@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -26,7 +27,12 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 FOLDER = "launch"
 CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
-_SYSTEMS = {"local": "titanlite.tools.launch_local", "slurm": "titanlite.tools.launch_slurm"}
+_SYSTEMS = {
+    "local": "titanlite.tools.launch_local",
+    "slurm": "titanlite.tools.launch_slurm",
+    "kubernetes": "titanlite.tools.launch_kubernetes",
+    "sagemaker": "titanlite.tools.launch_sagemaker",
+}
 
 
 class LaunchError(Exception):
@@ -90,7 +96,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
-    loaded, first = check_config(argv, training=False)
+    loaded, first = check_config(argv, training=False, defer=True)
     launch = first.launch
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
@@ -98,7 +104,7 @@ def prepare(argv: list[str]) -> Job:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
-    run = check_config(argv, launch.nodes * ranks, training=False)[1]
+    run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
 
@@ -129,7 +135,21 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
     )
-    environment.filters["quote"] = shlex.quote
-    return environment.from_string((_TEMPLATES / template).read_text()).render(values)
+    environment.filters |= {"quote": shlex.quote, "json": json.dumps}
+    return environment.get_template(template).render(values)
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """Return the seconds of `launch.time_limit`; None: there is no limit."""
+    if not time_limit:
+        return None
+    days, _, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3] if days else [0, *parts][-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

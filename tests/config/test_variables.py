@@ -1,0 +1,96 @@
+"""`${NAME}` in values: replaced on load, kept for other machines by launchers, and always loaded back to the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load, load_file, read, read_text
+from titanlite.tools.cli import main
+
+TEXT = """\
+[job]
+description = "costs $${PRICE} and $$${TWO}"
+[model]
+tokenizer_path = "${ROOT}/tokenizer.model"
+[float8]
+filter_fqns = ["${ROOT}", "output"]
+[[data.source]]
+path = "${ROOT}/a-${PART}.jsonl"
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("ROOT", "/data")
+    monkeypatch.setenv("PART", "7")
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(TEXT)
+    return Path("run.toml")
+
+
+def _values(config):
+    d = config.sections
+    return (d.job.description, d.model.tokenizer_path, d.float8.filter_fqns, d.data.source[0].path)
+
+
+def test_variables_are_replaced_in_strings_lists_and_tables_and_named_with_the_source(file):
+    config = load_file(file)
+    values = ("costs ${PRICE} and $${TWO}", "/data/tokenizer.model", ["/data", "output"], "/data/a-7.jsonl")
+    assert _values(config) == values
+    assert str(config.source("model.tokenizer_path")) == "run.toml:4 with ${ROOT}"
+    assert str(config.source("data.source")) == "run.toml:7 with ${ROOT}, ${PART}"
+
+
+def test_a_written_out_config_holds_the_values_and_loads_without_the_variables(file, monkeypatch):
+    config = load_file(file)
+    monkeypatch.delenv("ROOT")
+    again, problems = read_text(config.to_toml(), Path("config.toml"))
+    assert not problems and _values(again) == _values(config)
+
+
+def test_flags_and_extended_files_have_variables_too(file, monkeypatch):
+    monkeypatch.setenv("BASE", "run")
+    Path("more.toml").write_text('[job]\nextends = ["${BASE}.toml"]\n')
+    config = load(["--config_file", "$${BASE}.toml".replace("$$", "$"), "--job.dump_folder", "${ROOT}/out"])
+    assert config.sections.job.dump_folder == "/data/out"
+    assert str(config.source("job.dump_folder")) == "command line with ${ROOT}"
+    assert load_file("more.toml").sections.model.tokenizer_path == "/data/tokenizer.model"
+
+
+def test_an_unset_variable_is_named_with_file_line_and_key(file, monkeypatch):
+    monkeypatch.delenv("PART")
+    with pytest.raises(ConfigError) as error:
+        load_file(file, ["--job.description=${", "--model.hf_config=${1}"])
+    found = {(p.where, p.key): p.message for p in error.value.problems}
+    assert found == {
+        ("run.toml:8", "data.source[0].path"): "the environment variable PART is not set",
+        ("command line", "job.description"): "has ${ without the NAME} of a variable",
+        ("command line", "model.hf_config"): "has ${ without the NAME} of a variable",
+    }
+    assert {p.code for p in error.value.problems} == {"variable"}
+
+
+def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatch):
+    monkeypatch.delenv("PART")
+    config, problems = read(
+        [f"--config_file={file}", "--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True
+    )
+    text = config.to_toml()
+    assert not problems and 'path = "${ROOT}/a-${PART}.jsonl"' in text.replace("'", '"')
+    assert 'image = "/data"' in text and 'dump_folder = "/data/x"' in text
+    monkeypatch.setenv("ROOT", "/there")
+    monkeypatch.setenv("PART", "8")
+    there, problems = read_text(text, Path("config.toml"))
+    values = ("costs ${PRICE} and $${TWO}", "/there/tokenizer.model", ["/there", "output"], "/there/a-8.jsonl")
+    assert not problems and _values(there) == values
+    monkeypatch.delenv("ROOT")
+    _, problems = read(["--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True)
+    assert [p.key for p in problems] == ["launch.image", "job.dump_folder"]
+
+
+def test_explain_shows_the_variable(file, capsys):
+    assert main(["config", "explain", "model.tokenizer_path", "run.toml"]) == 0
+    assert '"/data/tokenizer.model"  from run.toml:4 with ${ROOT}' in capsys.readouterr().out

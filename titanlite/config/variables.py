@@ -1,0 +1,55 @@
+"""Environment variables in values: `${NAME}` stands for the variable's value, `$${` for a literal `${`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+from titanlite.config.entries import Entry
+from titanlite.config.errors import Problem
+
+_MARK = re.compile(r"\$(?:(\$\{)|\{([A-Za-z_][A-Za-z0-9_]*)\}|\{)")
+_HINT = "set it, or write $${ for a literal ${"
+
+
+def escaped(toml: str) -> str:
+    """Return TOML of values in which each `${` is a literal one when it is loaded."""
+    return toml.replace("${", "$${")
+
+
+def is_deferred(key: str) -> bool:
+    """Return whether a launcher leaves the variables of a key to the machines of the job. It needs the other keys."""
+    return not key.startswith("launch.") and key not in ("job.config_file", "job.extends", "job.dump_folder")
+
+
+def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
+    """Return an entry with the values of its variables, and what is wrong. Its `raw` is then the value as written.
+
+    keep_unset: leave an unset variable as it is written.
+    """
+    names: list[str] = []
+    problems: list[Problem] = []
+
+    def replaced(value: Any, path: str = "") -> Any:
+        if isinstance(value, list):
+            return [replaced(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, dict):
+            return {name: replaced(item, f"{path}.{name}") for name, item in value.items()}
+        return _MARK.sub(lambda match: text_of(match, path), value) if isinstance(value, str) else value
+
+    def text_of(match: re.Match[str], path: str) -> str:
+        literal, name = match.groups()
+        if literal:
+            return str(literal)
+        if name and (name in os.environ or keep_unset):
+            names.append(name)
+            return os.environ.get(name, match[0])
+        message = f"the environment variable {name} is not set" if name else "has ${ without the NAME} of a variable"
+        problems.append(Problem(entry.place(path), entry.name + path, message, _HINT, code="variable"))
+        return match[0]
+
+    value = replaced(entry.value)
+    source = replace(entry.source, variables=tuple(dict.fromkeys(names)))
+    return replace(entry, value=value, source=source, raw=entry.value if names else None), problems
