@@ -27,6 +27,7 @@ def files(job: Job) -> dict[str, str]:
         "environment": {**({} if launch.cpu else network_environment(job.instance)), **launch.environment},
         "python": sys.executable,
         "config": str(job.folder / CONFIG),
+        "stopped": str(job.folder / "stopped"),
         "max_restarts": launch.max_restarts,
         "quick_seconds": _QUICK_SECONDS,
     }
