@@ -254,8 +254,9 @@ def test_what_the_command_is_given(machine: Machine) -> None:
     assert done.returncode == 7
     config = f"{machine.root}/train_configs/debug_model.toml"
     assert machine.calls()[-1] == f"titanlite: run {config} --job.description two words"
-    machine.run("run_llama_train.sh", "--training.steps=3", CONFIG_FILE="train_configs/debug_model.toml")
-    assert machine.calls()[-1] == f"titanlite: run {config} --training.steps=3"
+    (machine.root / "of_root.toml").write_text("")
+    machine.run("run_llama_train.sh", "--training.steps=3", CONFIG_FILE="of_root.toml")
+    assert machine.calls()[-1] == f"titanlite: run {machine.root}/of_root.toml --training.steps=3"
     machine.run("run_llama_train.sh", "a.toml", "b.toml")
     assert machine.calls()[-1] == "titanlite: run a.toml b.toml"
 

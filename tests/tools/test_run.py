@@ -45,7 +45,8 @@ def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) ->
     assert given.startswith("-m titanlite.torchrun --nproc_per_node 3 --rdzv_backend c10d --rdzv_endpoint localhost:0 ")
     assert "--local-ranks-filter 0,2 --role rank --tee 3 --log-dir " in given
     assert given.endswith(" -m titanlite train --job.config_file debug_model.toml --job.description two words")
-    assert "--nproc_per_node 2 " in start("debug_model.toml", "--nproc", "2")  # before NGPU
+    monkeypatch.setenv("NGPU", "2")
+    assert "--nproc_per_node 3 " in start("debug_model.toml", "--nproc", "3")
 
 
 def test_one_of_several_machines(start) -> None:

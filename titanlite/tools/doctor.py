@@ -1,7 +1,7 @@
 """`titanlite doctor`: problems of this machine, with their fixes. It never fails itself, and takes under ten seconds.
 
-A check is a generator of findings. All run at once, each in a thread of its own: a broken driver or a network file
-system may not answer, and then the check's name is the finding.
+A check yields status, message and perhaps a fix. All run at once, each in a thread of its own: a broken driver or a
+network file system may not answer, and then the check's name is the finding.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import queue
 import re
 import resource
 import shutil
@@ -51,7 +50,8 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-Check = Callable[[], Iterator[Finding]]
+_Found = Iterator[tuple[str, ...]]
+Check = Callable[[], _Found]
 
 
 def add_command(commands: Commands) -> None:
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
 def checks(run: RunConfig | None = None) -> dict[str, Check]:
     """Return all checks by name. run: also what it needs."""
     shared = (run.launch.shared_dir if run else "") or os.getcwd()
-    folders = dict.fromkeys(map(_existing, [shared, *([run.job.dump_folder] if run else [])]))
+    folders = dict.fromkeys([shared, *([run.job.dump_folder] if run else [])])
     found: dict[str, Check] = {
         "versions": _versions,
         "torch": _torch,
@@ -107,31 +107,29 @@ def checks(run: RunConfig | None = None) -> dict[str, Check]:
 
 def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Finding]:
     """Run checks at once; return their findings in the order of the checks."""
-    done: queue.SimpleQueue[tuple[str, list[Finding]]] = queue.SimpleQueue()
+    results: dict[str, list[Finding]] = {name: [] for name in all_checks}
 
     def work(name: str, check: Check) -> None:
-        found = []
         try:
-            found.extend(check())
+            for one in check():
+                results[name].append(Finding(name.split()[0], *one))
         except Exception as error:  # an odd machine is what the command is for
-            found.append(Finding(name.split()[0], WARNING, f"not examined: {type(error).__name__}: {error}"))
-        done.put((name, found))
+            results[name].append(Finding(name.split()[0], WARNING, f"not examined: {type(error).__name__}: {error}"))
 
     end = time.monotonic() + seconds
+    threads = {}
     for name, check in all_checks.items():
-        threading.Thread(target=work, args=(name, check), daemon=True).start()
-    results: dict[str, list[Finding]] = {}
-    while len(results) < len(all_checks):
-        try:
-            name, found = done.get(timeout=max(end - time.monotonic(), 0.001))
-        except queue.Empty:
-            break
-        results[name] = found
-    late = {name: name.split()[0] for name in all_checks if name not in results}
-    fix = "a device or a file system behind it may hang"
-    for name, check_name in late.items():
-        results[name] = [Finding(check_name, ERROR, f"no answer within {seconds:.0f} s ({name})", fix)]
-    return [one for name in all_checks for one in results[name]]
+        threads[name] = threading.Thread(target=work, args=(name, check), daemon=True)
+        threads[name].start()
+    found = []
+    for name, thread in threads.items():
+        thread.join(max(end - time.monotonic(), 0))
+        found += results[name]
+        if thread.is_alive():
+            status = ERROR if name.startswith(("gpus", "folder")) else WARNING
+            fix = "the machine is busy, or a device or file system hangs: try again"
+            found.append(Finding(name.split()[0], status, f"no answer within {seconds:.0f} s ({name})", fix))
+    return found
 
 
 def _command(*words: str) -> str | None:
@@ -151,87 +149,79 @@ def _installed(name: str) -> tuple[int, ...]:
         return ()
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> _Found:
     found = versions()
     for name in metadata.distributions():
         if (title := name.metadata["Name"] or "").startswith("nvidia-nccl"):
             found["nccl"] = f"{name.version} ({title})"
-    yield Finding("versions", OK, ", ".join(f"{name} {version}" for name, version in found.items()))
+    yield OK, ", ".join(f"{name} {version}" for name, version in found.items())
     torch = _installed("torch")
     if torch >= (2, 12) and _installed("hyperpod-elastic-agent") and _installed("hyperpod-elastic-agent") < (1, 2):
         fix = "take a newer agent, or start with `titanlite run`"
-        yield Finding(
-            "versions", ERROR, "hyperpodrun of hyperpod-elastic-agent 1.1 fails with torch 2.12 and later", fix
-        )
+        yield ERROR, "hyperpodrun of hyperpod-elastic-agent 1.1 fails with torch 2.12 and later", fix
     if (2, 0) < torch < (2, 13):
-        message = (
-            "torch before 2.13 may not know TORCH_ELASTIC_SHUTDOWN_TIMEOUT: 30 s from SIGTERM to the end of a save"
-        )
-        yield Finding("versions", WARNING, message, "torch 2.13 or later gives a save more time")
+        message = "torch before 2.13 may not know TORCH_ELASTIC_SHUTDOWN_TIMEOUT: a save has 30 s after SIGTERM"
+        yield WARNING, message, "torch 2.13 or later gives it more time"
 
 
-def _torch() -> Iterator[Finding]:
+def _torch() -> _Found:
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("torch", ERROR, f"torch cannot be imported: {error}", "pip install -c constraints.txt torch")
+        yield ERROR, f"torch cannot be imported: {error}", "pip install -c constraints.txt torch"
         return
     cuda = torch.version.cuda
-    yield Finding("torch", OK, f"torch {torch.__version__}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
+    yield OK, f"torch {torch.__version__}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
     if not (smi := _command("nvidia-smi")):
         return
     if cuda is None:
-        yield Finding("torch", ERROR, "this machine has GPUs, but torch is built for the CPU", "install torch for CUDA")
+        yield ERROR, "this machine has GPUs, but torch is built for the CPU", "install torch for CUDA"
         return
     driver = re.search(r"CUDA Version: *(\d+)\.", smi)
     if driver and int(driver[1]) < int(cuda.partition(".")[0]):
         message = f"the driver knows CUDA {driver[1]}, torch needs {cuda}"
-        yield Finding("torch", ERROR, message, "update the driver, or install torch for an older CUDA")
+        yield ERROR, message, "update the driver, or install torch for an older CUDA"
     elif not torch.cuda.is_available():
         fix = "see nvidia-smi and dmesg; CUDA_VISIBLE_DEVICES may hide them, a container needs --gpus all"
-        yield Finding("torch", ERROR, "torch sees none of this machine's GPUs", fix)
+        yield ERROR, "torch sees none of this machine's GPUs", fix
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> _Found:
     fields = "index,name,driver_version,memory.total,memory.used,compute_cap,ecc.errors.uncorrected.volatile.total"
     text = _command("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     if text is None:
         if shutil.which("nvidia-smi"):
-            yield Finding("gpus", ERROR, "nvidia-smi fails", "run it by hand, and see dmesg for lines with Xid")
+            yield ERROR, "nvidia-smi fails", "run it by hand, and see dmesg for lines with Xid"
         else:
-            yield Finding("gpus", OK, f"no GPUs (no nvidia-smi); {os.cpu_count()} CPUs")
+            yield OK, f"no GPUs (no nvidia-smi); {os.cpu_count()} CPUs"
         return
     for line in text.splitlines():
         index, name, driver, total, used, capability, ecc = (word.strip() for word in line.split(","))
         float8 = "float8 products" if float(capability) >= 8.9 else "no float8 products"
-        yield Finding(
-            "gpus", OK, f"GPU {index}: {name}, {total} MiB, capability {capability} ({float8}), driver {driver}"
-        )
+        yield OK, f"GPU {index}: {name}, {total} MiB, capability {capability} ({float8}), driver {driver}"
         if ecc.isdigit() and int(ecc):
             fix = "reset the GPU, or replace the machine; dmesg shows Xid 48, 63, 64, 94 or 95"
-            yield Finding("gpus", ERROR, f"GPU {index}: {ecc} uncorrected memory errors since the driver started", fix)
+            yield ERROR, f"GPU {index}: {ecc} uncorrected memory errors since the driver started", fix
         if used.isdigit() and int(used) > 1024:
             fix = "nvidia-smi lists the processes; end those that nobody needs"
-            yield Finding("gpus", WARNING, f"GPU {index}: {used} MiB are in use by others", fix)
+            yield WARNING, f"GPU {index}: {used} MiB are in use by others", fix
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> _Found:
     efa = bool(_efa_devices())
     cpus, files = len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     shown = "unlimited" if locked == resource.RLIM_INFINITY else human_bytes(locked)
     shm = shutil.disk_usage("/dev/shm").total
-    yield Finding(
-        "limits", OK, f"{cpus} CPUs, {files} open files, {shown} of locked memory, /dev/shm {human_bytes(shm)}"
-    )
+    yield OK, f"{cpus} CPUs, {files} open files, {shown} of locked memory, /dev/shm {human_bytes(shm)}"
     if 0 <= files < 4096:
-        yield Finding("limits", WARNING, f"only {files} files may be open", "ulimit -n 65536")
+        yield WARNING, f"only {files} files may be open", "ulimit -n 65536"
     if efa and locked != resource.RLIM_INFINITY:
         fix = "ulimit -l unlimited; in a container --ulimit memlock=-1, in Slurm PropagateResourceLimitsExcept=MEMLOCK"
-        yield Finding("limits", ERROR, f"EFA locks memory, and only {shown} may be locked", fix)
+        yield ERROR, f"EFA locks memory, and only {shown} may be locked", fix
     if shm < _GB and shutil.which("nvidia-smi"):
         fix = "docker run --shm-size=16g, or an emptyDir with medium Memory at /dev/shm"
-        yield Finding("limits", ERROR, f"/dev/shm has {human_bytes(shm)}: NCCL needs more", fix)
+        yield ERROR, f"/dev/shm has {human_bytes(shm)}: NCCL needs more", fix
 
 
 def interfaces() -> dict[str, str]:
@@ -249,19 +239,17 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> _Found:
     found, host = interfaces(), socket.gethostname()
     names = ", ".join(f"{name} {address}" for name, address in found.items())
-    yield Finding("network", OK, f"interfaces: {names}")
+    yield OK, f"interfaces: {names}"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
         wanted = [name for name in value.lstrip("=").split(",") if name and not value.startswith("^")]
         matches = [name for name in wanted if not any(one.startswith(name) for one in found)]
         if matches:
             fix = f"set it to one of {', '.join(name for name in found if name != 'lo')}, or unset it"
-            yield Finding(
-                "network", ERROR, f"{variable}={value}: no interface {' or '.join(matches)} has an address", fix
-            )
+            yield ERROR, f"{variable}={value}: no interface {' or '.join(matches)} has an address", fix
     others = [name for name, address in found.items() if not address.startswith("127.")]
     try:
         address = socket.gethostbyname(host)
@@ -271,11 +259,11 @@ def _network() -> Iterator[Finding]:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     if taken and not address.startswith("127."):
-        yield Finding("network", OK, f"gloo takes {taken}: the host name {host} means {address}")
+        yield OK, f"gloo takes {taken}: the host name {host} means {address}"
     elif others:
         said = f"means {address}" if address else "does not resolve"
         fix = f"for several machines set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME={others[0]}, in [launch] environment"
-        yield Finding("network", WARNING, f"gloo takes a local interface: the host name {host} {said}", fix)
+        yield WARNING, f"gloo takes a local interface: the host name {host} {said}", fix
 
 
 def _efa_devices() -> list[str]:
@@ -286,14 +274,14 @@ def _efa_devices() -> list[str]:
     )
 
 
-def _efa() -> Iterator[Finding]:
+def _efa() -> _Found:
     devices = _efa_devices()
     if not devices:
         return
-    yield Finding("efa", OK, f"{len(devices)} EFA devices: {', '.join(devices)}")
+    yield OK, f"{len(devices)} EFA devices: {', '.join(devices)}"
     if "libnccl-net" not in (_command("ldconfig", "-p") or "") and "ofi" not in os.environ.get("LD_LIBRARY_PATH", ""):
         fix = "install aws-ofi-nccl (the EFA installer has it) and put its lib folder on LD_LIBRARY_PATH"
-        yield Finding("efa", WARNING, "NCCL's plugin for EFA is not found: traffic would go over TCP", fix)
+        yield WARNING, "NCCL's plugin for EFA is not found: traffic would go over TCP", fix
 
 
 def file_system(folder: Path) -> str:
@@ -313,7 +301,8 @@ def _existing(name: str) -> Path:
     return next(one for one in (folder, *folder.parents) if one.is_dir())
 
 
-def _folder(folder: Path) -> Iterator[Finding]:
+def _folder(name: str) -> _Found:
+    folder = _existing(name)
     kind, free = file_system(folder), shutil.disk_usage(folder).free
     is_network = kind.startswith(_NETWORK_TYPES)
     try:
@@ -325,77 +314,70 @@ def _folder(folder: Path) -> Iterator[Finding]:
             took, skew = time.monotonic() - began, os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:
         fix = "name another folder, or ask for the right to write"
-        yield Finding("folder", ERROR, f"{folder} cannot be written to: {error.strerror}", fix)
+        yield ERROR, f"{folder} cannot be written to: {error.strerror}", fix
         return
     speed = f"1 MiB written and synced in {took * 1000:.0f} ms"
     place = "a network file system" if is_network else "seen by this machine alone, unless it is a shared disk"
-    yield Finding("folder", OK, f"{folder}: {kind} ({place}), {human_bytes(free)} free, {speed}")
+    yield OK, f"{folder}: {kind} ({place}), {human_bytes(free)} free, {speed}"
     if free < 10 * _GB:
-        yield Finding(
-            "folder", WARNING, f"{folder} has only {human_bytes(free)} free", "free space: a checkpoint needs it"
-        )
+        yield WARNING, f"{folder} has only {human_bytes(free)} free", "free space: a checkpoint needs it"
     if took > 1:
-        yield Finding(
-            "folder", WARNING, f"{folder} is slow: {speed}", "keep checkpoints on a faster one; save less often"
-        )
+        yield WARNING, f"{folder} is slow: {speed}", "keep checkpoints on a faster one; save less often"
     if abs(skew) > 2:
         fix = "start chronyd or systemd-timesyncd on all machines; locks of runs compare these times"
-        yield Finding("clock", WARNING, f"the clock of {folder} differs by {skew:+.0f} s from this machine's", fix)
+        yield WARNING, f"the clock of {folder} differs by {skew:+.0f} s from this machine's", fix
 
 
-def _clock() -> Iterator[Finding]:
+def _clock() -> _Found:
     text = _command("timedatectl", "show", "--property=NTPSynchronized") or ""
     if "=no" in text:
         fix = "timedatectl set-ntp true, or start chronyd"
-        yield Finding("clock", WARNING, "the clock is not synchronized", fix)
+        yield WARNING, "the clock is not synchronized", fix
     else:
         state = "synchronized" if "=yes" in text else "whether it is synchronized is not known here"
-        yield Finding("clock", OK, f"{time.strftime('%F %T %Z')}, {state}")
+        yield OK, f"{time.strftime('%F %T %Z')}, {state}"
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> _Found:
     from titanlite.parallel import ParallelismError
     from titanlite.parallel.compile import check_backend
 
     try:
         check_backend("inductor")
-        yield Finding("compiler", OK, "torch.compile has what inductor needs")
+        yield OK, "torch.compile has what inductor needs"
     except ParallelismError as error:
-        yield Finding("compiler", WARNING, str(error), "without it: training.compile = false")
+        yield WARNING, str(error), "without it: training.compile = false"
 
 
-def _variables() -> Iterator[Finding]:
+def _variables() -> _Found:
     """Never print a value: it may be a secret."""
     has_login = "HF_TOKEN" in os.environ or Path("~/.cache/huggingface/token").expanduser().exists()
     proxies = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]
     said = [
         "a token for Hugging Face" if has_login else "no token for Hugging Face: private and gated files are closed"
     ]
-    yield Finding("variables", OK, "; ".join([*said, *([f"proxy by {', '.join(proxies)}"] if proxies else [])]))
+    yield OK, "; ".join([*said, *([f"proxy by {', '.join(proxies)}"] if proxies else [])])
     if proxies and not any(name.lower() == "no_proxy" for name in os.environ):
         fix = "set NO_PROXY to localhost and your hosts, and to 169.254.169.254 on AWS"
-        yield Finding("variables", WARNING, f"{proxies[0]} holds for all hosts", fix)
+        yield WARNING, f"{proxies[0]} holds for all hosts", fix
     if os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
-        yield Finding("variables", WARNING, "NCCL_DEBUG writes much, and slows a run", "unset it, or NCCL_DEBUG=WARN")
+        yield WARNING, "NCCL_DEBUG writes much, and slows a run", "unset it, or NCCL_DEBUG=WARN"
 
 
-def _config(run: RunConfig) -> Iterator[Finding]:
+def _config(run: RunConfig) -> _Found:
     """Check what a config needs of this machine."""
     from titanlite.preflight import compile_problems, float8_problems
     from titanlite.tools.run import count_gpus
 
-    problems = [*compile_problems(run.training, run.compile), *float8_problems(run.float8)]
-    for one in problems:
-        yield Finding("config", ERROR, f"{one.key}: {one.message}", one.hint)
     ranks = run.launch.gpus_per_node
     gpus = count_gpus()
     if ranks and not run.launch.cpu and ranks > gpus:
-        yield Finding("config", WARNING, f"launch.gpus_per_node = {ranks}, and this machine has {gpus} GPUs")
+        yield WARNING, f"launch.gpus_per_node = {ranks}, and this machine has {gpus} GPUs"
     args = run.model_args()
     if args.vocab_size is not None and run.checkpoint.enable_checkpoint and "://" not in run.checkpoint.folder:
         size = run.spec.count_parameters(args) * 12  # weights and two moments, in float32
         free = shutil.disk_usage(_existing(run.job.dump_folder)).free
         status, fix = (OK, "") if free > 3 * size else (WARNING, "free space, or set checkpoint.keep_latest_k")
-        yield Finding(
-            "config", status, f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free", fix
-        )
+        yield status, f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free", fix
+    for one in [*compile_problems(run.training, run.compile), *float8_problems(run.float8)]:  # these import torch
+        yield ERROR, f"{one.key}: {one.message}", one.hint

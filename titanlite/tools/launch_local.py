@@ -7,6 +7,7 @@ import shlex
 import sys
 from typing import NoReturn
 
+from titanlite.runs.lock import FILE as LOCK_FILE
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, render
 
@@ -27,6 +28,8 @@ def files(job: Job) -> dict[str, str]:
         "environment": {**({} if launch.cpu else network_environment(job.instance)), **launch.environment},
         "python": sys.executable,
         "config": str(job.folder / CONFIG),
+        "stopped": str(job.folder / "stopped"),
+        "lock": str(job.folder.parent / LOCK_FILE),
         "max_restarts": launch.max_restarts,
         "quick_seconds": _QUICK_SECONDS,
     }
