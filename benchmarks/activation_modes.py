@@ -41,10 +41,7 @@ COMPILED = {
     "budget 0.1": {"mode": "budget", "memory_budget": 0.1},
 }
 #: On a GPU only: a CPU's activations are in host memory already.
-OFFLOADED = {
-    "none, offload": {"mode": "none", "offload": True},
-    "full, offload": {"mode": "full", "offload": True},
-}
+OFFLOADED = {"none, offload": {"mode": "none", "offload": True}, "full, offload": {"mode": "full", "offload": True}}
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
-        dim=shape.dim,
-        n_layers=shape.layers,
-        n_heads=shape.heads,
-        vocab_size=shape.vocab,
-        max_seq_len=shape.seq,
+        dim=shape.dim, n_layers=shape.layers, n_heads=shape.heads, vocab_size=shape.vocab, max_seq_len=shape.seq
     )
     with DistEnv.open() as world:
         device = world.device

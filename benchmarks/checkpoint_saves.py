@@ -91,7 +91,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.checkpoint import Checkpointer
+    from titanlite.checkpoint.manager import Checkpointer
     from titanlite.config.model_sections import Optimizer
     from titanlite.config.sections import Checkpoint, Training
     from titanlite.data.loader import Batch, to_device

@@ -143,7 +143,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     from titanlite.build import build
     from titanlite.fit import load_config
     from titanlite.metrics.jsonl import FILE, read_metrics
-    from titanlite.models.llama_hf import from_meta
+    from titanlite.models.llama_hf import permute
     from titanlite.run_text import read_datasets
     from titanlite.trainer import Trainer
 
@@ -158,8 +158,10 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     trainer = Trainer(build(run, world, read))
     parameters = dict(trainer.parts.model.named_parameters())
     drawn = {name: _tensor(weight(name, tuple(p.shape))) for name, p in parameters.items()}
-    for name, value in from_meta(drawn, trainer.parts.args).items():
-        place(parameters[name], value)
+    args = trainer.parts.args
+    for name, value in drawn.items():
+        heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
+        place(parameters[name], permute(value, heads) if heads else value)
     trainer.train()
     return read_metrics(dump / FILE) if world.rank == 0 else []
 

@@ -51,8 +51,7 @@ def test_files(bench: Bench, files: list[tuple[str, tuple[str, ...]]]) -> Result
             lines = log.read_text(errors="replace").splitlines()
             failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
             write_json(
-                done,
-                {"what": name, "value": lines[-1].strip("= ") if lines else "", "code": code, "failed": failed},
+                done, {"what": name, "value": lines[-1].strip("= ") if lines else "", "code": code, "failed": failed}
             )
         found.append(json.loads(done.read_text()))
     problems = [f"{row['what']}: exit {row['code']}" for row in found if row["code"]]

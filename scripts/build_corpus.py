@@ -25,10 +25,7 @@ ASSETS = Path(__file__).resolve().parent.parent / "titanlite" / "data" / "assets
 
 #: File name in the Debian archive (bookworm) -> (package=version for apt-get, sha256 of the file).
 PACKAGES = {
-    "bible-kjv_4.38_amd64.deb": (
-        "bible-kjv=4.38",
-        "75a49c032a6efa9faa2beb4a9acb70974380122906329d0e100de36cc88ff02d",
-    ),
+    "bible-kjv_4.38_amd64.deb": ("bible-kjv=4.38", "75a49c032a6efa9faa2beb4a9acb70974380122906329d0e100de36cc88ff02d"),
     "bible-kjv-text_4.38_all.deb": (
         "bible-kjv-text=4.38",
         "d61b6aad4c51ba9e2800b825325fa6a09e99a0d02a9bb6dc4724fcc4995a1b7a",

@@ -48,10 +48,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def main() -> None:
     lines = [json.dumps({"prompt": f"Question: {q}\nAnswer:", "completion": f" {a}"}) + "\n" for q, a in pairs()]
-    for name, part in (
-        ("train", [line for i, line in enumerate(lines) if i % 6]),
-        ("validation", lines[::6]),
-    ):
+    for name, part in (("train", [line for i, line in enumerate(lines) if i % 6]), ("validation", lines[::6])):
         (FOLDER / name).mkdir(parents=True, exist_ok=True)
         (FOLDER / name / f"{name}.jsonl").write_text("".join(part))
         print(f"{name}: {len(part)} pairs")

@@ -202,7 +202,7 @@ def doubled_keys(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
                     fields[key].add(f"{path.name}:{node.name}")
                     if "sections" in path.as_posix():
                         sections.add(key)
-    common = {"False", "True", "None", "0", "1", "[]", "{}", "''"}
+    common = {"False", "True", "None", "0", "0.0", "1", "[]", "{}", "''"}
     return sorted(name for (name, default) in sections if default not in common and len(fields[name, default]) > 1)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -66,6 +67,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
             except EOFError:
                 os._exit(0)
             function, args, kwargs = job
+            gc.collect()
+            gc.freeze()  # a run collects garbage: let it not look through all that is imported
             try:
                 pipe.send((True, function(world, *args, **kwargs)))
             except BaseException:

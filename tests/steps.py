@@ -1,17 +1,23 @@
-"""A training step as one call, for tests that train a model of their own."""
+"""A training step as one call, for tests that train a model of their own; and a whole run on ranks of the pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from titanlite.build import build
 from titanlite.data.loader import Batch
+from titanlite.fit import load_config
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import PlainRunner, Runner, StepResult, TrainStep
+from titanlite.trainer import Trainer
 
 
 def train_step(
@@ -32,3 +38,12 @@ def train_step(
     runner = pipeline or PlainRunner(model, loss_function, sync_every)
     given = {name: value for name, value in more.items() if value is not None}
     return TrainStep(model, optimizer, runner, guard, max_norm, **given)(batches, step, lr)
+
+
+def train_rows(
+    world: DistEnv, folder: str, *flags: str, config: str = "debug_model.toml", **more: Any
+) -> list[dict[str, Any]]:
+    """Train in this folder; return the rows of metrics.jsonl. more: for `build`."""
+    run = load_config(config, world.size, [*flags, f"--job.dump_folder={folder}"])
+    Trainer(build(run, world, **more)).train()
+    return read_metrics(Path(folder) / "metrics.jsonl")

@@ -42,7 +42,7 @@ def _train(world: DistEnv, kind: str, steps: int, folder: str) -> tuple[list[tup
         Checkpointer.save = save  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["vit", pytest.param("t5", marks=pytest.mark.slow)])
 def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(pool: Pools, tmp_path: Path, kind: str) -> None:
     straight, (wrapped, recompute, shards) = pool(2).run(_train, kind, 8, str(tmp_path / "straight"))[0]
     assert wrapped == recompute == BLOCKS[kind] and shards

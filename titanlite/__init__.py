@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.fit import load_config as load_config
     from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import ModelSpec as ModelSpec
-    from titanlite.optim.any_precision import AnyPrecisionAdamW as AnyPrecisionAdamW
+    from titanlite.optim.adamw import AnyPrecisionAdamW as AnyPrecisionAdamW
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
     from titanlite.parallel.context import apply_cp as apply_cp
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
     from titanlite.parallel.wrapping import groups_by_class as groups_by_class
+    from titanlite.rank_checks import check_ranks as check_ranks
     from titanlite.run_text import read_datasets as read_datasets
     from titanlite.signals import StopSignal as StopSignal
     from titanlite.step import PlainRunner as PlainRunner
@@ -49,7 +50,7 @@ _PUBLIC = {
     "fit": ["load_config"],
     "guard": ["FiniteGuard"],
     "models.spec": ["ModelSpec"],
-    "optim.any_precision": ["AnyPrecisionAdamW"],
+    "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
     "parallel.compile": ["apply_compile"],
     "parallel.context": ["apply_cp"],
@@ -58,6 +59,7 @@ _PUBLIC = {
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
     "parallel.wrapping": ["groups_by_class"],
+    "rank_checks": ["check_ranks"],
     "run_text": ["read_datasets"],
     "signals": ["StopSignal"],
     "step": ["PlainRunner", "StepResult", "TrainStep"],

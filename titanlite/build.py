@@ -24,6 +24,7 @@ from titanlite._version import __version__
 from titanlite.anomalies import AnomalyLog
 from titanlite.callbacks import Callback, load_callbacks
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.paths import StorePath, to_path
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
@@ -37,25 +38,23 @@ from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, Validati
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
-from titanlite.data.tokenizer.export import hf_files, tokenizer_path
+from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
-from titanlite.fingerprints import fingerprints, rounding_setting
+from titanlite.fingerprints import fingerprints
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
-from titanlite.metrics.experts import ExpertFigures
+from titanlite.metrics.figures import ExpertFigures, RowLosses, SourceFigures
 from titanlite.metrics.float8_error import Float8ErrorCheck
-from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.samples import PromptSampler
-from titanlite.metrics.sources import RowLosses, SourceFigures
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.average import WeightAverage
-from titanlite.optim.in_backward import StepInBackward
+from titanlite.optim.gradients import StepInBackward
 from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
@@ -64,15 +63,17 @@ from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.fsdp import DTYPES
-from titanlite.parallel.init import seed_generators, use_deterministic
+from titanlite.parallel.init import fix_workspace, seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
 from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
+from titanlite.rank_checks import check_ranks
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
     DocumentLog,
+    GarbageCollection,
     Timeouts,
     VerifyResume,
     Watchdog,
@@ -248,6 +249,13 @@ def build(
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
     samples, folder = None, Path(run.job.dump_folder)
+    if run.launch.preflight:
+        if run.debug.deterministic:
+            fix_workspace()
+        saves = run.checkpoint.enable_checkpoint
+        place = to_path(run.checkpoint.folder) if saves else folder
+        shared = None if isinstance(place, StorePath) else folder if place.is_relative_to(folder) else place
+        check_ranks(world, config=run.toml, folder=shared, needs_folder=saves)
     if run.sample.prompts:
         longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
         samples = PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
@@ -317,7 +325,7 @@ def build(
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
-        rounding_setting(run, device),
+        {"device": name, "torch": torch.__version__, "threads": str(torch.get_num_threads()), **run.rounding},
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4
         if {run.training.mixed_precision_param, run.training.dtype} == {"float32"} and not in_float8

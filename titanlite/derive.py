@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from msgspec.structs import replace as replace_fields
@@ -27,6 +27,25 @@ from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
+
+
+#: Keys that change how sums are rounded, by section.
+_ROUNDING = {
+    "training": (
+        *("mixed_precision_param", "mixed_precision_reduce", "gradient_sync", "fsdp_units", "fsdp_min_params"),
+        *("reshard_after_forward", "loss_chunks", "enable_loss_parallel", "enable_cpu_offload", "compile"),
+    ),
+    "compile": ("components", "backend"),
+    "experimental": (
+        *("enable_async_tensor_parallel", "pipeline_parallel_schedule", "pipeline_parallel_split_points"),
+        "pipeline_parallel_microbatches",
+    ),
+    "activation_checkpoint": ("mode", "selective_ac_option"),
+    "float8": (
+        *("enable_float8_linear", "recipe_name", "enable_fsdp_float8_all_gather", "filter_fqns", "min_features"),
+        "emulate",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +119,19 @@ class RunConfig(Config, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     #: The config as written, as one TOML file with the source of each value as a comment.
     toml: str
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """What changes the rounding of a step's loss and norm, by name."""
+        found = {
+            "batch.micro_batch_size": str(self.batch.micro_batch_size),
+            "batch.accumulation": str(self.batch.accumulation),
+            "deterministic": str(self.debug.deterministic),
+        }
+        found.update((f"mesh.{name}", str(value)) for name, value in asdict(self.mesh).items())
+        for section, keys in _ROUNDING.items():
+            found.update((f"{section}.{key}", str(getattr(getattr(self, section), key))) for key in keys)
+        return found
 
     @property
     def max_seq_len(self) -> int:

@@ -19,8 +19,8 @@ VARIABLE = "TITANLITE_EXIT_CODES"
 DONE = 0
 #: An error nobody foresaw; its traceback is in the output.
 ERROR = 1
-#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, or the model
-#: cannot be compiled. Nothing was trained.
+#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, the ranks
+#: differ or compute wrong results at the start, or the model cannot be compiled. Nothing was trained.
 CONFIG = 2
 #: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped. No bad update was
 #: applied but where the weights are named.
@@ -34,6 +34,10 @@ PREEMPTED_UNSAVED = 6
 #: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be reached. The cause is
 #: there.
 LOST_PEER = 7
+#: The same command may go on after these.
+RESTARTABLE = (PREEMPTED, LOST_PEER)
+#: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers that restart by codes.
+RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
 
@@ -45,7 +49,8 @@ _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re
 def is_of_collectives(error: BaseException) -> bool:
     """Whether a collective failed: another rank has ended, hangs or cannot be reached."""
     # torch.distributed's own errors, by name: this module must not import torch.
-    if any(kind.__name__ == "DistError" and kind.__module__.startswith("torch.") for kind in type(error).__mro__):
+    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("torch.")}
+    if names & {"DistError", "RendezvousError"}:
         return True
     return type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error)) is not None
 

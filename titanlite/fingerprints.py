@@ -1,4 +1,4 @@
-"""What two runs must share: to resume one another's checkpoints, and to give the same numbers."""
+"""What two runs must share for one to resume the other's checkpoints."""
 
 from __future__ import annotations
 
@@ -8,47 +8,9 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.derive import RunConfig
-from titanlite.metrics.throughput import device_name
 from titanlite.run_text import Datasets
 from titanlite.utils import is_dotted
-
-#: Keys that change how sums are rounded, by section.
-_ROUNDING = {
-    "training": (
-        *("mixed_precision_param", "mixed_precision_reduce", "gradient_sync", "fsdp_units", "fsdp_min_params"),
-        *("reshard_after_forward", "loss_chunks", "enable_loss_parallel", "enable_cpu_offload", "compile"),
-    ),
-    "compile": ("components", "backend"),
-    "experimental": (
-        *("enable_async_tensor_parallel", "pipeline_parallel_schedule", "pipeline_parallel_split_points"),
-        "pipeline_parallel_microbatches",
-    ),
-    "activation_checkpoint": ("mode", "selective_ac_option"),
-    "float8": (
-        *("enable_float8_linear", "recipe_name", "enable_fsdp_float8_all_gather", "filter_fqns", "min_features"),
-        "emulate",
-    ),
-}
-
-
-def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
-    """Return by name the settings that change the rounding of a step's loss and norm."""
-    found = {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "threads": str(torch.get_num_threads()),
-        "batch.micro_batch_size": str(run.batch.micro_batch_size),
-        "batch.accumulation": str(run.batch.accumulation),
-        "deterministic": str(run.debug.deterministic),
-    }
-    found.update((f"mesh.{name}", str(value)) for name, value in asdict(run.mesh).items())
-    for section, keys in _ROUNDING.items():
-        found.update((f"{section}.{key}", str(getattr(getattr(run, section), key))) for key in keys)
-    return found
 
 
 def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:

@@ -159,7 +159,7 @@ class FiniteGuard:
         spike_sigmas: float = 0.0,
         window: int = 100,
     ) -> None:
-        #: Updates are in the weights before the guard decides (`titanlite.optim.in_backward`).
+        #: Updates are in the weights before the guard decides (`titanlite.optim.gradients`).
         self.applied = False
         self.policy, self.max_skips, self.spike_sigmas, self.window = policy, max_skips, spike_sigmas, window
         #: `poll` reports the step before the latest: where the host runs ahead of the device.
@@ -178,12 +178,7 @@ class FiniteGuard:
         self._skipped: list[BadStepError] = []
 
     def check(
-        self,
-        step: int,
-        norm: torch.Tensor,
-        loss: torch.Tensor,
-        share: torch.Tensor,
-        stop: torch.Tensor | None = None,
+        self, step: int, norm: torch.Tensor, loss: torch.Tensor, share: torch.Tensor, stop: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return whether this step may update the weights: a 0-dim bool on the device, equal on all ranks.
 

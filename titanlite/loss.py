@@ -182,13 +182,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss: LossFunction,
-        chunks: int,
-        wanted: tuple[bool, bool],
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss: LossFunction, chunks: int, wanted: tuple[bool, bool]
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         of_x = torch.empty_like(x) if wanted[0] else None

@@ -28,11 +28,10 @@ from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
-from titanlite.utils import counted, escape, logger
+from titanlite.utils import escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
-    from titanlite.derive import RunConfig
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
@@ -102,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
         try:
             setup_console(rank, config.metrics.enable_color_printing)
             if rank == 0:
-                _log_files(asked.files, config)
+                _log_files(asked.files)
             load_functions(asked)
             callbacks = load_callbacks(config.job.callbacks, asked.place("job.callbacks"))
             store = connect_store()  # before what takes longer on one rank than on another
@@ -195,16 +194,15 @@ def exit_now(code: int, last_error: str = "") -> NoReturn:
     exit_codes.end_process(code, last_error)
 
 
-def _log_files(files: Sequence[str], run: RunConfig) -> None:
+def _log_files(files: Sequence[str]) -> None:
     """Log the config files; warn if there is none, since a run with defaults alone is rarely intended."""
     if files:
         logger.info(f"config: {', '.join(files)}")
-        return
-    length = counted(run.training.epochs or 0, "epochs") if run.steps is None else counted(run.steps, "steps")
-    logger.warning(
-        f"no --job.config_file is given: this run has the defaults and your flags ({run.model.name} "
-        f"{run.model.flavor}, {length}, folder {run.job.dump_folder}); train_configs/ has configs to start from"
-    )
+    else:
+        logger.warning(
+            "no --job.config_file is given: this run has the defaults and your flags; "
+            "train_configs/ has configs to start from"
+        )
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
-from titanlite.optim.gradients import clip_gradients, square_norm, square_norms
-from titanlite.optim.in_backward import StepInBackward
+from titanlite.optim.gradients import StepInBackward, clip_gradients, square_norm, square_norms
 from titanlite.optim.optimizer import gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
 

@@ -80,7 +80,7 @@ def main() -> NoReturn:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
         except BaseException as error:  # torchrun has several kinds for failed workers and for signals
-            code, failure = exit_codes.ERROR, traceback.format_exc()
+            code, failure = exit_codes.code_of(error), traceback.format_exc()
             stopped = isinstance(error, SignalException | KeyboardInterrupt)
             if isinstance(error, ChildFailedError):
                 failed = [one.exitcode for one in error.failures.values()]
@@ -96,6 +96,9 @@ def main() -> NoReturn:
         print(failure, file=sys.stderr, end="")
     if code == exit_codes.ERROR and (message := last_error(text or "")):  # the last line is read first
         print(escape(f"error: {message}"), file=sys.stderr)
+    killed = bool(failed) and all(number < 0 for number in failed)
+    if code in exit_codes.RESTARTABLE or code == exit_codes.ERROR and killed:
+        code = int(os.environ.get(exit_codes.RESTART_VARIABLE, code))
     sys.exit(code)
 
 

@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
-from titanlite.checkpoint import CheckpointError, LoadedState
-from titanlite.checkpoint.load import LEFT_OUT
-from titanlite.checkpoint.manifest import steps_in
+from titanlite.checkpoint.load import LEFT_OUT, LoadedState
+from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tests.training.harness import Run, batches, full, stepper
-from titanlite.checkpoint import Checkpointer, CheckpointError, Manifest
-from titanlite.checkpoint.manifest import digest_of
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint

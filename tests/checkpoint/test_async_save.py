@@ -17,8 +17,9 @@ import torch.distributed as dist
 from tests.checkpoint.runs import PRINTS, RUN, names, options
 from tests.pool import Pools
 from tests.training.harness import build_tiny, full, stepper
-from titanlite.checkpoint import Checkpointer, CheckpointError, manager
-from titanlite.checkpoint.manifest import find, steps_in
+from titanlite.checkpoint import manager
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
 from titanlite.parallel.dist_env import DistEnv, set_timeouts
 from titanlite.tools.tensors import Contents
 

@@ -16,8 +16,8 @@ from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
 from tests.processes import python
-from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record

@@ -28,10 +28,10 @@ from tests.models.test_spec import unpermute
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full
 from tests.training.test_run import _run
-from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
 from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files
-from titanlite.checkpoint.manifest import last_hf_step
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import describe, on_rank_0
 from titanlite.data.sources import BUNDLED, iter_records
@@ -41,8 +41,7 @@ from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.convert import convert, open_source
-from titanlite.tools.logits import our_logits
-from titanlite.tools.tensors import Contents
+from titanlite.tools.tensors import Contents, our_logits
 
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])

@@ -19,8 +19,8 @@ from tests.checkpoint.runs import options
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
 from titanlite import exit_codes
-from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.manifest import digest_of
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError, digest_of
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
 from titanlite.tools.convert import convert

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
-from titanlite.checkpoint import CheckpointError, retention
-from titanlite.checkpoint.manifest import REASON, find, steps_in
+from titanlite.checkpoint import retention
+from titanlite.checkpoint.manifest import REASON, CheckpointError, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import (
     Deleter,

@@ -23,9 +23,9 @@ from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, option
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
-from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint import storage as storage_module
-from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
 from titanlite.parallel.dist_env import DistEnv
@@ -33,11 +33,11 @@ from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
 
 PINNED = "async_with_pinned_mem"
+SLOW = ("disabled", "fused"), ("async", "foreach")
 
 
 @pytest.mark.parametrize(
-    ("mode", "implementation"),
-    [("disabled", "fused"), pytest.param("async", "foreach", marks=pytest.mark.slow), (PINNED, "foreach")],
+    ("mode", "implementation"), [(PINNED, "foreach"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
@@ -66,10 +66,10 @@ def test_four_and_four_equal_eight_bit_for_bit(
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_other_rank_counts_continue_to_rounding(pool: Pools, storage: Storage, tmp_path: Path, ranks: int) -> None:
-    storage.run(pool(2), train, RUN, storage.root, 1, 10)
-    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 20)[0]
-    resumed = storage.run(pool(ranks), train, RUN, storage.root, 11, 20)[0]
-    torch.testing.assert_close(resumed["losses"], straight["losses"][10:], rtol=0, atol=5e-6)
+    storage.run(pool(2), train, RUN, storage.root, 1, 4)
+    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 8)[0]
+    resumed = storage.run(pool(ranks), train, RUN, storage.root, 5, 8)[0]
+    torch.testing.assert_close(resumed["losses"], straight["losses"][4:], rtol=0, atol=5e-6)
     assert any("written on 2 ranks" in line for line in resumed["loaded"].notices)
 
 

@@ -12,7 +12,7 @@ from tests.pool import free_port
 from tests.processes import python
 from tests.runs.test_lock import compete
 from titanlite import exit_codes
-from titanlite.checkpoint import CheckpointError
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint

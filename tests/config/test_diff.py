@@ -57,11 +57,7 @@ def test_file_against_a_run_that_was_started_from_it_differs_by_the_flags_only(c
     lines = {line.partition(" = ")[0]: number for number, line in enumerate(text.split("\n"), 1)}
     assert found(file, "outputs") == [
         ("training.steps", ("20", "run.toml:2"), ("(not set)", "")),
-        (
-            "training.tokens",
-            ("(not set)", ""),
-            ("500", f"outputs/config.toml:{lines['tokens']}"),
-        ),
+        ("training.tokens", ("(not set)", ""), ("500", f"outputs/config.toml:{lines['tokens']}")),
         ("optimizer.lr", ("0.001", "run.toml:5"), ("0.002", f"outputs/config.toml:{lines['lr']}")),
     ]
 

@@ -217,7 +217,7 @@ def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path
     assert (v.enable, v.freq, v.steps, v.batch_size) == (True, 500, 10, 3)
     assert (d.checkpoint.enable_checkpoint, d.checkpoint.folder, d.checkpoint.interval) == (True, "./checkpoints", 50)
     assert (d.activation_checkpoint.mode, d.activation_checkpoint.offload) == ("full", True)
-    assert (d.metrics.log_freq, d.metrics.log_style) == (1, "fsdp")
+    assert (d.metrics.log_freq, d.metrics.log_style) == (1, "aws_fsdp")
     schedule = fitted(config, 8).schedule
     assert (schedule.total_steps, schedule.warmup_steps, schedule.plateau_steps) == (5000, 16, 2000)
     left = [change.text.split("=")[0] for change in migration.changes if change.kind == "without equivalent"]

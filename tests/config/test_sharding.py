@@ -23,10 +23,7 @@ def run_of(*flags: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--training.fsdp_units=size"],
-            "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more",
-        ),
+        (["--training.fsdp_units=size"], "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more"),
         (
             ["--training.fsdp_units=Attention", "--training.compile"],
             "training.fsdp_units: makes layers.0.attention an FSDP group, but training.compile makes one graph",

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.tiny import EIGHT_STEPS
 from titanlite.build import build
 from titanlite.checkpoint import manager
 from titanlite.data.prefetch import THREAD
 from titanlite.fit import load_config
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.signals import StopRequested
 from titanlite.trainer import Trainer
@@ -33,10 +33,8 @@ TINY = [
 
 def _run(world: DistEnv, folder: str, *flags: str) -> dict[tuple[int, str], float]:
     """Train; return the losses by step and name."""
-    run = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
-    Trainer(build(run, world)).train()
+    rows = train_rows(world, folder, *TINY, *flags)
     assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
-    rows = read_metrics(Path(folder) / "metrics.jsonl")
     return {(row["step"], key): row[key] for row in rows for key in row if "loss" in key}
 
 

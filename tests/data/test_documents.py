@@ -11,15 +11,14 @@ import pytest
 
 from tests.data.conftest import write_texts
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
-from titanlite.build import build
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_text import read_training_text
 from titanlite.tools import cli
-from titanlite.trainer import Trainer
 
 FLAGS = [
     *TWO_LAYERS,
@@ -36,8 +35,7 @@ FLAGS = [
 
 
 def _run(world: DistEnv, folder: str, *flags: str) -> None:
-    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    Trainer(build(run, world)).train()
+    train_rows(world, folder, *FLAGS, *flags)
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:

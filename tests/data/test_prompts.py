@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
 from titanlite.build import build
 from titanlite.config.data_sections import Data, DataSource
@@ -25,9 +26,7 @@ from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.fit import load_config
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 TOKENIZER = load_tokenizer()
 SFT = list_files(BUNDLED["sft_test"])
@@ -131,9 +130,8 @@ FLAGS = [
 
 
 def _run(world: DistEnv, folder: str) -> list[float]:
-    flags = [*FLAGS, "--training.steps=10", f"--job.dump_folder={folder}", "--no-validation.enable"]
-    Trainer(build(load_config("sft_debug.toml", world.size, flags), world)).train()
-    return [row["loss"] for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+    flags = [*FLAGS, "--training.steps=10", "--no-validation.enable"]
+    return [row["loss"] for row in train_rows(world, folder, *flags, config="sft_debug.toml") if "loss" in row]
 
 
 def _first_loss(world: DistEnv) -> float:

@@ -164,9 +164,7 @@ def deterministic() -> Iterator[None]:
 @FLOAT8_HARDWARE
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    "plan",
-    [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE],
-    ids=["tensorwise", "all-gather", "precomputed", "rowwise"],
+    "plan", [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE], ids=["tensorwise", "all-gather", "precomputed", "rowwise"]
 )
 def test_a_resume_in_float8_is_exact(world: DistEnv, tmp_path: Path, plan: Any) -> None:
     straight, losses = resumed(world, replace(SAVED, training=float8_runs.RUN.training, float8=plan), str(tmp_path))

@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: munge, slurmctld and two slurmd on loopback, in a folder of its own."""
+"""A real Slurm of four nodes on this machine: munge, slurmctld and their slurmd on loopback, in a folder of its own."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ KillWait=20
 SlurmdTimeout=10
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={port1} CPUs=2 RealMemory=2000 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={port2} CPUs=2 RealMemory=2000 State=UNKNOWN
+{nodes}
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
+PartitionName=aside Nodes=n3,n4 MaxTime=INFINITE State=UP
 """
+_NODE = "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
+#: Two of partition main, and two of aside for a job beside the others.
+_NODES = 4
 
 
 @dataclass
@@ -65,7 +68,7 @@ class Cluster:
             self.daemons[name] = subprocess.Popen(words, env=self.environment, stdout=out, stderr=out)
 
     def start_node(self, name: str) -> None:
-        """Start the daemon of node n1 or n2."""
+        """Start the daemon of a node, such as n1."""
         self.start(name, "slurmd", "-D", "-N", name)
 
     def run(self, *words: str) -> str:
@@ -101,14 +104,16 @@ def _free_ports(count: int) -> list[int]:
 @contextmanager
 def cluster(root: Path) -> Iterator[Cluster]:
     """Start a cluster below `root`, and end it."""
-    for name in ("munge", "state", "spool/n1", "spool/n2", "log"):
+    nodes = [f"n{number}" for number in range(1, _NODES + 1)]
+    for name in ("munge", "state", "log", *(f"spool/{node}" for node in nodes)):
         (root / name).mkdir(parents=True, mode=0o755)
     key = root / "munge" / "key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
-    port, port1, port2 = _free_ports(3)
+    host, (port, *ports) = socket.gethostname(), _free_ports(1 + _NODES)
+    lines = [_NODE.format(number=number, host=host, port=one) for number, one in enumerate(ports, 1)]
     conf = root / "slurm.conf"
-    conf.write_text(_CONF.format(root=root, host=socket.gethostname(), port=port, port1=port1, port2=port2))
+    conf.write_text(_CONF.format(root=root, host=host, port=port, nodes="\n".join(lines)))
     path = os.environ["PATH"] + ":/usr/sbin"
     slurm = Cluster(root, {**os.environ, "PATH": path, "SLURM_CONF": str(conf)})
     try:
@@ -116,11 +121,11 @@ def cluster(root: Path) -> Iterator[Cluster]:
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
         slurm.start("munged", "munged", "--foreground", "--force", f"--socket={munge / 'sock'}", *files)
         slurm.start("slurmctld", "slurmctld", "-D", "-i")
-        slurm.start_node("n1")
-        slurm.start_node("n2")
+        for node in nodes:
+            slurm.start_node(node)
         end = time.monotonic() + 60
-        while "2/0" not in (nodes := _nodes(slurm)):
-            assert time.monotonic() < end, f"the nodes do not come up: {nodes}"
+        while (idle := _idle(slurm)) != _NODES:
+            assert time.monotonic() < end, f"only {idle} nodes come up"
             time.sleep(0.3)
         yield slurm
     finally:
@@ -135,11 +140,11 @@ def cluster(root: Path) -> Iterator[Cluster]:
                 daemon.kill()
 
 
-def _nodes(slurm: Cluster) -> str:
-    """Return idle/other nodes of partition main, or an empty text while no daemon answers."""
-    words = ["sinfo", "--noheader", "--partition=main", "--format=%F"]  # allocated/idle/other/total
+def _idle(slurm: Cluster) -> int:
+    """Return the number of idle nodes, also while no daemon answers."""
+    words = ["sinfo", "--noheader", "--Node", "--states=idle", "--partition=main,aside", "--format=%N"]
     done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=60)
-    return done.stdout.strip().partition("/")[2]
+    return len(done.stdout.split())
 
 
 def _jobs(slurm: Cluster) -> list[str]:

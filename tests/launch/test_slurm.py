@@ -1,11 +1,11 @@
-"""Jobs of `titanlite launch slurm` on a real Slurm of two nodes: each disturbance ends with the undisturbed weights."""
+"""Jobs of `titanlite launch slurm`: as text, and on a real Slurm, where each disturbance ends with the same weights."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -15,29 +15,36 @@ from pathlib import Path
 import pytest
 
 from tests.failures.runs import rows, unequal
+from tests.launch.examples import EXAMPLES
 from tests.launch.slurm_cluster import Cluster, cluster, missing
 from tests.processes import ROOT, environment, python
+from tests.tiny import TWO_LAYERS
 from titanlite import exit_codes
+from titanlite.config.errors import ConfigError
 from titanlite.runs.record import read_entries
+from titanlite.tools import cli, drill_ranks, launch_slurm
+from titanlite.tools.launch import limit_seconds, prepare
 from titanlite.utils import read_lines
 
-STEPS = 12
-FLAGS = [
-    "debug_model.toml",
+FOLDER = ROOT / "deploy" / "examples" / "slurm"
+STEPS = 30
+RUN = [
+    "--job.config_file=debug_model.toml",
     f"--training.steps={STEPS}",
-    "--training.seq_len=64",
     "--training.batch_size=2",
     "--metrics.log_freq=1",
     "--no-validation.enable",
     "--checkpoint.enable_checkpoint",
     "--checkpoint.interval=100",
+    *TWO_LAYERS,
+]
+LAUNCH = [
     "--launch.nodes=2",
     "--launch.gpus_per_node=1",
     "--launch.cpu",
     "--job.callbacks=tests.launch.slow_steps:SlowSteps",
 ]
-
-pytestmark = pytest.mark.slow
+ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +61,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def _submit(slurm: Cluster, folder: Path, *more: str) -> str:
     """Submit a job; return its number."""
-    words = ["-m", "titanlite", "launch", "slurm", *FLAGS, f"--job.dump_folder={folder}", "--submit", *more]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=slurm.environment, capture_output=True, text=True)
+    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", "--submit", *more]
+    done = python("-m", "titanlite", "launch", *words, env=slurm.environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()[1]
+    return str(done.stdout.split()[1])
 
 
 def _log(folder: Path, job: str) -> str:
@@ -72,54 +79,63 @@ def _until_step(folder: Path, step: int, seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
-def _completed(slurm: Cluster, folder: Path, job: str, restarts: int) -> None:
-    assert slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED") == "COMPLETED", _log(folder, job)
-    assert slurm.field(job, "Restarts") == str(restarts)
-    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
+def _completed(slurm: Cluster, folder: Path, job: str, undisturbed: Path) -> None:
+    assert slurm.wait(job, *ENDS) == "COMPLETED", _log(folder, job)
+    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))  # none is lost, none comes twice
+    assert unequal(undisturbed, folder, STEPS) == []
 
 
 @pytest.fixture(scope="module")
-def undisturbed(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    job = _submit(slurm, folder)
-    _completed(slurm, folder, job, restarts=0)
-    assert "== the ranks ended with code 0" in _log(folder, job)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    drill_ranks.train([*RUN, f"--job.dump_folder={folder}"], 2, folder / "console")
     return folder
 
 
-def test_a_job_near_its_time_limit_saves_and_goes_on(slurm: Cluster, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = ["--training.steps=60", "--launch.time_limit=2:00", "--launch.notice_seconds=30"]
-    job = _submit(slurm, folder, *flags)
-    assert slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", seconds=300) == "COMPLETED"
-    assert int(slurm.field(job, "Restarts")) >= 1 and "SIGUSR1: stopping" in _log(folder, job)
-    assert [row[0] for row in rows(folder)] == list(range(1, 61))  # none is lost, none comes twice
+@pytest.fixture(scope="module")
+def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Submit a job that reaches its time limit while other tests run: Slurm looks for such jobs each 30 s."""
+    folder = tmp_path_factory.mktemp("limited") / "run"
+    return folder, _submit(
+        slurm, folder, "--launch.time_limit=1:00", "--launch.notice_seconds=29", "--launch.queue=aside"
+    )
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("limited")
 def test_a_preempted_job_goes_on_later(slurm: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = _submit(slurm, folder)
     _until_step(folder, 3)
-    other = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 3", "-o/dev/null").strip()
+    other = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 1", "-o/dev/null").strip()
     slurm.wait(other, "COMPLETED")
-    _completed(slurm, folder, job, restarts=1)
-    assert "SIGTERM: stopping" in _log(folder, job)
-    assert unequal(undisturbed, folder, STEPS) == []
+    _completed(slurm, folder, job, undisturbed)
+    assert "SIGTERM: stopping" in _log(folder, job) and slurm.field(job, "Restarts") == "1"
 
 
+@pytest.mark.slow
 def test_a_lost_node_leads_to_a_new_start(slurm: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = _submit(slurm, folder, "--checkpoint.interval=4")
-    _until_step(folder, 6)
+    job = _submit(slurm, folder, "--checkpoint.interval=2")
+    _until_step(folder, 3)
     lost = slurm.daemons["n2"]
     lost.kill()
     lost.wait()
     for pid in _processes(f"SLURM_JOB_ID={job}", "SLURMD_NODENAME=n2"):
         os.kill(pid, signal.SIGKILL)
-    slurm.wait(job, "PENDING", "FAILED", "COMPLETED", "NODE_FAIL")
+    slurm.wait(job, "PENDING", "NODE_FAIL", *ENDS)
     slurm.start_node("n2")
-    _completed(slurm, folder, job, restarts=1)
-    assert unequal(undisturbed, folder, STEPS) == []
+    _completed(slurm, folder, job, undisturbed)
+    assert f"job {job} failed after" in (folder / "launch" / "failures.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_job_near_its_time_limit_saves_and_goes_on(
+    slurm: Cluster, undisturbed: Path, limited: tuple[Path, str]
+) -> None:
+    folder, job = limited
+    _completed(slurm, folder, job, undisturbed)
+    assert "SIGUSR1: stopping" in _log(folder, job) and int(slurm.field(job, "Restarts")) >= 1
 
 
 def _processes(*variables: str) -> list[int]:
@@ -132,31 +148,95 @@ def _processes(*variables: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = _submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
-    assert slurm.wait(job, "FAILED", "COMPLETED") == "FAILED"
+    assert slurm.wait(job, *ENDS) == "FAILED"
     assert f"code {exit_codes.CONFIG}" in _log(folder, job) and slurm.field(job, "Restarts") == "0"
 
 
-def test_a_cancelled_job_saves_and_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_stopped_and_a_cancelled_job_save_and_stay_so(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    job = _submit(slurm, folder, "--training.steps=1000")
+    job = _submit(slurm, folder)
     _until_step(folder, 3)
-    slurm.run("scancel", job)
-    assert slurm.wait(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED"
-    time.sleep(6)  # a requeued job would be pending or running by now
-    assert slurm.field(job, "JobState") == "CANCELLED" and slurm.field(job, "Restarts") == "0"
+    slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0")
+    slurm.run("scancel", "--signal=USR1", job)
+    assert slurm.wait(job, *ENDS) == "FAILED" and slurm.field(job, "ExitCode") == "5:0"
+    stopped = rows(folder)[-1][0]
+    again = slurm.run("sbatch", "--parsable", str(folder / "launch" / "job.sbatch")).strip()
+    _until_step(folder, stopped + 1)
+    slurm.run("scancel", again)
+    assert slurm.wait(again, *ENDS) == "CANCELLED" and slurm.field(job, "Restarts") == "0"
     end = time.monotonic() + 30
-    while not any(entry.get("exit_code") == exit_codes.PREEMPTED for entry in read_entries(folder)):
-        assert time.monotonic() < end, "the run was not saved"
+    while len(ends := [e["exit_code"] for e in read_entries(folder) if e["event"] == "end"]) < 2:
+        assert time.monotonic() < end, "the cancelled run was not saved"
         time.sleep(0.3)
+    assert ends == [exit_codes.PREEMPTED] * 2
+    time.sleep(1)
+    assert slurm.field(again, "JobState") == "CANCELLED"
 
 
-def test_dry_run_writes_nothing_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    flags = ["llama3_8b.toml", f"--job.dump_folder={tmp_path / 'run'}", "--launch.instance_type=p5.48xlarge"]
-    done = python("-m", "titanlite", "launch", "slurm", *flags, "--launch.nodes=4", "--dry-run")
-    assert done.returncode == 0 and "FI_PROVIDER=efa" in done.stdout and "--nproc_per_node 8" in done.stdout
-    assert not (tmp_path / "run").exists()
-    refused = python("-m", "titanlite", "launch", "slurm", *flags, "--training.tensor_parallel_degree=3")
-    assert refused.returncode == exit_codes.CONFIG and "does not divide" in refused.stderr
+def _render(*flags: str) -> str:
+    return launch_slurm.files(prepare(list(flags)))[launch_slurm.FILE]
+
+
+def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Render an example as on a cluster whose shared folder has a checkout and its virtual environment."""
+    monkeypatch.setattr(Path, "cwd", lambda: Path("/fsx/titanlite"))
+    monkeypatch.setattr(sys, "executable", "/fsx/titanlite/.venv/bin/python")
+    flags = ["--launch.shared_dir=/fsx", f"--job.dump_folder=/fsx/runs/{name}", "--launch.time_limit=2-0"]
+    return _render(*EXAMPLES[name].flags(), *flags)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python tests/launch/test_slurm.py --write` writes them anew."""
+    assert _example(name, monkeypatch) == (FOLDER / f"{name}.sbatch").read_text()
+
+
+def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> None:
+    flags = [*EXAMPLES["llama3_1_8b"].flags(), "--job.dump_folder=/fsx/runs/8b", "--launch.shared_dir=/fsx"]
+    text = _render(*flags, "--launch.image=/fsx/my image.sqsh", "--launch.environment.NCCL_DEBUG=it's on")
+    mounts, image, variables = (re.search(f"^{pattern}", text, re.M) for pattern in _CONTAINER)
+    assert mounts and mounts[1] == f"/fsx:/fsx,{ROOT}:{ROOT}" and image and variables
+    assert "exec python -m" in text and "export NCCL_DEBUG='it'\"'\"'s on'" in text
+
+
+_CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' ", r"variables=\S*,NCCL_DEBUG ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "text"),
+    [
+        (["--launch.instance_type=p5.48xl"], "launch.instance_type", "p5.48xlarge"),
+        ([], "launch.gpus_per_node", "not known"),
+        (["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"], "tensor_parallel_degree", "divide"),
+        (["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"], "job.dump_folder", "/fsx: not all machines"),
+        (["--launch.gpus_per_node=8", "--launch.time_limit=0:03:59"], "launch.notice_seconds", "120 s"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){key}: .*{text}"):
+        _render("--job.config_file=llama3_8b.toml", *flags)
+
+
+def test_a_time_limit_is_read_as_slurm_does() -> None:
+    seconds = {"": None, "1:30": 90, "2:00:00": 7200, "1-0": 86400, "1-2:30": 95400, "0-0:00:07": 7}
+    assert {text: limit_seconds(text) for text in seconds} == seconds
+
+
+def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["llama3_8b.toml", f"--job.dump_folder={tmp_path / 'run'}", "--launch.gpus_per_node=8", "--launch.nodes=2"]
+    assert cli.main(["launch", "slurm", *flags, "--dry-run"]) == exit_codes.DONE
+    assert "#SBATCH --nodes=2\n" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    assert cli.main(["launch", "slurm", *flags]) == exit_codes.DONE
+    assert (tmp_path / "run/launch/job.sbatch").stat().st_mode & 0o777 == 0o600
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for one in EXAMPLES:
+        with pytest.MonkeyPatch.context() as patch:
+            (FOLDER / f"{one}.sbatch").write_text(_example(one, patch))

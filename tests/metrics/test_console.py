@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import re
@@ -12,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.metrics.console import fsdp_line, setup_console, titan_line
+from tests.pool import Pools
+from tests.training.test_run import TINY, _trainer
+from titanlite.metrics.console import aws_fsdp_line, setup_console, titan_line
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.logs import rank_log
 from titanlite.tools import cli
 from titanlite.utils import Table, logger, render
@@ -47,14 +52,34 @@ def test_step_lines_are_those_that_other_tools_read() -> None:
     short = "step:  1  loss:  3.4370  memory: 60.00GiB(75.00%)  tps: 6,785"
     assert titan_line(first) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  data: 12%"
     figures = {**FIGURES, "step": 90, "loss": 7.24291, "lr": 1e-5}
-    assert fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10)) == (
+    assert aws_fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10)) == (
         "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, lr: 0.000010"
     )
 
 
+def _said(world: DistEnv, folder: str, *flags: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        _trainer(world, folder, *flags).train()
+    return out.getvalue()
+
+
+def test_the_monitors_of_aws_find_every_step_of_a_run(pool: Pools, tmp_path: Path) -> None:
+    """HyperPod asks for `.*Loss:.*`; other readers of these logs take the numbers."""
+    flags = [*TINY, "--training.steps=3", "--no-checkpoint.enable_checkpoint", "--metrics.log_style=fsdp"]
+    rank0, rank1 = pool(2).run(_said, str(tmp_path), *flags)
+    lines = [line for line in rank0.splitlines() if re.fullmatch(".*Loss:.*", line)]
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d I \[train\.py:\d+\] Batch (\d+) Loss: (\d+\.\d{5}), "
+    line += r"Speed: (\d+\.\d\d) samples/sec, lr: (\d\.\d{6})"
+    found = [match.groups() for match in map(re.compile(line).fullmatch, lines) if match]
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [(step, loss, lr) for step, loss, _, lr in found] == [
+        (str(row["step"]), f"{row['loss']:.5f}", f"{row['lr']:.6f}") for row in rows
+    ]
+    assert len(lines) == len(rows) == 3 and all(float(speed) > 0 for _, _, speed, _ in found) and "Loss" not in rank1
+
+
 @pytest.mark.parametrize(
-    ("rank", "shown"),
-    [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])],
+    ("rank", "shown"), [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])]
 )
 def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_number(
     console: logging.Logger, rank: int, shown: list[str]

@@ -139,7 +139,7 @@ def test_plain_lines_and_no_view_where_nobody_looks(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flag", ["", "--no-metrics.enable_progress", "--metrics.log_style=fsdp"])
+@pytest.mark.parametrize("flag", ["", "--no-metrics.enable_progress", "--metrics.log_style=aws_fsdp"])
 def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -> None:
     """Plain `torchrun train.py`: workers inherit the terminal, and rank 0 shows the view, if that is wanted."""
     flags = ["--job.config_file=debug_model.toml", *TWO_LAYERS, "--training.batch_size=1", "--training.steps=12"]

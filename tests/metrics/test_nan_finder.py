@@ -110,10 +110,7 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
         replace(
             RUN,
             training=changed(
-                RUN.training,
-                mixed_precision_param="bfloat16",
-                reshard_after_forward="always",
-                gradient_sync="every",
+                RUN.training, mixed_precision_param="bfloat16", reshard_after_forward="always", gradient_sync="every"
             ),
         ),
         replace(RUN, replicas=2),

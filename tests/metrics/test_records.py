@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.words import listening
+from titanlite.metrics.boards import TAGS, TensorBoard, tags
 from titanlite.metrics.jsonl import MetricsLog, read_metrics
-from titanlite.metrics.tensorboard import TAGS, TensorBoard, tags
 
 
 def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
@@ -27,10 +27,7 @@ def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert rows == [
-        {"step": 1, "loss": 7.5, "note": "x"},
-        {"step": 2, "loss": "nan", "norm": "inf", "low": "-inf"},
-    ]
+    assert rows == [{"step": 1, "loss": 7.5, "note": "x"}, {"step": 2, "loss": "nan", "norm": "inf", "low": "-inf"}]
     assert read_metrics(path) == rows
 
 

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
 from titanlite.build import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows
 from titanlite.fit import load_config
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.sources import RowLosses
+from titanlite.metrics.figures import RowLosses
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 BATCH, STEPS = 12, 4
 FLAGS = [
@@ -31,14 +30,11 @@ FLAGS = [
     f"--metrics.log_freq={STEPS}",
     "--optimizer.lr=1e-12",
     "--no-validation.enable",
-    "--checkpoint.enable_checkpoint",
 ]
 
 
 def _run(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
-    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    Trainer(build(run, world)).train()
-    return [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+    return [row for row in train_rows(world, folder, *FLAGS, *flags) if "loss" in row]
 
 
 def _by_hand(world: DistEnv) -> dict[str, float]:
@@ -63,15 +59,16 @@ def by_hand(pool: Pools) -> dict[str, float]:
 
 
 PARALLEL = "experimental.context_parallel_degree", "training.tensor_parallel_degree"
+COMPILED = ["--training.compile", "--compile.backend=aot_eager", "--compile.components=loss"]
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         ["--training.loss_chunks=5", "--no-training.enable_loss_parallel"],
-        ["--training.batch_size=6", "--training.compile", "--compile.backend=aot_eager", "--compile.components=loss"],
+        pytest.param([*COMPILED, "--training.batch_size=6"], marks=pytest.mark.slow),
         [f"--{PARALLEL[0]}=2", "--training.loss_chunks=2"],
-        [f"--{PARALLEL[1]}=2"],
+        pytest.param([f"--{PARALLEL[1]}=2"], marks=pytest.mark.slow),
         [f"--{PARALLEL[1]}=2", "--training.loss_chunks=4"],
         ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
     ],
@@ -86,7 +83,12 @@ def test_it_is_the_mean_over_its_own_targets(
 
 
 def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--optimizer.lr=1e-2", "--metrics.log_freq=1", "--training.loss_chunks=1"]
+    flags = [
+        "--optimizer.lr=1e-2",
+        "--metrics.log_freq=1",
+        "--training.loss_chunks=1",
+        "--checkpoint.enable_checkpoint",
+    ]
     whole = pool(1).run(_run, str(tmp_path / "whole"), *flags, "--checkpoint.interval=2")[0]
     (tmp_path / "whole/checkpoint/step-4").rename(tmp_path / "gone")
     again = pool(1).run(_run, str(tmp_path / "whole"), *flags)[0]

@@ -13,7 +13,7 @@ from tests.metrics.runs import burn
 from tests.pool import Pools
 from tests.training.test_run import _trainer
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
+from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
 
 CPU = torch.device("cpu")

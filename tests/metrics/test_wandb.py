@@ -17,16 +17,16 @@ import pytest
 from msgspec.structs import replace
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite.build import build
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.fit import load_config
-from titanlite.metrics import background_writer
+from titanlite.metrics import boards as background_writer
+from titanlite.metrics.boards import ID_FILE, WandbWriter, tags
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.tensorboard import tags
-from titanlite.metrics.wandb import ID_FILE, WandbWriter
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
@@ -76,9 +76,9 @@ def offline(folder: Path) -> dict[str, Any]:
 def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
-    flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
+    flags = [*TINY, f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
-    Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
+    train_rows(world, folder, *flags)
     del os.environ["WANDB_PROJECT"]
 
 

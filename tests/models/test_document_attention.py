@@ -51,8 +51,7 @@ def compiled(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "apply"),
-    [("plain", None), ("gqa", None), ("scaled", None), ("gqa", by_operation), ("gqa", compiled)],
+    ("variant", "apply"), [("plain", None), ("gqa", None), ("scaled", None), ("gqa", by_operation), ("gqa", compiled)]
 )
 def test_a_packed_row_equals_its_documents_alone(variant: str, apply: Callable[[nn.Module], None] | None) -> None:
     args = VARIANTS[variant]

@@ -155,7 +155,8 @@ def test_the_debug_model_learns_the_bundled_text(pool: Pools, tmp_path: Path, fa
     """On two ranks of tensor parallelism, in float8, with documents apart."""
     flags = [f"--model.name={family}", f"--model.overrides.{flag}", "--model.overrides.ffn_dim=128"]
     flags += ["--training.tensor_parallel_degree=2", "--float8.enable_float8_linear", "--float8.emulate"]
-    found = pool(2).run(trained, str(tmp_path), *flags, *MASKED, "--training.seq_len=64", "--training.steps=20")[0]
+    flags += [*MASKED, "--training.seq_len=64", "--training.batch_size=8", "--training.steps=20"]
+    found = pool(2).run(trained, str(tmp_path), *flags)[0]
     losses = [row["loss"] for row in found["rows"] if "loss" in row]
     assert losses[0] == pytest.approx(math.log(2304), abs=0.7) and losses[-1] < losses[0] - 1
     assert any("attention " in line and "flash of variable lengths" in line for line in found["said"])

@@ -101,16 +101,3 @@ def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> Non
     assert (ours(wq) @ ours(wk).transpose(1, 2) - expected).abs().max() > 1
     assert torch.equal(unpermute(hf.permute(wq, n_heads), n_heads), wq)
     assert not torch.equal(hf.permute(wq, n_heads), wq)
-
-
-@pytest.mark.parametrize("args", [ARGS, TIED])
-def test_metas_files_are_read(args: LlamaArgs) -> None:
-    state = Llama(args).state_dict()
-    file = {"rope.freqs": torch.zeros(8), **state}
-    for i in range(3):
-        for linear, heads in (("wq", 4), ("wk", 2)):
-            name = f"layers.{i}.attention.{linear}.weight"
-            file[name] = unpermute(state[name], heads)
-    read = hf.from_meta(file, args)
-    assert set(read) == set(state)
-    assert all(torch.equal(read[name], state[name]) for name in state)

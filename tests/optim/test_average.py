@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,16 @@ import torch
 
 from tests.checkpoint.runs import unequal
 from tests.pool import Pools
+from tests.tools.test_evaluate import _evaluate
 from tests.training.harness import full
 from tests.training.test_run import _losses, _outcome, _run, _trainer
+from titanlite import exit_codes
 from titanlite.callbacks import Callback
-from titanlite.checkpoint import CheckpointError
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
 from titanlite.tools.convert import convert
+from titanlite.tools.loading import add_arguments, load_model
 from titanlite.tools.tensors import Contents
 
 EMA = [
@@ -59,7 +65,7 @@ def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Six steps on two ranks, the third of them bad."""
     folder = tmp_path_factory.mktemp("ema")
-    found = pool(2).run(_run_kept, str(folder), *EMA, *VALIDATE, "--validation.ema", "--checkpoint.interval=4")[0]
+    found = pool(2).run(_run_kept, str(folder), *EMA, *VALIDATE, "--validation.ema", "--checkpoint.interval=3")[0]
     return folder / "checkpoint", found
 
 
@@ -96,15 +102,41 @@ def test_the_last_save_has_the_weights_that_were_validated(
     assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
     again = [f"--checkpoint.initial_load_path={weights}", *VALIDATE, "--validation.first", "--training.steps=1"]
     assert _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]
+    assert pool(2).run(_evaluate, weights)[0].all.loss == _validations(found)[6], "it holds no other weights"
 
 
-def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(pool: Pools, tmp_path: Path) -> None:
-    flags, folder = [*EMA, "--checkpoint.interval=3"], tmp_path / "run"
-    pool(2).run(_run, str(tmp_path / "straight"), *flags)
-    pool(2).run(_run, str(folder), *flags, "--training.steps=3")
+def test_commands_take_the_average(
+    pool: Pools, straight: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root, found = straight
+    ours = pool(2).run(_evaluate, root)[0].all.loss
+    assert ours == _validations(found)[6]
+    assert pool(2).run(_evaluate, root, "--no-validation.ema")[0].all.loss < ours - 1e-3
+
+    def logits(ema: bool) -> torch.Tensor:
+        model = load_model(_arguments(root, ema)).model
+        return model(torch.arange(8)[None])
+
+    convert(root, tmp_path / "hf", "hf", ema=True)
+    expected = load_model(_arguments(tmp_path / "hf", False)).model(torch.arange(8)[None])
+    assert torch.equal(logits(True), expected) and not torch.allclose(logits(False), expected, atol=1e-4)
+    assert main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"]) == exit_codes.CHECKPOINT
+    assert "holds no average of the weights: it is no checkpoint of titanlite" in capsys.readouterr().err
+
+
+def _arguments(path: Path, ema: bool) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([str(path), "--device=cpu", *["--ema"] * ema])
+
+
+def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
+    pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
+) -> None:
+    flags, folder, root = [*EMA, "--no-validation.enable"], tmp_path / "run", tmp_path / "run" / "checkpoint"
+    shutil.copytree(straight[0] / "step-3", root / "step-3")
     pool(2).run(_run, str(folder), *flags)
-    root, whole = folder / "checkpoint", tmp_path / "straight" / "checkpoint"
-    assert unequal(root / "step-6", whole / "step-6") == []
+    assert unequal(root / "step-6", straight[0] / "step-6") == []
     other = pool(1).run(_run, str(folder), *flags, "--training.steps=7")[0]
     assert other["step"] == 7
     averages = [Contents(root / f"step-{step}").read("ema.output.weight") for step in (6, 7)]

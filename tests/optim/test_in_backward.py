@@ -17,10 +17,10 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.optim.gated import local
-from titanlite.optim.in_backward import StepInBackward
+from titanlite.optim.gradients import StepInBackward
 from titanlite.parallel.dist_env import DistEnv
 
-RUN = Run(*batches(4, 8, 16, 192), [3e-3] * 4)
+RUN = Run(*batches(3, 8, 16, 192), [3e-3] * 3)
 GROUPS = Optimizer(weight_decay=0.1, groups=[OptimizerGroup(pattern="wq|norm", lr=1e-4, weight_decay=0.0)])
 
 
@@ -55,7 +55,7 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
         {"settings": GROUPS, "args": replace(TINY, n_layers=6)},
         {"args": replace(TINY, tied=True), "settings": Optimizer(implementation="fused")},
         {"tensor": 2},
-        {"replicas": 2},
+        pytest.param({"replicas": 2}, marks=pytest.mark.slow),
         {"settings": Optimizer(name="AnyPrecisionAdamW", kahan=True), "training": Training(dtype="bfloat16")},
     ],
     ids=["groups", "tied", "tp", "replicas", "kahan"],

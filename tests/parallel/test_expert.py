@@ -23,7 +23,7 @@ from tests.training.compare import LABELS, TOKENS
 from tests.training.harness import all_stages, full
 from tests.training.test_quiet_step import Calls, Operations
 from titanlite.build import data_parallel_rank
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.manager import Checkpointer
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.data.loader import Batch
@@ -137,9 +137,9 @@ CASES = {
     "ep 2, replicas 2": (4, {EP: 2, REPLICAS: 2, FSDP: 2}),
     "cp 2": (2, {EP: 2, CP: 2}),
     "recomputed by operation": (2, BY_OPERATION),
-    "compiled": (2, {EP: 2, COMPILE: "true"}),
 }
 MORE = {
+    "compiled": (2, {EP: 2, COMPILE: "true"}),
     "ep 4": (4, {EP: 4}),
     "recomputed": (2, {EP: 2, MODE: "full"}),
     "compiled, by operation": (2, {**BY_OPERATION, COMPILE: "true"}),
@@ -276,7 +276,7 @@ def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(pool: Pools,
     last = f"step-{STEPS}"
     assert unequal(tmp_path / "straight" / last, tmp_path / "resumed" / last) == []
     before = "straight"
-    for ranks, ep in ((2, 1), (4, 2), (1, 1), (4, 4)):
+    for ranks, ep in ((4, 2), (1, 1), (4, 4)):
         pool(ranks).run(_hand_on, config_of(ranks, **{EP: ep}), tmp_path / before, tmp_path / f"{ranks}-{ep}")
         before = f"{ranks}-{ep}"
         assert set(unequal(tmp_path / "straight" / last, tmp_path / before / last)) <= {"rng.torch"}

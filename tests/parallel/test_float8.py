@@ -25,16 +25,7 @@ from tests.parallel.float8_runs import (
     watch_step,
 )
 from tests.pool import Pools
-from tests.training.harness import (
-    TINY,
-    Run,
-    build_tiny,
-    full,
-    initial_weights,
-    micro_batches,
-    stepper,
-    train,
-)
+from tests.training.harness import TINY, Run, build_tiny, full, initial_weights, micro_batches, stepper, train
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.models import get_spec
@@ -169,13 +160,7 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
         assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "emulate"),
-    [
-        ("tensorwise", False),
-        ("rowwise", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "emulate"), [("tensorwise", False), ("rowwise", True)])
 def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) -> None:
     model = SPEC.build_on_meta(TINY)
     apply_float8(model, converted_names(choose_linears(SPEC.linears(TINY), recipe(name))), name, emulate=emulate)

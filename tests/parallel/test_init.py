@@ -61,10 +61,7 @@ def _drawn(world: DistEnv, degrees: Degrees) -> int:
 
 @pytest.mark.parametrize(
     ("degrees", "alike"),
-    [
-        (Degrees(dp_shard=2, tensor=2), [(0, 1), (2, 3)]),
-        (Degrees(dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)]),
-    ],
+    [(Degrees(dp_shard=2, tensor=2), [(0, 1), (2, 3)]), (Degrees(dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)])],
     ids=["fsdp x tp", "ddp x cp"],
 )
 def test_generators_differ_except_among_ranks_that_share_products(

@@ -18,14 +18,7 @@ import torch.distributed as dist
 from tests.pool import free_port
 from tests.processes import ROOT, environment
 from titanlite import exit_codes
-from titanlite.parallel.rendezvous import (
-    RendezvousError,
-    barrier,
-    connect,
-    register,
-    report_failure,
-    share_from_rank_0,
-)
+from titanlite.parallel.rendezvous import RendezvousError, barrier, connect, register, report_failure, share_from_rank_0
 from titanlite.runs.lock import RunLock
 
 HOST = socket.gethostname()

@@ -20,7 +20,8 @@ from tests.checkpoint.golden import PRINTS, make
 from tests.pool import Pools
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint

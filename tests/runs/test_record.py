@@ -33,7 +33,7 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
     folder = record.path.parent
     (entry,) = read_entries(folder)
     assert [entry[key] for key in ("event", "attempt", "began", "after", "step", "steps", "ranks", "config")] == [
-        *("start", 1, "fresh", None, 0, 40, 2, "config.toml"),
+        *("start", 1, "fresh", None, 0, 40, 2, "config.toml")
     ]
     assert (entry["config_changes"], entry["renamed"], entry["git"]) == ({}, {}, {"commit": "c0"})
     assert (entry["description"], entry["command"]) == ("a trial", ["train.py", "--training.steps=40"])

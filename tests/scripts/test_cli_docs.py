@@ -47,8 +47,8 @@ def test_the_documented_codes_are_those_of_the_code() -> None:
 
 
 def test_every_command_that_the_docs_name_is_there() -> None:
-    known = {*ROWS, *(name.partition(" ")[0] for name in ROWS), "launch", "ladder"}  # launch: to come, and called so
-    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+    known = {*ROWS, *(name.partition(" ")[0] for name in ROWS), "ladder"}
+    for page in [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]:
         text = page.read_text()
         examples = "".join(re.findall(r"```.*?```", text, re.S))
         found = re.findall(r"`titanlite ([a-z]+)(?: ([a-z]+))?", text)
@@ -62,6 +62,7 @@ def test_every_command_that_the_docs_name_is_there() -> None:
 def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
+        "launch": ["slurm", "/no.toml"],
         "evaluate": ["/no.toml", "--nproc-per-node=2"],
         "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],

@@ -197,7 +197,7 @@ def test_without_a_gpu_it_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "gpu" / "machine.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pieces_that_are_done_are_kept(tmp_path: Path) -> None:
     command = ["benchmarks/gpu.sh", "machine", "kahan-8b", "--toy", "--out", str(tmp_path / "gpu")]
 

@@ -42,7 +42,7 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a wheel of this tree installs."""
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    for name in ("titanlite", "train_configs"):
+    for name in ("titanlite", "train_configs", "deploy"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -76,6 +76,13 @@ def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
     assert done.returncode == 2 and "nearest in train_configs/: debug_model.toml" in done.stderr
 
 
+def test_the_wheel_writes_jobs(installed: Path) -> None:
+    words = ["llama3_8b.toml", "--dry-run", "--launch.instance_type", "p5.48xlarge"]
+    done = from_wheel(installed, "launch", "slurm", *words)
+    assert done.returncode == 0 and "#SBATCH --gpus-per-node=8" in done.stdout, done.stderr
+    assert (installed / "titanlite" / "deploy" / "Dockerfile").is_file()
+
+
 @pytest.mark.slow
 def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
     tiny = ["--training.steps=1", "--training.seq_len=32", "--model.overrides.n_layers=1", "--no-validation.enable"]
@@ -88,7 +95,7 @@ def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
 def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> None:
     listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
     assert listed is not None
-    needed = set(re.findall(r'^ +"([a-z]+)', listed[1], re.M))
+    needed = set(re.findall(r'^ +"([a-z0-9]+)', listed[1], re.M))
     code = "".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
     assert needed >= {"torch", "numpy"}
     assert not {name for name in needed if not re.search(rf"^ *(import|from) (torch\.utils\.)?{name}\b", code, re.M)}

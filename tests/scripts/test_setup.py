@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = re.findall(r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mktemp mv rm chmod sleep")
+TOOLS = re.findall(r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mktemp mv rm chmod sleep timeout")
 #: What makes a new environment, and what updates one.
 MADE = ["venv", "pip: uv", "uv: setuptools", "uv: ."]
 UPDATED = MADE[1:]
@@ -29,10 +29,6 @@ case "$1 $2" in
             */has/*) echo "asked: ${*:3}" >>"$CALLS"; echo "${FAKE_MISSING:-}" ;;
             *) echo "titanlite torch" ;;
         esac ;;
-    "-c "*titanlite.tools.cli*)
-        echo "check: ${*:3}" >>"$CALLS"
-        [ "${FAKE_CHECK:-0}" = 0 ] || echo "debug.toml:3: training.stepz: unknown key"
-        exit "${FAKE_CHECK:-0}" ;;
     "-m venv")
         echo "venv" >>"$CALLS"
         [ ! -L "$3" ] || exit 1 # as the real one
@@ -48,8 +44,8 @@ case "$1 $2" in
             *" ${*: -1} "*) echo "ERROR: No matching distribution found for ${*: -1}"; exit 1 ;;
         esac
         if [ "${*: -1}" = uv ]; then cat "$UV" >"$(dirname "$0")/uv"; chmod +x "$(dirname "$0")/uv"; fi ;;
-    "-m titanlite.torchrun")
-        echo "torchrun: OMP=${OMP_NUM_THREADS:-} ${*:3}" >>"$CALLS"
+    "-m titanlite")
+        echo "titanlite: ${*:3}" >>"$CALLS"
         exit "${FAKE_TRAIN:-0}" ;;
     *) echo "other: $*" >>"$CALLS" ;;
 esac
@@ -125,7 +121,8 @@ def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine
     assert machine.installs() == MADE and "ready after" in first.stderr
     second = machine.run("run_llama_train.sh")
     assert machine.installs() == [] and second.stderr == ""
-    assert [call.split(":")[0] for call in machine.calls()] == ["check", "torchrun"]
+    config = machine.root / "train_configs" / "debug_model.toml"
+    assert machine.calls() == [f"titanlite: run {config}"]
 
 
 @pytest.mark.slow
@@ -161,7 +158,7 @@ def test_a_failed_install_shows_the_error_and_does_not_count(machine: Machine) -
     failed = machine.run("run_llama_train.sh", FAKE_FAIL="uv setuptools")
     assert failed.returncode == 1 and "ERROR: No matching distribution found for setuptools" in failed.stderr
     assert "the installation failed" in failed.stderr and "pip config list" in failed.stderr
-    assert not any(call.startswith("torchrun") for call in machine.calls())
+    assert not any(call.startswith("titanlite") for call in machine.calls())
     assert machine.run("run_llama_train.sh").returncode == 0 and machine.installs() == MADE
 
 
@@ -251,65 +248,16 @@ def test_two_runs_at_once_install_once(machine: Machine) -> None:
     assert sum("waiting for it" in text for text in said) == 1
 
 
-def test_what_torchrun_is_given(machine: Machine) -> None:
+def test_what_the_command_is_given(machine: Machine) -> None:
     machine.python()
-    done = machine.run("run_llama_train.sh", "--job.description", "two words", NGPU="3", LOG_RANK="0,2", FAKE_TRAIN="7")
+    done = machine.run("run_llama_train.sh", "--job.description", "two words", FAKE_TRAIN="7")
     assert done.returncode == 7
-    check, launch = machine.calls()[-2:]
     config = f"{machine.root}/train_configs/debug_model.toml"
-    assert check == f"check: config check {config} --job.description two words --strict --world-size 3"
-    for part in (
-        "torchrun: OMP=1 ",
-        "--nproc_per_node 3 ",
-        "--rdzv_backend c10d ",
-        "--rdzv_endpoint localhost:0 ",
-        "--local-ranks-filter 0,2 ",
-        f"train.py --job.config_file {config} --job.description two words",
-    ):
-        assert part in launch
-    refused = machine.run("run_llama_train.sh", "--training.stepz", "3", FAKE_CHECK="2")
-    assert refused.returncode == 2 and "training.stepz: unknown key" in refused.stderr
-    assert not any(call.startswith("torchrun") for call in machine.calls()), "a wrong config starts no worker"
-
-
-@pytest.mark.slow
-def test_rank_0_alone_has_the_terminal_to_itself(machine: Machine) -> None:
-    machine.python()
-    for settings, said in [
-        ({"NGPU": "3"}, "--local-ranks-filter 0 --redirects 1:3,2:3 --log-dir "),
-        ({"NGPU": "11"}, "--local-ranks-filter 0 --role rank --tee 3 --log-dir "),
-        ({"NGPU": "3", "LOG_RANK": "1"}, "--local-ranks-filter 1 --role rank --tee 3 "),
-    ]:
-        terminal, end = os.openpty()
-        machine.run("run_llama_train.sh", stdout=end, **settings)
-        os.close(end)
-        os.close(terminal)
-        launch = machine.calls()[-1]
-        assert said in launch and ("--tee" in launch) is ("--tee" in said)
-
-
-@pytest.mark.slow
-def test_one_worker_per_visible_gpu(machine: Machine) -> None:
-    machine.python()
-    four = '#!/usr/bin/env bash\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA"; done\n'
-    machine.executable(machine.bin / "nvidia-smi", four)
-    machine.run("run_llama_train.sh")
-    assert "--nproc_per_node 4 " in machine.calls()[-1] and "OMP= " in machine.calls()[-1]
-    machine.run("run_llama_train.sh", CUDA_VISIBLE_DEVICES="1,3")
-    assert "--nproc_per_node 2 " in machine.calls()[-1]
-    many = machine.run("run_llama_train.sh", NGPU="5")
-    assert many.returncode == 2 and "4 GPU(s)" in many.stderr and machine.calls() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "value", "text"), [("NGPU", "0", "NGPU"), ("LOG_RANK", "2", "no rank 2 among 2 workers")]
-)
-def test_wrong_settings_are_named_before_anything_is_installed(
-    machine: Machine, name: str, value: str, text: str
-) -> None:
-    refused = machine.run("run_llama_train.sh", **{name: value})
-    assert refused.returncode == 2 and text in refused.stderr and not (machine.root / ".venv").exists()
+    assert machine.calls()[-1] == f"titanlite: run {config} --job.description two words"
+    machine.run("run_llama_train.sh", "--training.steps=3", CONFIG_FILE="train_configs/debug_model.toml")
+    assert machine.calls()[-1] == f"titanlite: run {config} --training.steps=3"
+    machine.run("run_llama_train.sh", "a.toml", "b.toml")
+    assert machine.calls()[-1] == "titanlite: run a.toml b.toml"
 
 
 def test_the_tiers_of_the_tests(machine: Machine) -> None:
@@ -322,6 +270,21 @@ def test_the_tiers_of_the_tests(machine: Machine) -> None:
         machine.run(script, *arguments)
         assert "-m pytest" in machine.calls()[-1]
         assert "slow" not in machine.calls()[-1] and "--full" not in machine.calls()[-1]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root installs packages")
+@pytest.mark.parametrize("code", [0, 100])
+def test_only_the_ci_installs_slurm_and_does_without(machine: Machine, code: int) -> None:
+    machine.python()
+    apt = f'#!/usr/bin/env bash\necho "apt $*" >>"$CALLS"; exit {code}\n'
+    machine.executable(machine.bin / "apt-get", apt)
+    machine.run("run_tests.sh", "--full")
+    assert not any(call.startswith("apt") for call in machine.calls())
+    done = machine.run(".ci/run")
+    asked = [call.rpartition("=20 ")[2] for call in machine.calls() if call.startswith("apt")]
+    install = "install --no-install-recommends slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins"
+    assert asked == (["update"] if code else ["update", install])
+    assert ("could not be installed" in done.stdout) == bool(code) and "-m pytest" in machine.calls()[-1]
 
 
 def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machine) -> None:

@@ -75,8 +75,6 @@ class Column:
     accumulation: int
     optimizer: str
     flags: dict[str, Any]
-    #: What a rank does anew shows in the first steps already.
-    steps: int = 20
 
 
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
@@ -172,15 +170,17 @@ COLUMNS = {
     # SGD adds no rounding of its own, so weights are held to 1e-6.
     "at once": Column(1, "SGD", {}),
     "accumulated": Column(2, "AdamW", {}),
-    "recomputed": Column(2, "AdamW", {MODE: "full"}, steps=4),
-    "every 2nd recomputed": Column(1, "SGD", {MODE: "selective", OPTION: "2"}, steps=4),
-    "by operation": Column(2, "AdamW", BY_OPERATION, steps=4),
-    "compiled": Column(2, "AdamW", {"training.compile": "true"}, steps=4),
-    "compiled, by operation": Column(1, "SGD", {"training.compile": "true", **BY_OPERATION}, steps=4),
+    "recomputed": Column(2, "AdamW", {MODE: "full"}),
+    "every 2nd recomputed": Column(1, "SGD", {MODE: "selective", OPTION: "2"}),
+    "by operation": Column(2, "AdamW", BY_OPERATION),
+    "compiled": Column(2, "AdamW", {"training.compile": "true"}),
+    "compiled, by operation": Column(1, "SGD", {"training.compile": "true", **BY_OPERATION}),
 }
 
+#: Schedules whose stages are those of another row.
+SELDOM = ("pp 2, GPipe", "pp 2, LoopedBFS")
 #: Cells of `./run_tests.sh`: every kind of parallelism, every column. The whole table is in `--full`, but for graphs of
-#: four ranks without the policy by operation: `--soak` has them.
+#: four ranks without the policy by operation, and for what each rank does anew under `SELDOM`: `--soak` has them.
 QUICK = {
     ("fsdp 2", "at once"),
     ("hsdp 2 x 2", "every 2nd recomputed"),
@@ -209,7 +209,7 @@ def config_of(row: Row, column: Column) -> RunConfig:
     return load_config("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
 
 
-def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 20) -> Run:
+def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 4) -> Run:
     """The cell on dumped batches."""
     mesh, batch = config.mesh, config.batch
     run = Run(
@@ -252,14 +252,17 @@ def cells(fewest: int, most: int) -> list[Any]:
 def _tier(row: str, column: str) -> list[pytest.MarkDecorator]:
     if (row, column) in QUICK:
         return []
-    return [pytest.mark.soak if column == "compiled" and ROWS[row].ranks == 4 else pytest.mark.slow]
+    seldom = (
+        ROWS[row].ranks == 4 if column == "compiled" else row in SELDOM and column not in ("at once", "accumulated")
+    )
+    return [pytest.mark.soak if seldom else pytest.mark.slow]
 
 
 def train_cell(references: References, row: str, column: str) -> None:
     """Gradients of every parameter, losses and norms of each step, weights after the last, as in `transformers`."""
     cell = COLUMNS[column]
     # Twenty steps of AdamW in one cell: longer runs of the others would show nothing that this does not.
-    steps = cell.steps if (row, column) == ("cp 2", "accumulated") else min(cell.steps, 8)
+    steps = 20 if (row, column) == ("cp 2", "accumulated") else 4
     references.compare(run_of(config_of(ROWS[row], cell), cell.optimizer, steps), ROWS[row].ranks)
 
 
@@ -273,8 +276,7 @@ def more_rows(fewest: int, most: int) -> list[Any]:
 
 
 def train_row(references: References, row: Row, accumulation: int) -> None:
-    steps = 3 if CHUNKS in row.flags else 8 if row.ranks < 8 else 4
-    references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
+    references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {}))), row.ranks)
 
 
 #: Rows with masks between documents, each with a column: what reaches attention, positions and recomputation.
@@ -309,7 +311,7 @@ def masked_rows(fewest: int, most: int) -> list[Any]:
 def train_masked(references: References, name: str) -> None:
     """As `train_cell`, held against `transformers` with each document in a row of its own."""
     row, column = ROWS[name] if name in ROWS else MORE[name][0], COLUMNS[MASKED[name]]
-    run = replace(run_of(config_of(row, column), column.optimizer, 4), documents=DOCUMENTS)
+    run = replace(run_of(config_of(row, column), column.optimizer), documents=DOCUMENTS)
     references.compare(run, row.ranks)
 
 

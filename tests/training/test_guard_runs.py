@@ -17,9 +17,9 @@ from tests.pool import Pools
 from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
 from tests.training.test_run import _losses, _outcome, _trainer
 from titanlite import exit_codes
-from titanlite.checkpoint import CheckpointError, manager
+from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import steps_in
+from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.config.sections import Checkpoint
 from titanlite.fit import load_config
 from titanlite.guard import WeightsError

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
-from titanlite.build import build
-from titanlite.fit import load_config
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 FLAGS = [
     *TWO_LAYERS,
@@ -26,9 +23,7 @@ FLAGS = [
 
 
 def _run(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
-    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    Trainer(build(run, world)).train()
-    return [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+    return [row for row in train_rows(world, folder, *FLAGS, *flags) if "loss" in row]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +48,7 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
         (2, [*STAGES, f"--{PP}schedule=ZBVZeroBubble", f"--{PP}split_points=['layers.0','layers.1','norm']"]),
         (1, [f"{AC}full", "--training.loss_chunks=3"]),
         (1, BY_OP),
-        (1, [*BY_OP, *COMPILE]),
+        pytest.param(1, [*BY_OP, *COMPILE], marks=pytest.mark.slow),
         pytest.param(1, [f"{AC}full", *COMPILE], marks=pytest.mark.slow),
     ],
 )

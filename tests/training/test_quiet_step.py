@@ -12,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
+from tests.steps import train_rows
 from tests.training.test_run import TINY
-from titanlite.build import build
 from titanlite.callbacks import Callback
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
@@ -97,9 +96,8 @@ class Watch(Callback):
 
 def _watch(world: DistEnv, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
-    plans = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
     watch = Watch()
-    Trainer(build(plans, world, callbacks=[watch])).train()
+    train_rows(world, folder, *FLAGS, *flags, callbacks=[watch])
     return watch.seen
 
 

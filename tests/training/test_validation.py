@@ -31,8 +31,8 @@ NAMES = ("long", "short")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Texts of unequal length, of other words."""
     folder = tmp_path_factory.mktemp("texts")
-    long = [f"The river was {n} miles wide, and they crossed it by night in the boats of the enemy." for n in range(80)]
-    texts = {"long": long, "short": ["0 1 2 3 4 5 6 7 8 9 " * 40, "7 7 7"]}
+    long = [f"The river was {n} miles wide, and they crossed it by night in the boats of the enemy." for n in range(40)]
+    texts = {"long": long, "short": ["0 1 2 3 4 5 6 7 8 9 " * 20, "7 7 7"]}
     return {name: write_texts(folder / f"{name}.jsonl", texts[name]) for name in NAMES}
 
 

@@ -101,11 +101,7 @@ class FileWriter:
 
 
 def write_files(
-    folder: AnyPath,
-    files: Sequence[File],
-    entries: Entries,
-    read: Callable[[str], torch.Tensor],
-    rank: int = 0,
+    folder: AnyPath, files: Sequence[File], entries: Entries, read: Callable[[str], torch.Tensor], rank: int = 0
 ) -> str:
     """Write this rank's part of the files; return what went wrong, "" if nothing did.
 
@@ -159,11 +155,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_configs(
-    folder: AnyPath,
-    config: Mapping[str, Any],
-    files: Sequence[File],
-    entries: Entries,
-    beside: Mapping[str, bytes],
+    folder: AnyPath, config: Mapping[str, Any], files: Sequence[File], entries: Entries, beside: Mapping[str, bytes]
 ) -> None:
     """Write the index, the files of the tokenizer (`beside`), and config.json last."""
     ids = json.loads(beside.get(GENERATION, b"{}"))

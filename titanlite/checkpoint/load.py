@@ -108,6 +108,8 @@ class Loader:
     source_bad: dict[int, str] = field(default_factory=dict)
     #: Averages of the weights (`titanlite.optim.average`).
     averages: Tensors = field(default_factory=dict)
+    #: Load them from another run's checkpoint too, though `config.initial_load_model_only` asks for the weights.
+    with_averages: bool = False
 
     @property
     def root(self) -> AnyPath:
@@ -126,8 +128,10 @@ class Loader:
     def load_weights(self, model: nn.Module) -> LoadedState:
         """Load the weights of `config.initial_load_path`, which is only read, whatever `config.folder` holds.
 
+        Also loads `averages`; without any in the checkpoint they become the weights, and `left_out` has "ema".
         All ranks call it together. Raises CheckpointError, on all of them.
         """
+        self.with_averages = True
         loaded = self._load(lambda: self._choose_source(to_path(self.config.initial_load_path or "")), model, None)
         assert loaded is not None
         return loaded
@@ -212,7 +216,7 @@ class Loader:
                 )
             return [entry for entry in given if entry not in before]
         if self.config.initial_load_model_only:
-            return sorted({*given, *_ALL_BUT_WEIGHTS, "ema"})
+            return sorted({*given, *_ALL_BUT_WEIGHTS, *([] if self.averages and self.with_averages else ["ema"])})
         names = ("data", "data order")
         differ = [name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)]
         if differ and "dataloader" not in given:

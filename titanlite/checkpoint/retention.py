@@ -32,15 +32,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.paths import (
-    AnyPath,
-    StorePath,
-    copy_folder,
-    entries,
-    remove_folder,
-    sync_folder,
-    write_new,
-)
+from titanlite.checkpoint.paths import AnyPath, StorePath, copy_folder, entries, remove_folder, sync_folder, write_new
 from titanlite.checkpoint.schedule import is_milestone
 from titanlite.utils import logger
 

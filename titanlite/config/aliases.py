@@ -12,6 +12,7 @@ from msgspec import Meta
 from titanlite.config.keys import keys
 from titanlite.config.run_sections import Count
 from titanlite.config.toml import quote
+from titanlite.config.unsupported_keys import NAMES
 
 
 class Refused(ValueError):
@@ -71,62 +72,6 @@ _PIPELINE = "experimental.pipeline_parallel"
 _MICROBATCHES, _SPLIT_POINTS = f"{_PIPELINE}_microbatches", f"{_PIPELINE}_split_points"
 _FLOAT8 = "float8.enable_float8_linear"
 
-#: Names of torchtitan 0.2.x for keys that the files of 2024 had under another one.
-_LATER = {
-    "training.local_batch_size": "training.batch_size",
-    "lr_scheduler.warmup_steps": "training.warmup_steps",
-    "compile.enable": "training.compile",
-    "debug.seed": "training.seed",
-    "parallelism.tensor_parallel_degree": "training.tensor_parallel_degree",
-    "parallelism.data_parallel_replicate_degree": "training.data_parallel_replicate_degree",
-    "parallelism.data_parallel_shard_degree": "training.data_parallel_shard_degree",
-    "parallelism.enable_async_tensor_parallel": "experimental.enable_async_tensor_parallel",
-    "parallelism.pipeline_parallel_degree": f"{_PIPELINE}_degree",
-    "parallelism.pipeline_parallel_split_points": _SPLIT_POINTS,
-    "parallelism.pipeline_parallel_schedule": f"{_PIPELINE}_schedule",
-    "parallelism.pipeline_parallel_microbatches": _MICROBATCHES,
-    "parallelism.enable_compiled_autograd": "experimental.enable_compiled_autograd",
-    "parallelism.context_parallel_degree": "experimental.context_parallel_degree",
-    "model.hf_assets_path": "model.tokenizer_path",
-    "checkpoint.enable": "checkpoint.enable_checkpoint",
-    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
-    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
-    **{
-        f"quantize.linear.float8.{field}": f"float8.{field}"
-        for field in (
-            "enable_float8_linear",
-            "enable_fsdp_float8_all_gather",
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "scaling_type_input",
-            "scaling_type_weight",
-            "scaling_type_grad_output",
-        )
-    },
-    "memory_estimation.enable": "memory_estimation.enabled",
-}
-#: The oldest names, and later names of keys that the files of 2024 did not have.
-_OTHER = {
-    "training.pipeline_parallel_degree": f"{_PIPELINE}_degree",
-    "training.enable_float8_linear": _FLOAT8,
-    "training.data_parallel_degree": "training.data_parallel_shard_degree",
-    "training.deterministic": "debug.deterministic",
-    "quantize.linear.float8.recipe_name": "float8.recipe_name",
-    "quantize.linear.float8.filter_fqns": "float8.filter_fqns",
-    "quantize.linear.float8.emulate": "float8.emulate",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
-    "job.print_args": "job.print_config",
-    "validation.local_batch_size": "validation.batch_size",
-    "validation.enabled": "validation.enable",
-    "training.dataloader.num_workers": "data.num_workers",
-    "training.dataloader.persistent_workers": "data.persistent_workers",
-    "training.dataloader.pin_memory": "data.pin_memory",
-    "training.dataloader.prefetch_factor": "data.prefetch",
-    "parallelism.fsdp_reshard_after_forward": "training.reshard_after_forward",
-    "training.fsdp_reshard_after_forward": "training.reshard_after_forward",
-}
-
-
 _NOT = (operator.not_, bool, "inverted")
 _PARTS = (_split_points, list[Annotated[list[str], Meta(min_length=1)]], "the first module of each part but the first")
 _SIZE = (MicrobatchSize, Count, "a size instead of a count: the batch size divided by it")
@@ -149,8 +94,8 @@ _CONVERTED = [
 ALIASES: dict[str, Alias] = {
     alias.name: alias
     for alias in [
-        *(Alias(name, key, is_later=True) for name, key in _LATER.items()),
-        *(Alias(name, key) for name, key in _OTHER.items()),
+        *(Alias(name, key, is_later=True) for name, key in NAMES["later"].items()),
+        *(Alias(name, key) for name, key in NAMES["older"].items()),
         *_CONVERTED,
     ]
 }
@@ -185,13 +130,14 @@ def normalized(name: str, value: Any) -> Any:
 
 VALUE_NAMES: dict[tuple[str, str], str] = {
     ("activation_checkpoint.mode", "memory_budget"): "budget",
+    ("metrics.log_style", "fsdp"): "aws_fsdp",  # its first name here
     ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
     ("training.dataset", "c4_mini"): "c4_test",
 }
 """(key, other value) → the value here."""
 
 VALUE_NOTES: dict[tuple[str, str], str] = {
-    ("training.dataset", "c4_mini"): "c4_mini is not bundled with titanlite: c4_test is read instead",
+    ("training.dataset", "c4_mini"): "c4_mini is not bundled with titanlite: c4_test is read instead"
 }
 """(key, other value) → how the value here differs."""
 

@@ -131,7 +131,7 @@ class Validation(Section, frozen=True):
     first: bool = False
     """Also before the first step, so that curves of the loss begin at step 0."""
     ema: bool = False
-    """Validate with the average of the weights (optimizer.ema_decay). `titanlite evaluate` takes the weights."""
+    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite evaluate`."""
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""
     batch_size: Count | None = None

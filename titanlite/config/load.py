@@ -1,4 +1,4 @@
-"""Load a config. Layers: defaults < `[job] extends` in order < the TOML file < the command line.
+"""Load a config. Layers: defaults < `[job] extends` in order < the TOML files in order < the command line.
 
 This is the first of three stages of checks: each key by itself. `titanlite.config.checks` has the others.
 """
@@ -38,9 +38,9 @@ from titanlite.config.variables import is_deferred, resolved
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
 USAGE = """\
-usage: train.py [--job.config_file FILE] [--section.key VALUE ...]
+usage: train.py [--job.config_file FILE ...] [--section.key VALUE ...]
 
-  --job.config_file FILE   the TOML file; a bare name is also looked up in train_configs/
+  --job.config_file FILE   the TOML file, or several, later ones over earlier ones; also looked up in train_configs/
   --section.key VALUE      any key, over the file: --training.steps 100, --optimizer.lr=3e-4
   --section.key            turns a switch on;  --no-section.key or --section.no_key turns it off
   --section.key a,b        a list
@@ -76,8 +76,7 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
     entries, problems = command_line_entries(argv)
     layers = _Layers(problems, defer)
     entries = layers.resolved(entries)
-    path = next((e.value for e in entries if e.name == "job.config_file" and isinstance(e.value, str)), None)
-    if path is not None:
+    for path in next((e.value or [""] for e in entries if e.name == "job.config_file"), []):
         found = find_config(path)
         if found is None:
             problems.append(_missing(path))

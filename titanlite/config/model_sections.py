@@ -4,17 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from titanlite.config.run_sections import (
-    Count,
-    Dtype,
-    Location,
-    Name,
-    NonNegative,
-    Positive,
-    Ratio,
-    Section,
-    dotted_or,
-)
+from titanlite.config.run_sections import Count, Dtype, Location, Name, NonNegative, Positive, Ratio, Section, dotted_or
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 

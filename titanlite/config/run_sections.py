@@ -69,8 +69,8 @@ def _paths(section: type[Section]) -> list[str]:
 class Job(Section, frozen=True):
     """What this run is and where it writes."""
 
-    config_file: Annotated[str, HOME] | None = None
-    """The TOML file. A bare name that is not in the working directory is looked up in train_configs/."""
+    config_file: list[str] = []
+    """The TOML files, later ones over earlier ones. Bare names are also looked up in train_configs/."""
     extends: list[str] = []
     """Files this one builds on, in order; paths are relative to the file that names them."""
     dialect: Literal["2024", "2026"] = "2024"
@@ -114,13 +114,14 @@ class Metrics(Section, frozen=True):
 
     log_freq: Count = 10
     """Log the first step of every start, the last one, and every so many."""
-    log_style: Literal["titan", "fsdp"] = "titan"
-    """Step line: "titan" (step, loss, memory, tps, mfu) or "fsdp" (Batch N Loss: …, Speed: …)."""
+    log_style: Literal["titan", "aws_fsdp"] = "titan"
+    """Step line: "titan" (step, loss, memory, tps, mfu) or "aws_fsdp" (Batch N Loss: …, Speed: …), that of the AWS FSDP
+    samples, for HyperPod's monitors."""
     enable_color_printing: bool | None = None
     """Colours. None: on a terminal only."""
     enable_progress: bool = True
     """On a terminal, show a table of the last steps and a progress line in place of step lines. Files and pipes get
-    plain lines in any case, and so does log_style = "fsdp"."""
+    plain lines in any case, and so does log_style = "aws_fsdp"."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: Location = "tb"
@@ -211,7 +212,7 @@ TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
 
 
 class Launch(Section, frozen=True):
-    """The job that `titanlite launch` writes for a cluster. A run itself reads nothing here."""
+    """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
     nodes: Count = 1
     """Machines."""
@@ -235,6 +236,15 @@ class Launch(Section, frozen=True):
     """Queue or partition. Empty: the default one."""
     environment: dict[str, str] = {}
     """Table of environment variables for every process."""
+    kind: Literal["PyTorchJob", "TrainJob", "HyperPodPyTorchJob"] = "PyTorchJob"
+    """Kubernetes: the resource, of Kubeflow's training operator, of its trainer or of HyperPod's operator."""
+    namespace: str = ""
+    """Kubernetes: namespace of the job. Empty: that of kubectl."""
+    volumes: dict[str, str] = {}
+    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One must hold
+    job.dump_folder."""
+    token_secret: str = ""
+    """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
     role: str = ""
     """SageMaker: ARN of the role that the job has. Empty: that of the caller."""
     channels: dict[str, str] = {}
@@ -245,3 +255,5 @@ class Launch(Section, frozen=True):
     again."""
     spot_wait: Annotated[str, Meta(pattern=TIME)] = ""
     """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no spot machines."""
+    preflight: bool = True
+    """Compare and try the ranks before the first step: versions, code, config, devices, network, shared folder."""

@@ -212,12 +212,7 @@ def batch_hash(batches: Iterable[Batch]) -> str:
 
 
 def step_hash(
-    dataset: Rows,
-    first: int,
-    size: int,
-    rank: int = 0,
-    dp_degree: int = 1,
-    skip: Iterable[Range] = (),
+    dataset: Rows, first: int, size: int, rank: int = 0, dp_degree: int = 1, skip: Iterable[Range] = ()
 ) -> str | None:
     """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a data-parallel rank's share.
 

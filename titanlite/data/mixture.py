@@ -130,13 +130,7 @@ class MixedRows:
         """Return the segments, and the states of the sources that have one."""
         segments = [[s.start, list(s.weights), s.base.tolist()] for s in self._segments]
         states = {name: state for name, row in zip(self.names, self.rows, strict=True) if (state := row.state_dict())}
-        return {
-            "slots": self.slots,
-            "names": self.names,
-            "plan": self._plan(),
-            "segments": segments,
-            "sources": states,
-        }
+        return {"slots": self.slots, "names": self.names, "plan": self._plan(), "segments": segments, "sources": states}
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged = {

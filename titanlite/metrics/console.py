@@ -70,7 +70,7 @@ def titan_line(f: Figures) -> str:
     return "  ".join(fields)
 
 
-def fsdp_line(f: Figures, now: datetime) -> str:
+def aws_fsdp_line(f: Figures, now: datetime) -> str:
     """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its own time stamp.
 
     `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.

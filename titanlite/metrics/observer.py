@@ -16,12 +16,10 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.console import SLOW_DATA, fsdp_line, titan_line
+from titanlite.metrics.boards import TensorBoard, WandbWriter, tags
+from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
-from titanlite.metrics.stragglers import StragglerDetector
-from titanlite.metrics.tensorboard import TensorBoard, tags
-from titanlite.metrics.throughput import Throughput, read_memory, reset_peak
-from titanlite.metrics.wandb import WandbWriter
+from titanlite.metrics.throughput import StragglerDetector, Throughput, read_memory, reset_peak
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.signals import grace_warning
 from titanlite.step import StepResult
@@ -216,7 +214,7 @@ class MetricsLogger(Callback):
             logger.info(titan_line(shown), extra={"figures": shown})
         elif rank0:
             with contextlib.suppress(OSError):  # a terminal that was closed
-                print(fsdp_line(shown, datetime.now()), flush=True)  # its readers expect the bare line
+                print(aws_fsdp_line(shown, datetime.now()), flush=True)  # its readers expect the bare line
         # The first window has the start of the loader.
         if rank0 and waits > SLOW_DATA and step != self._first_step and not self._slow_data:
             self._slow_data = True

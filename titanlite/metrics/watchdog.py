@@ -71,6 +71,10 @@ _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 _TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
+def _is_common(error: BaseException) -> bool:
+    return isinstance(error, _TOGETHER) or getattr(error, "together", False)
+
+
 class PeerError(RuntimeError):
     """Another rank has raised, and this one ends because of it."""
 
@@ -177,7 +181,7 @@ class HangWatchdog:
         thread = self._thread
         if thread is None:
             return
-        if error is None or isinstance(error, _TOGETHER):
+        if error is None or _is_common(error):
             self._end_state = {"end": "left"}
             self._has_reason.set()
         else:
@@ -202,24 +206,35 @@ class HangWatchdog:
 
         If a collective failed, find the rank to blame, which takes some seconds, log it, and return the verdict.
         """
-        if self._thread is None or self._end_state or isinstance(error, _TOGETHER):
+        if self._thread is None or self._end_state or _is_common(error):
             return ""
         text = f"{type(error).__name__}: {error}"[:_TEXT].rstrip().removesuffix(":")
         with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is the one to be seen
             if is_of_collectives(error):
                 self._end_state = {"end": "lost", "text": text}
+                # A host that is cut off waits for the store's answer for ever: it has no timeout for that.
+                self._end_within(_UNWIND_SECONDS + _TOLD_SECONDS + 2 * self._heartbeat, error)
                 self._publish()
                 return self._find_culprit()
             self._end_state = {"end": "raised", "text": text}
             self._has_reason.set()
-            if self._end is not None:
-                self._unwind = threading.Timer(_UNWIND_SECONDS, self._end, [exit_codes.code_of(error)])
-                self._unwind.daemon = True
-                self._unwind.start()
+            self._end_within(_UNWIND_SECONDS, error)
             self._publish()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
             self._store.compare_set("raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump())
         return ""
+
+    def _end_within(self, seconds: float, error: BaseException) -> None:
+        """End this rank with the code of its error, unless it leaves the block before that."""
+
+        def end() -> None:
+            logger.error(f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}")
+            if self._end is not None:
+                self._end(exit_codes.code_of(error))
+
+        self._unwind = threading.Timer(seconds, end)
+        self._unwind.daemon = True
+        self._unwind.start()
 
     def _state(self) -> RankState:
         (step, place, phase, since), (stack, waits) = self._now, _stack(self._main)

@@ -100,17 +100,17 @@ def _config(content: Mapping[str, Any]) -> Any:
     for name in ("torchao", "torch.utils._pytree"):  # their lines are about kernels for other devices
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
     except ImportError as error:
         message = f'"hf" needs the package transformers: {error}'
         raise _refused(message, "pip install 'titanlite[hf]'", "name") from error
-    kind = content.get("model_type")
-    causal = {name: cls for name, cls in CONFIG_MAPPING.items() if cls in MODEL_FOR_CAUSAL_LM_MAPPING}
-    if kind not in causal:
-        near = names_like(str(kind), causal).partition("; there are")[0]
+    kind: Any = content.get("model_type")
+    if kind not in CAUSAL:
+        near = names_like(str(kind), CAUSAL).partition("; there are")[0]
         raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
     try:
-        config = causal[kind].from_dict(dict(content))
+        config = CONFIG_MAPPING[kind].from_dict(dict(content))
     except Exception as error:  # `transformers` raises its own classes for wrong values
         raise _refused(f"transformers refuses the config of a {kind}: {error}") from error
     if not hasattr(config, "vocab_size"):

@@ -1,12 +1,11 @@
-"""A Llama under other names: Hugging Face's weights and config.json, and Meta's own files."""
+"""A Llama under other names: Hugging Face's weights and config.json, and the order of rows in Meta's own files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models.llama import LlamaArgs, RopeScaling, block_names, tied
-from titanlite.models.spec import compare_names
+from titanlite.models.llama import LlamaArgs, RopeScaling, block_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,10 +17,7 @@ _ATTENTION = {
     "attention.wv.weight": "self_attn.v_proj.weight",
     "attention.wo.weight": "self_attn.o_proj.weight",
 }
-_QK_NORM = {
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-}
+_QK_NORM = {"attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight"}
 _NORMS = {"attention_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
 FEED_FORWARD: Mapping[str, str | tuple[str, ...]] = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
@@ -52,23 +48,6 @@ def hf_names(args: LlamaArgs, feed_forward: Mapping[str, str | tuple[str, ...]] 
     if not args.tied:
         names["output.weight"] = "lm_head.weight"
     return names
-
-
-def from_meta(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """Return the state dictionary of Meta's own checkpoint file under our names, q and k in our layout.
-
-    Raises ValueError if a parameter is missing or unknown.
-    """
-    shared = tied(args)
-    names = hf_names(args).keys()
-    compare_names(names, state.keys() - shared.keys() - {"rope.freqs"})
-    ours = {name: state[name] for name in names}
-    ours |= {name: ours[other] for name, other in shared.items()}
-    for block in block_names(args):
-        for linear, n_heads in (("wq", args.n_heads), ("wk", args.kv_heads)):
-            name = f"{block}.attention.{linear}.weight"
-            ours[name] = permute(ours[name], n_heads)
-    return ours
 
 
 def permute(weight: Tensor, n_heads: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlite.optim.any_precision import AnyPrecisionAdamW
+from titanlite.optim.adamw import AnyPrecisionAdamW
 from titanlite.optim.gated import gradient_of, local
 
 #: Coefficients of the quintic Newton-Schulz iteration, and its steps (Jordan et al.).

@@ -11,8 +11,7 @@ from torch import nn
 
 from titanlite.config.extensions import load_function
 from titanlite.config.model_sections import Optimizer
-from titanlite.optim.adamw_8bit import AdamW8bit, block_of
-from titanlite.optim.any_precision import AnyPrecisionAdamW
+from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, block_of
 from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
 

@@ -71,9 +71,7 @@ def apply_float8(
     """
     float8 = torchao()
     config = replace(
-        float8.Float8LinearConfig.from_recipe_name(recipe),
-        emulate=emulate,
-        enable_fsdp_float8_all_gather=all_gather,
+        float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=all_gather
     )
     modules = dict(model.named_modules())
     wanted = {name for name in names if name in modules}

@@ -17,10 +17,7 @@ _LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
 
 #: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are torchao's, measured on
 #: H100s (its `_auto_filter_for_recipe`; a test compares). inf: any size.
-SMALL_SIZES = {
-    "tensorwise": ((4096, 1024),),
-    "rowwise": ((math.inf, 2048), (1024, math.inf), (2048, 4096)),
-}
+SMALL_SIZES = {"tensorwise": ((4096, 1024),), "rowwise": ((math.inf, 2048), (1024, math.inf), (2048, 4096))}
 
 
 @dataclass(frozen=True)

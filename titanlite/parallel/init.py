@@ -109,10 +109,14 @@ def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int, devic
         fill(local, tuple(offset), shape, name, rule(name), seed, device)
 
 
+def fix_workspace() -> None:
+    """Fix cuBLAS' workspace, without which it is not deterministic. Call it before the first product."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def use_deterministic(warn_only: bool = False) -> None:
     """Let torch use deterministic algorithms. warn_only: warn where there is none, instead of an error."""
-    # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    fix_workspace()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import os
 import pickle
 import queue
+import re
 import socket
 import threading
 import time
@@ -33,6 +34,10 @@ T = TypeVar("T")
 #: The longest that a failing rank waits until the others have read its error: it may be the one that serves the store.
 _REPORT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+#: Variables that choose interfaces of the network.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: Loopback, and bridges of containers and virtual machines.
+_LOCAL_INTERFACE = re.compile(r"lo|docker\d*|br-.*|virbr.*|cni\d*")
 #: Ranks and hosts that a message names at most.
 _MOST_NAMED = 8
 
@@ -226,7 +231,37 @@ def connect(backend: str, store: dist.Store, rank: int, size: int, limit: float 
             f"all {size} ranks are there, but rank {rank} on {socket.gethostname()} could not connect to them within "
             f"{limit:.0f} s: one has ended since, a firewall is between the hosts, or a network interface is chosen "
             f"that the others cannot reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({_first_line(error)})"
+            + "".join(f"\nOn this host {text}" for text in map(interface_problem, INTERFACES) if text)
         ) from error
+
+
+def interface_problem(variable: str) -> str:
+    """Return what keeps other hosts from this one by the interfaces in `variable`, one of `INTERFACES`; empty: nothing.
+
+    Without the variable gloo takes the address of the host's name, NCCL one that is not local, if there is one.
+    """
+    have = [name for _, name in socket.if_nameindex()]
+    reachable = [name for name in have if not _LOCAL_INTERFACE.fullmatch(name)]
+    advice = f"set {variable} to one of {', '.join(reachable) or 'the interfaces between the hosts'}"
+    value = os.environ.get(variable, "")
+    if not value and variable == "GLOO_SOCKET_IFNAME":
+        with contextlib.suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+            if address.startswith("127."):
+                return (
+                    f"the host's name means {address}, which other hosts cannot reach: {advice}, or correct /etc/hosts"
+                )
+        return ""
+    # NCCL's forms: a list of prefixes, "=" before exact names, "^" before names to leave out.
+    exact, exclude = variable == "GLOO_SOCKET_IFNAME" or "=" in value[:2], value.startswith("^")
+    names = tuple(value.lstrip("^=").split(","))
+    named = [name for name in have if (name in names if exact else name.startswith(names))]
+    taken = [name for name in have if name not in named] if exclude else named if value else reachable or have
+    if not taken:
+        return f"{variable} is {value!r}, but the interfaces are {', '.join(have)}: {advice}"
+    if not set(taken) & set(reachable):
+        return f"{variable} is {value!r} and means {', '.join(taken)}, which other hosts cannot reach: {advice}"
+    return ""
 
 
 def _process(store: dist.Store, rank: int) -> str:

@@ -47,6 +47,7 @@ def origin() -> dict[str, Any]:
     return {"versions": versions(), "git": git_state().record, "environment": environment(os.environ)}
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the installed versions of titanlite, Python and the libraries that affect numbers; imports nothing."""
     found = {"titanlite": __version__, "python": platform.python_version()}

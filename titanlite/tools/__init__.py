@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 
 def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
@@ -15,3 +18,28 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
     keys = {name: key_of(name) for name in names}
     if found := [(name, hints[key]) for name, key in keys.items() if key in hints]:
         raise ConfigError([Problem("command line", name, "cannot be set here", hint) for name, hint in found])
+
+
+def render_page(template: str, **values: Any) -> str:
+    """Return a page of `pages/` with its variables filled in; an unknown one is an error. HTML is escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "pages"),
+        autoescape=jinja2.select_autoescape(("html.jinja",)),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(template).render(values)
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """Return a type for argparse: an integer that is not less."""
+
+    def integer(text: str) -> int:
+        if (value := int(text)) < lowest:
+            raise argparse.ArgumentTypeError(f"expected an integer >= {lowest}, got {value}")
+        return value
+
+    return integer

@@ -143,7 +143,7 @@ def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[s
     """Return key → value and where it is from, for keys unlike titanlite's defaults; and the arguments that count."""
     values: dict[str, tuple[Any, str]] = {
         "lr_scheduler.style": ("fsdp", "their formulas"),
-        "metrics.log_style": ("fsdp", "their step line"),
+        "metrics.log_style": ("aws_fsdp", "their step line"),
     }
     used: set[str] = set()
     defaults = {name: None if isinstance(default, type) else default for name, (default, _) in ARGUMENTS.items()}

@@ -25,8 +25,8 @@ from titanlite.fit import check_config, fitted
 from titanlite.runs import provenance
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import Run, RunError, read_run
+from titanlite.tools import at_least, refuse_keys
 from titanlite.tools import benchmark_report as report
-from titanlite.tools import refuse_keys
 from titanlite.tools.plots import PlotsMissing
 from titanlite.tools.processes import Stopped, last_lines, run, stoppable
 from titanlite.tools.runs import to_json
@@ -118,19 +118,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     overlay = "add a level: FILE over the first level; repeatable"
     add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
     add("--skip", action="append", default=[], metavar="LEVEL", help="leave a level out; repeatable")
-    add("--steps", type=_positive, default=30, metavar="N", help="steps of a run (default: 30)")
-    add("--warmup", type=_positive, default=10, metavar="N", help="first steps not counted for speed (default: 10)")
-    add("--repeats", type=_positive, default=3, metavar="N", help="runs of each level (default: 3)")
-    add("--ranks", type=_positive, metavar="N", help="processes (default: one per GPU; without a GPU 2)")
+    add("--steps", type=at_least(1), default=30, metavar="N", help="steps of a run (default: 30)")
+    add("--warmup", type=at_least(1), default=10, metavar="N", help="first steps not counted for speed (default: 10)")
+    add("--repeats", type=at_least(1), default=3, metavar="N", help="runs of each level (default: 3)")
+    add("--ranks", type=at_least(1), metavar="N", help="processes (default: one per GPU; without a GPU 2)")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)")
     add("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
-    return int(text)
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:

@@ -39,7 +39,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
 from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
-from titanlite.tools.cli import no_flags
+from titanlite.tools.cli import EMA, no_flags
 from titanlite.utils import Table, counted, human_bytes, human_time, render
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
 _PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
-_EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
 VALID, INVALID, NEWER = "valid", "invalid", "newer format"
 
 
@@ -273,7 +272,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     argument("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
     precisions = ("float32", "bfloat16", "float16")
     argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
-    argument("--ema", action="store_true", help=_EMA)
+    argument("--ema", action="store_true", help=EMA)
 
     argument = add(
         "rm",
@@ -306,7 +305,7 @@ def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument("target", type=to_path, metavar=target[0], help=target[1])
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
         if to == "hf":
-            parser.add_argument("--ema", action="store_true", help=_EMA)
+            parser.add_argument("--ema", action="store_true", help=EMA)
         parser.set_defaults(run=_exchange, to=to, **({} if to == "hf" else {"ema": False}))
 
     add(

@@ -19,7 +19,9 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.tools.cli:add_train",
+    "run": "titanlite.tools.run:add_command",
     "launch": "titanlite.tools.launch:add_command",
+    "doctor": "titanlite.tools.doctor:add_command",
     "evaluate": "titanlite.tools.evaluate:add_command",
     "sample": "titanlite.tools.sample:add_command",
     "eval": "titanlite.tools.harness:add_command",
@@ -37,10 +39,12 @@ COMMANDS = {
     "tokenizer": "titanlite.tools.tokenizer:add_commands",
 }
 
+EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
 FLAGS = (
     "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
     "--no-training.compile, --model.overrides.n_layers 4."
 )
+FILES = "TOML file, or several, later ones over earlier ones; also looked up in train_configs/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,6 +89,16 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             part = flags if names_key(word) else ours
         part.append(word)
     return ours, flags
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Let a command take config files; `files_of` has them."""
+    parser.add_argument("files", nargs="*", metavar="CONFIG", help=FILES)
+
+
+def files_of(arguments: argparse.Namespace) -> list[str]:
+    """Return the flag that names the config files of a command."""
+    return ["--job.config_file", *arguments.files] if arguments.files else []
 
 
 def no_flags(flags: Sequence[str]) -> None:
@@ -133,7 +147,7 @@ def add_train(commands: Commands) -> None:
         epilog=f"{FLAGS} Exit status: docs/reliability.md lists it.",
         allow_abbrev=False,
     )
-    train.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add_files(train)
     train.add_argument("--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine with torchrun")
     train.set_defaults(run=_train)
 
@@ -142,7 +156,7 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
     from titanlite import main
     from titanlite.fit import check_config
 
-    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
+    argv = [*files_of(arguments), *flags]
     ranks = arguments.nproc_per_node
     if ranks is None:
         main.main(argv)
@@ -158,15 +172,19 @@ def check_ranks(ranks: int) -> None:
         raise ConfigError([Problem("command line", "--nproc-per-node", why, code="bad-flag")])
 
 
-def start_ranks(ranks: int, words: Sequence[str]) -> NoReturn:
-    """Become a torchrun that runs the command `titanlite WORDS` on so many ranks of this machine."""
+def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> NoReturn:
+    """Become a torchrun that runs the command `titanlite WORDS` on so many ranks of this machine.
+
+    options: further ones of torchrun; by default the machine is alone.
+    """
     import signal
 
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
-    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    os.execv(sys.executable, [*torchrun, *rendezvous, "-m", "titanlite", *words])
+    if "--nnodes" not in options:
+        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    os.execv(sys.executable, [*torchrun, *options, "-m", "titanlite", *words])
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
-    from titanlite.tools.compare_page import render_page
+    from titanlite.tools.compare_page import comparison_page
     from titanlite.tools.plots import PlotsMissing, charts, draw_png
 
     no_flags(flags)
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     written = [page]
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        page.write_text(render_page(comparison, drawn, f"{datetime.now():%Y-%m-%d %H:%M}"), encoding="utf-8")
+        page.write_text(comparison_page(comparison, drawn, f"{datetime.now():%Y-%m-%d %H:%M}"), encoding="utf-8")
         draw_png(drawn, picture)
         written.append(picture)
     except PlotsMissing as error:

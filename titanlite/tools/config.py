@@ -14,13 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite import exit_codes
-from titanlite.config.aliases import (
-    ALIASES,
-    LATER_DEFAULTS,
-    LATER_FLAVORS,
-    key_of,
-    names_of,
-)
+from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
@@ -32,7 +26,7 @@ from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
-from titanlite.tools.cli import FLAGS, Commands, no_flags
+from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
 from titanlite.utils import Style, counted, escape
 
 DIFFERENT = 1
@@ -61,7 +55,7 @@ def add_commands(commands: Commands) -> None:
     )
     exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
     check = add(_check, "check a config and show what a run of it would do", stages, exits)
-    check("file", nargs="?", metavar="FILE", help=_FILE)
+    check("files", nargs="*", metavar="FILE", help=FILES)
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
     check("--world-size", type=int, metavar="N", help=ranks)
     strict = "also refuse features that are not built yet and files that are not there, as training does"
@@ -145,7 +139,7 @@ def _template(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
 
 
 def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
+    argv = [*files_of(arguments), *flags]
     world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
     return _report(config, run, why, style)

@@ -44,15 +44,14 @@ from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_fold
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
-from titanlite.data.tokenizer.export import FILES, hf_files
+from titanlite.data.tokenizer.files import FILES, hf_files
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
-from titanlite.tools.logits import compare_logits
-from titanlite.tools.tensors import Contents, quiet
+from titanlite.tools.tensors import Contents, compare_logits, quiet
 
 Format = Literal["hf", "torch", "checkpoint"]
 #: Entries of the dictionary in a file of torch's.
@@ -115,6 +114,8 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None, em
             if isinstance(path, Path) and path.is_file()
             else _checkpoint(checkpoint_of(path), progress, ema)
         )
+    if ema and source.manifest is None:
+        raise CheckpointError(f"{path} holds no average of the weights: it is no checkpoint of titanlite")
     saved = describe(source.empty)
     wanted = describe(get_spec(source.family).build_on_meta(source.args).state_dict())  # a tied head has its own name
     found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}

@@ -20,6 +20,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.tools import at_least
 from titanlite.tools.drill_config import HALF, INTERVAL, ONE_RANK, STEPS, TinyConfig, tiny_config
 from titanlite.tools.drill_ranks import RanksError, check, train
 from titanlite.tools.faults import NO_FAULT, Fault
@@ -54,18 +55,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     table = "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
-    add("--ranks", type=_ranks, metavar="N", help="processes (default: 2, or 4 with two kinds of parallelism)")
+    add("--ranks", type=at_least(2), metavar="N", help="processes (default: 2, or 4 with two kinds of parallelism)")
     add("--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable")
     add("--list", action="version", version=table, help="print the names of the faults and exit")
     add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
     add("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=_run)
-
-
-def _ranks(text: str) -> int:
-    if not text.isdigit() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"expected an integer >= 2, got {text}")
-    return int(text)
 
 
 @dataclass

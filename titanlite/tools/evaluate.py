@@ -1,7 +1,7 @@
 """`titanlite evaluate`: the losses of a checkpoint on held-out text. It trains nothing and writes nothing.
 
-Model, text and numbers are those of a validation in training: the same config builds them (`titanlite.build`). The
-weights are the trained ones, also where training validates with their average (`validation.ema`).
+Model, text and numbers are those of a validation in training: the same config builds them (`titanlite.build`). With
+`validation.ema` the weights are the averages in the checkpoint.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,9 +23,11 @@ from titanlite.parallel.dist_env import read_launch_env
 from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.cli import FLAGS, check_ranks, start_ranks
 from titanlite.tools.runs import to_json
-from titanlite.utils import Table, render
+from titanlite.utils import Table, logger, render
 
 if TYPE_CHECKING:
+    import torch
+
     from titanlite.data.rows import Rows
     from titanlite.data.tokenizer import Tokenizer
     from titanlite.parallel.dist_env import DistEnv
@@ -150,13 +153,21 @@ def evaluate(run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mappin
     """Load the weights of `checkpoint.initial_load_path` and measure them. All ranks call it together."""
     from titanlite.build import build_model, build_validation
     from titanlite.checkpoint.load import Loader
+    from titanlite.checkpoint.storage import gather
+    from titanlite.optim.average import WeightAverage
     from titanlite.parallel.init import use_deterministic
 
     parts = build_model(run, world, tokenizer.vocab_size)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
-    Loader(run.checkpoint, world, {}, {}).load_weights(parts.model)
     held_out = build_validation(run, parts.mesh, texts)
+    averages: dict[str, torch.Tensor] = {}
+    if run.validation.ema:
+        average = WeightAverage(parts.model, gather(parts.model), run.optimizer.ema_decay)
+        averages, held_out = average.tensors, replace(held_out, weights=average.applied)
+    loaded = Loader(run.checkpoint, world, {}, {}, averages=averages).load_weights(parts.model)
+    if averages and "ema" in loaded.left_out and world.rank == 0:
+        logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")
     try:
         return held_out.measure(parts.model, world.device, parts.runner, parts.factors)
     finally:

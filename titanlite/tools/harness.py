@@ -11,8 +11,9 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.tools import at_least
 from titanlite.tools.cli import Commands, no_flags
-from titanlite.tools.loading import LoadedModel, add_arguments, at_least, load_model
+from titanlite.tools.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.runs import to_json
 from titanlite.utils import Style, escape
 

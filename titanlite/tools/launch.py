@@ -18,7 +18,7 @@ from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.runs.provenance import config_text
-from titanlite.tools.cli import FLAGS, Commands
+from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.tools.instances import INSTANCES, Instance
 from titanlite.utils import Style
 
@@ -27,7 +27,12 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 FOLDER = "launch"
 CONFIG = "config.toml"
 #: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
-_SYSTEMS = {"slurm": "titanlite.tools.launch_slurm", "sagemaker": "titanlite.tools.launch_sagemaker"}
+_SYSTEMS = {
+    "local": "titanlite.tools.launch_local",
+    "slurm": "titanlite.tools.launch_slurm",
+    "kubernetes": "titanlite.tools.launch_kubernetes",
+    "sagemaker": "titanlite.tools.launch_sagemaker",
+}
 
 
 class LaunchError(Exception):
@@ -70,7 +75,7 @@ def add_command(commands: Commands) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("system", choices=list(_SYSTEMS), help="the scheduler")
-    parser.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add_files(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
     how.add_argument("--submit", action="store_true", help="also submit it")
@@ -78,7 +83,7 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    job = prepare([*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags])
+    job = prepare([*files_of(arguments), *flags])
     system: Any = import_module(_SYSTEMS[arguments.system])
     files: dict[str, str] = system.files(job)
     if arguments.dry_run:
@@ -130,7 +135,21 @@ def render(template: str, values: Mapping[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
     )
     environment.filters |= {"quote": shlex.quote, "json": json.dumps}
-    return environment.from_string((_TEMPLATES / template).read_text()).render(values)
+    return environment.get_template(template).render(values)
+
+
+def limit_seconds(time_limit: str) -> int | None:
+    """Return the seconds of `launch.time_limit`; None: there is no limit."""
+    if not time_limit:
+        return None
+    days, _, clock = time_limit.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    hours, minutes, seconds = [*parts, 0, 0][:3] if days else [0, *parts][-3:]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -7,26 +7,35 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.run_sections import Launch
+from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.tools.instances import network_environment
-from titanlite.tools.launch import CONFIG, Job, LaunchError, render
+from titanlite.tools.launch import Job, LaunchError, limit_seconds, render
 
 FILE = "job.sbatch"
-#: A start that fails sooner is likely to fail again.
-_QUICK_SECONDS = 300
 
 
 def files(job: Job) -> dict[str, str]:
-    """Return the batch script by its name in the job's folder."""
-    launch, here = job.launch, os.getcwd()
-    mounts = dict.fromkeys([os.path.abspath(launch.shared_dir or here), here, str(job.folder.parent)])
+    """Return the batch script by its name in the job's folder. Raises ConfigError."""
+    launch, here, run_folder = job.launch, Path.cwd(), job.folder.parent
+    shared = Path(os.path.abspath(launch.shared_dir or here))
+    if problems := list(_problems(launch, shared, run_folder)):
+        raise ConfigError(problems)
+    folders = {shared, here, run_folder}
+    mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
     values = {
         "name": job.name,
         "gpus": not launch.cpu,
         "ranks": job.ranks,
-        "folder": here,
+        "folder": str(here),
         "file": shlex.quote(str(job.folder / FILE)),
         "output": str(job.folder / "slurm-%j.log"),
+        "rank_logs": str(run_folder / LOGS),
+        "run": str(run_folder),
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
@@ -35,11 +44,20 @@ def files(job: Job) -> dict[str, str]:
         },
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
         "python": "python" if launch.image else sys.executable,
-        "config": str(job.folder / CONFIG),
-        "quick_seconds": _QUICK_SECONDS,
     }
     names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
     return {FILE: render("slurm.sbatch.jinja", {**{name: getattr(launch, name) for name in names}, **values})}
+
+
+def _problems(launch: Launch, shared: Path, run_folder: Path) -> Iterator[Problem]:
+    if launch.shared_dir and not run_folder.is_relative_to(shared):
+        message = f"{run_folder} is outside of launch.shared_dir, {shared}: not all machines see it"
+        yield Problem("", "job.dump_folder", message)
+    limit = limit_seconds(launch.time_limit)
+    if limit and 2 * launch.notice_seconds > limit:
+        message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"
+        advice = "Slurm may send the notice up to a minute sooner: leave time to train"
+        yield Problem("", "launch.notice_seconds", message, advice)
 
 
 def advice(job: Job) -> str:
@@ -59,7 +77,7 @@ def submit(job: Job) -> str:
     follow = [
         f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
         f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
-        f"stop it with a checkpoint: scancel --signal=USR1 {number}",
+        f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}",
         f"continue it later: sbatch {shlex.quote(file)}",
     ]
     return "\n".join(follow)

@@ -10,7 +10,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.fit import check_config
 from titanlite.optim.schedule import LearningRate
 from titanlite.run_text import rate_phases
-from titanlite.tools.cli import FLAGS, Commands
+from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style
 
 _WIDTH, _HEIGHT = 72, 10
@@ -25,14 +25,13 @@ def add_command(commands: Commands) -> None:
         description=f"Draw the learning rate over the steps of a run, and print it for some of them. {FLAGS}",
         allow_abbrev=False,
     )
-    parser.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add_files(parser)
     parser.add_argument("--json", action="store_true", help="print the learning rate of every step as a JSON list")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
-    run = check_config(argv, training=False)[1]
+    run = check_config([*files_of(arguments), *flags], training=False)[1]
     if run.steps is None:
         message = "the length in steps follows from the length of the text"
         raise ConfigError([Problem("", "training.epochs", message, "give --training.steps N for this command")])

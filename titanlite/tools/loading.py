@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,8 @@ from titanlite.config.toml import loads
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
+from titanlite.tools import at_least
+from titanlite.tools.cli import EMA
 from titanlite.utils import human_count, human_time
 
 if TYPE_CHECKING:
@@ -53,21 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
+    add("--ema", action="store_true", help=EMA)
     precisions = ("float32", "bfloat16", "float16")
     add("--dtype", choices=precisions, help="precision of the weights (default: bfloat16 on a GPU, else float32)")
     add("--tokenizer", metavar="PATH", help="tokenizer file or folder (default: that of the run, or in the folder)")
     add("--context", type=at_least(1), metavar="N", help="longest sequence in tokens (default: the model's own)")
-
-
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a type for argparse: an integer that is not less."""
-
-    def integer(text: str) -> int:
-        if (value := int(text)) < lowest:
-            raise argparse.ArgumentTypeError(f"expected an integer >= {lowest}, got {value}")
-        return value
-
-    return integer
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
@@ -90,7 +81,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         reason = str(error).splitlines()[0]
         raise ConfigError([Problem("command line", "--device", f"{name}: {reason}", code="bad-flag")]) from None
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    source: Source = open_source(to_path(arguments.checkpoint))
+    source: Source = open_source(to_path(arguments.checkpoint), ema=arguments.ema)
     spec, args = get_spec(source.family), source.args
     if arguments.context:
         args = replace(args, max_seq_len=arguments.context)
@@ -111,6 +102,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     size = human_count(sum(parameter.numel() for parameter in model.parameters()))
     seconds = human_time(time.perf_counter() - started)
     step = f", step {source.step}" if source.step else ""
+    step += ", averaged" * arguments.ema
     return LoadedModel(
         path=str(source.path),
         step=source.step,

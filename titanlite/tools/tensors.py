@@ -1,21 +1,30 @@
-"""Reads tensors of checkpoints without a process group, and compares two checkpoints."""
+"""Tensors of checkpoints without a process group: reads them, compares two checkpoints, and logits before and after a
+conversion, those of titanlite's model and of `transformers` where it is installed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import CheckedReader
+from titanlite.models import get_spec
+from titanlite.parallel.float8 import torchao
+from titanlite.utils import human_bytes
 
 #: Elements that are compared at a time, in float64.
 _CHUNK = 1 << 22
@@ -99,3 +108,103 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
         ratio = torch.where(gap.isinf(), gap, gap / scale)
         absolute, relative = max(absolute, gap.max().item()), max(relative, ratio.max().item())
     return elements, absolute, relative
+
+
+#: Tokens of the sample; largest relative difference |a - b| / |b| of the logits, as vectors, computed in float32.
+TOKENS, TOLERANCE = 64, 1e-4
+Read = Callable[[str], torch.Tensor]
+
+
+def compare_logits(family: str, args: Any, read: Read, theirs: AnyPath | Read, dtype: str | None = None) -> str:
+    """Compare the logits of a sample of random tokens; return a line about it.
+
+    read: our name → tensor, of one side. theirs: the other side, a folder of Hugging Face's or a function like `read`;
+    dtype: its weights are rounded to that type first.
+
+    Raises CheckpointError when the logits differ.
+    """
+    sample = torch.randint(args.vocab_size, (1, min(TOKENS, args.max_seq_len)), generator=torch.Generator())
+    ours = our_logits(family, args, read, sample)
+    if callable(theirs):
+        other, way = our_logits(family, args, _rounded(theirs, dtype), sample), "titanlite, of the weights read"
+    elif reason := _cannot(family, args):
+        back = open_weights(theirs, get_spec(family), args)
+        other, way = our_logits(family, args, _rounded(back.read, dtype), sample), f"titanlite ({reason})"
+    else:
+        other, way = _transformers(Path(str(theirs)), dtype, sample), "transformers"
+    if ours.shape != other.shape:
+        raise CheckpointError(f"the logits of {way} have another shape: {list(other.shape)}, {list(ours.shape)} here")
+    gap = (torch.linalg.norm(ours - other) / torch.linalg.norm(other)).item()
+    line = f"logits of {sample.numel()} tokens, compared with those of {way}: they differ by {gap:.1e}"
+    if not gap <= TOLERANCE:
+        raise CheckpointError(f"{line}, more than {TOLERANCE:.0e}: nothing is published")
+    return line
+
+
+def _rounded(read: Read, dtype: str | None) -> Read:
+    return (lambda name: read(name).to(getattr(torch, dtype))) if dtype else read
+
+
+def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:
+    """Return titanlite's logits [1, seq, vocab] in float32; the weights of one block at a time are in memory."""
+    spec = get_spec(family)
+    model = spec.build_on_meta(args).eval()
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    if callable(getattr(model, "init_buffers", None)):
+        model.init_buffers()  # type: ignore[operator]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+    def fill(wanted: Iterable[str], empty: bool = False) -> None:
+        for name in wanted:
+            place, _, leaf = name.rpartition(".")
+            module = model.get_submodule(place)
+            old = module._parameters[leaf]
+            assert old is not None
+            value = torch.empty_like(old, device="meta") if empty else read(name).float()
+            module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    inside = set()
+    for block in spec.block_names(args):
+        its = [name for name in names if name.startswith(f"{block}.")]
+        inside.update(its)
+        module = model.get_submodule(block)
+        module.register_forward_pre_hook(lambda *_, its=its: fill(its))
+        module.register_forward_hook(lambda *_, its=its: fill(its, empty=True))
+    with torch.no_grad():
+        fill(name for name in names if name not in inside)
+        logits: torch.Tensor = model(tokens)
+    return logits.float()
+
+
+def _cannot(family: str, args: Any) -> str:
+    """Return why `transformers` cannot compute the logits here; "" if it can."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    needed = 5 * get_spec(family).count_parameters(args)  # in float32, and a part of it once more
+    available = next(
+        (1024 * int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvail" in line),
+        needed,
+    )
+    if available >= needed:
+        return ""
+    return f"transformers would need {human_bytes(needed)} of memory, {human_bytes(available)} are free"
+
+
+def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
+    if importlib.util.find_spec("torchao") is not None:
+        torchao()  # without the lines that it logs when `transformers` imports it
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    kind = getattr(torch, dtype) if dtype else "auto"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True).float().eval()
+        with torch.no_grad():
+            logits: torch.Tensor = model(tokens).logits
+    except Exception as error:  # of any of its parts
+        raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
+    return logits

@@ -114,7 +114,7 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
     folder.
     """
     if path is not None and is_url(path):
-        from titanlite.data.tokenizer.remote import load_url
+        from titanlite.data.tokenizer.files import load_url
 
         return load_url(path)
     bundled = BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER

@@ -1,0 +1,125 @@
+"""The image's entry point: as process 1 of a PID namespace, with real ranks, and as SageMaker starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, environment
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.tools.container import sagemaker_job
+from titanlite.utils import read_lines
+
+NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+RUN = ["--training.steps=1000", "--training.seq_len=64", "--training.batch_size=2", "--metrics.log_freq=1"]
+RUN += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1000", "--no-validation.enable"]
+
+
+def _start(*words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start the entry point as process 1 of a namespace."""
+    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+        warnings.warn(message := "no PID namespace can be made here", stacklevel=1)
+        pytest.skip(message)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [*NAMESPACE, str(ROOT / "deploy" / "entrypoint.sh"), *words]
+    return subprocess.Popen(command, cwd=ROOT, env=environment(PATH=path, **variables), stdout=-1, stderr=-2, text=True)
+
+
+def _signal(process: subprocess.Popen[str], number: int) -> None:
+    """Send a signal to process 1 of the namespace, as `docker stop` does."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), number)
+
+
+def test_the_code_of_the_command_comes_back_and_no_zombie_stays() -> None:
+    orphans = "(sh -c 'sleep 0.1' & ) ; sleep 0.5; grep -l '^State:.Z' /proc/[0-9]*/status; exit 42"
+    with _start("sh", "-c", orphans) as process:
+        assert process.communicate() == ("", None)
+    assert process.returncode == 42
+    for words, code in ((["sh", "-c", "kill -9 $$"], 128 + 9), (["no-such-command"], 127)):
+        with _start(*words) as process:
+            process.communicate()
+        assert process.returncode == code
+
+
+def test_sigusr1_reaches_processes_that_listen_and_kills_no_other() -> None:
+    listener = "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); print('ready', flush=True)"
+    shell = f'sleep 60 & python -c "{listener}; time.sleep(20)"; kill $! && echo sleeper was alive; exit 3'
+    with _start("sh", "-c", shell) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        _signal(process, signal.SIGUSR1)
+        assert process.communicate(timeout=20)[0] == "heard\nsleeper was alive\n"
+    assert process.returncode == 3
+
+
+def test_a_sagemaker_job_becomes_a_torchrun_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NGPU", "8")
+    command, variables = sagemaker_job(_opt_ml(tmp_path, ["algo-1", "algo-2"], "algo-2"))
+    rest = command[command.index("--nnodes") :]
+    assert rest == [
+        *["--nnodes", "2", "--nproc_per_node", "8", "--node_rank", "1", "--master_addr", "algo-1"],
+        *["--master_port", "7777", "-m", "titanlite", "train", "--job.config_file=debug_model.toml"],
+        *["--job.description=two words", "--training.compile=false", "--training.steps=1000"],
+    ]
+    assert variables["SM_CHANNEL_TRAIN"] == f"{tmp_path}/input/data/train"
+    assert variables["NCCL_SOCKET_IFNAME"] == "eth7" and variables["FI_EFA_USE_DEVICE_RDMA"] == "1"
+
+
+def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
+    config = base / "input" / "config"
+    config.mkdir(parents=True)
+    values = {"config_file": "debug_model.toml", "training.steps": 1000, "training.compile": False}
+    parameters = {name: json.dumps(value) for name, value in {**values, **more}.items()}
+    parameters |= {"job.description": "two words", "sagemaker_region": '"us-east-1"'}
+    resources = {"hosts": hosts, "current_host": here, "network_interface_name": "eth7"}
+    resources["current_instance_type"] = "ml.p5.48xlarge"
+    (config / "hyperparameters.json").write_text(json.dumps(parameters))
+    (config / "resourceconfig.json").write_text(json.dumps(resources))
+    (config / "inputdataconfig.json").write_text('{"train": {}}')
+    return base
+
+
+def _saves(process: subprocess.Popen[str], folder: Path, number: int) -> None:
+    """Stop a run after its third step: it saves a checkpoint, and the container ends with code 5."""
+    file, end = folder / "metrics.jsonl", time.monotonic() + 120
+    while not file.exists() or not any(row.get("step", 0) >= 3 for row in read_lines(file)):
+        assert time.monotonic() < end and process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    _signal(process, number)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == exit_codes.PREEMPTED, said
+    (saved,) = (folder / "checkpoint").glob("step-*")
+    assert read_manifest(saved).step >= 3 and f"{signal.Signals(number).name}: stopping" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_container_leads_to_a_checkpoint(tmp_path: Path, number: int) -> None:
+    words = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "titanlite", "train"]
+    flags = ["debug_model.toml", *RUN, f"--job.dump_folder={tmp_path}"]
+    with _start("python", "-m", "titanlite.torchrun", *words, *flags) as process:
+        _saves(process, tmp_path, number)
+
+
+@pytest.mark.slow
+def test_a_sagemaker_job_that_is_stopped_leads_to_a_checkpoint(tmp_path: Path) -> None:
+    flags = dict(flag.removeprefix("--").split("=") for flag in RUN if "=" in flag)
+    flags |= {
+        "job.dump_folder": str(tmp_path / "run"),
+        "checkpoint.enable_checkpoint": True,
+        "validation.enable": False,
+    }
+    base = _opt_ml(tmp_path / "ml", ["localhost"], "localhost", **flags)
+    variables = {"SAGEMAKER_BASE_DIR": str(base), "GLOO_SOCKET_IFNAME": "lo", "NGPU": "2"}
+    with _start("train", **variables) as process:
+        _saves(process, tmp_path / "run", signal.SIGTERM)

@@ -1,0 +1,224 @@
+"""Manifests of `titanlite launch kubernetes`: each field and type as the operators' own models have it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launch.examples import EXAMPLES
+from tests.processes import ROOT
+from titanlite.config.errors import ConfigError
+from titanlite.tools import launch_kubernetes
+from titanlite.tools.launch import limit_seconds, prepare
+
+SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
+KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
+#: Long comments, and long names of images.
+_LINT = "{extends: default, rules: {line-length: {max: 160}}}"
+
+
+def render(name: str, *flags: str) -> str:
+    """Return the manifest of an example, as examples show it."""
+    flags = (
+        *EXAMPLES[name].flags(),
+        f"--job.dump_folder=/fsx/runs/{name}",
+        "--launch.image=123456789012.dkr.ecr.us-east-1.amazonaws.com/titanlite:latest",
+        '--launch.volumes={"fsx-claim" = "/fsx"}',
+        "--launch.token_secret=hugging-face",
+        *flags,
+    )
+    return launch_kubernetes.files(prepare(list(flags)))[launch_kubernetes.FILE]
+
+
+def examples() -> dict[str, str]:
+    """Return all rendered examples by file name."""
+    kinds = {f"llama3_1_8b_{kind.lower()}": render("llama3_1_8b", f"--launch.kind={kind}") for kind in KINDS[1:]}
+    return {f"{name}.yaml": text for name, text in {**{name: render(name) for name in EXAMPLES}, **kinds}.items()}
+
+
+def _open_api(value: Any, kind: str, place: str) -> list[str]:
+    """Return misfits of a value and a type of kubeflow's or kubernetes' models, which name types in words."""
+    import kubeflow.training.models
+    import kubernetes.client.models
+
+    plain = {"str": str, "int": int, "bool": bool, "object": object, "float": float}
+    if kind in plain:
+        fits = isinstance(value, plain[kind]) and (kind == "bool" or not isinstance(value, bool))
+        return [] if fits else [f"{place}: {value!r} is not of type {kind}"]
+    if kind.startswith("list["):
+        if not isinstance(value, list):
+            return [f"{place}: {value!r} is not a list"]
+        return [bad for i, item in enumerate(value) for bad in _open_api(item, kind[5:-1], f"{place}[{i}]")]
+    if not isinstance(value, dict):
+        return [f"{place}: {value!r} is not a table"]
+    if kind.startswith("dict("):
+        of = kind[5:-1].partition(", ")[2]
+        return [bad for key, item in value.items() for bad in _open_api(item, of, f"{place}.{key}")]
+    model = getattr(kubeflow.training.models, kind, None) or getattr(kubernetes.client.models, kind)
+    names = {key: name for name, key in model.attribute_map.items()}
+    unknown = [f"{place}: no field {key}" for key in value.keys() - names.keys()]
+    known = [(key, item) for key, item in value.items() if key in names]
+    return unknown + [
+        bad for key, item in known for bad in _open_api(item, model.openapi_types[names[key]], f"{place}.{key}")
+    ]
+
+
+def _lost(value: Any, kept: Any, place: str) -> list[str]:
+    """Return the places of an input that a model does not give back."""
+    if isinstance(value, dict) and isinstance(kept, dict):
+        return [bad for key in value for bad in _lost(value[key], kept.get(key), f"{place}.{key}")]
+    if isinstance(value, list) and isinstance(kept, list) and len(value) == len(kept):
+        return [bad for i, pair in enumerate(zip(value, kept, strict=True)) for bad in _lost(*pair, f"{place}[{i}]")]
+    return [] if value == kept and type(value) is type(kept) else [f"{place}: {value!r} became {kept!r}"]
+
+
+def _trainer(value: dict[str, Any]) -> list[str]:
+    import kubeflow_trainer_api.models as models
+
+    try:
+        model = getattr(models, f"TrainerV1alpha1{value['kind']}").from_dict(value)
+    except ValueError as error:
+        return [str(error)]
+    return _lost(value, model.to_dict(), value["kind"])
+
+
+def _hyperpod(spec: dict[str, Any]) -> list[str]:
+    # One file of the package: the package itself imports much more.
+    end = "training/config/hyperpod_pytorch_job_unified_config.py"
+    file = next(file for file in importlib.metadata.files("sagemaker-hyperpod") or [] if str(file).endswith(end))
+    described = importlib.util.spec_from_file_location("hyperpod_models", file.locate())
+    assert described and described.loader
+    sys.modules["hyperpod_models"] = module = importlib.util.module_from_spec(described)
+    described.loader.exec_module(module)
+    model = module._HyperPodPytorchJob
+    unknown = [f"no field {key}" for key in spec.keys() - model.model_fields.keys()]
+    try:
+        model.model_validate(spec, strict=True, by_name=True, by_alias=False)
+    except ValueError as error:
+        return [*unknown, str(error)]
+    return unknown
+
+
+def problems(text: str) -> list[str]:
+    """Return all misfits of a manifest."""
+    found = []
+    for value in yaml.safe_load_all(text):
+        match value["kind"]:
+            case "TrainJob" | "TrainingRuntime":
+                found += _trainer(value)
+            case "PyTorchJob":
+                found += _open_api(value, "KubeflowOrgV1PyTorchJob", value["kind"])
+            case "HyperPodPyTorchJob":
+                found += _hyperpod(value["spec"])
+                found += _open_api(value["metadata"], "V1ObjectMeta", "metadata")
+            case kind:
+                found += _open_api(value, f"V1{kind}", kind)
+    return found
+
+
+def _skip_without(kind: str) -> None:
+    package = {"PyTorchJob": "kubeflow-training", "TrainJob": "kubeflow-trainer-api"}.get(kind, "sagemaker-hyperpod")
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{package} is not installed (pip install --no-deps {package}): the manifest is not checked")
+
+
+@pytest.fixture(autouse=True)
+def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_examples_are_what_the_command_writes() -> None:
+    wanted = examples()
+    assert {file.name: file.read_text() for file in SNAPSHOTS.iterdir()} == wanted, f"renew: python {__file__} --write"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_one_of_the_operator(kind: str) -> None:
+    _skip_without(kind)
+    flags = [f"--launch.kind={kind}", "--launch.namespace=ml", "--launch.queue=team", "--launch.time_limit=2-12"]
+    text = render("llama3_1_8b", *flags)
+    assert problems(text) == []
+    assert "activeDeadlineSeconds: 216000" in text and "kueue.x-k8s.io/queue-name: team" in text
+    assert text.count("namespace: ml") == text.count("\nkind: ")
+    # A misspelt field and a wrong type, near the root and deep in the pod.
+    for right, wrong in [
+        ("volumeMounts:", "volumeMount:"),
+        ("terminationGracePeriodSeconds:", "terminationGracePeriod:"),
+        ("terminationGracePeriodSeconds: 150", 'terminationGracePeriodSeconds: "150"'),
+        ("readOnly: true", 'readOnly: "yes"'),
+        *{
+            "PyTorchJob": [("minReplicas: 2", "minReplica: 2"), ("maxRestarts: 0", 'maxRestarts: "0"')],
+            "TrainJob": [("failurePolicy:", "failPolicy:"), ("numNodes: 2", 'numNodes: "2"')],
+            "HyperPodPyTorchJob": [("runPolicy:", "runPolicies:"), ('nprocPerNode: "8"', "nprocPerNode: 8")],
+        }[kind],
+    ]:
+        assert right in text and problems(text.replace(right, wrong)) != [], wrong
+
+
+def test_the_config_map_holds_the_resolved_config() -> None:
+    _skip_without("PyTorchJob")
+    flags = ["--job.config_file=llama3_1_8b.toml", "--launch.image=titanlite", "--launch.instance_type=p5.48xlarge"]
+    job = prepare([*flags, "--job.dump_folder=/fsx/a", '--launch.volumes={"fsx.claim" = "/fsx/"}'])
+    text = launch_kubernetes.files(job)[launch_kubernetes.CONFIG_FILE]
+    assert problems(text) == []
+    assert yaml.safe_load(text)["data"]["config.toml"].rstrip() == job.run.toml.rstrip()
+
+
+def test_examples_pass_yamllint() -> None:
+    lint = pytest.importorskip("yamllint.linter")
+    config = pytest.importorskip("yamllint.config").YamlLintConfig(_LINT)
+    for name, text in examples().items():
+        assert [str(problem) for problem in lint.run(text, config)] == [], name
+
+
+def test_pods_get_what_the_machines_have() -> None:
+    pod = _pod(render("llama3_1_8b"))
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert limits == {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
+    plain = _pod(render("llama3_2_1b", "--launch.environment.NCCL_DEBUG=INFO"))["containers"][0]
+    names = {one["name"]: one.get("value") for one in plain["env"]}
+    assert plain["resources"]["limits"] == {"nvidia.com/gpu": "1"} and names["NCCL_DEBUG"] == "INFO"
+    assert "FI_PROVIDER" not in names and names["TITANLITE_RESTART_CODE"] == "138"
+    cpu = _pod(render("llama3_2_1b", "--launch.cpu", "--launch.gpus_per_node=1"))
+    assert "resources" not in cpu["containers"][0] and "tolerations" not in cpu
+
+
+def _pod(text: str) -> dict[str, Any]:
+    (job,) = (value for value in yaml.safe_load_all(text) if value["kind"] == "PyTorchJob")
+    return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--launch.image="], "launch.image"),
+        (["--job.dump_folder=/runs/a"], "'/runs/a' is not on a volume of the pods (/fsx)"),
+        (["--job.dump_folder=fsx/a"], "is not on a volume"),
+        (['--launch.volumes={"fsx" = "fsx"}'], "is not a claim and a folder"),
+        (["--training.tensor_parallel_degree=3"], "does not divide"),
+    ],
+)
+def test_a_job_that_would_lose_its_checkpoints_is_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        render("llama3_1_8b", *flags)
+    assert words in str(error.value)
+
+
+def test_time_limits_in_seconds() -> None:
+    texts = ["", "30:00", "01:30:00", "2-0", "1-2:03", "0-00:00:07"]
+    assert [limit_seconds(text) for text in texts] == [None, 1800, 5400, 172800, 93780, 7]
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    os.chdir(ROOT)
+    SNAPSHOTS.mkdir(parents=True, exist_ok=True)
+    for _name, _text in examples().items():
+        (SNAPSHOTS / _name).write_text(_text)

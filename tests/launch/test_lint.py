@@ -1,0 +1,51 @@
+"""Scripts, Dockerfile and manifests, also the rendered examples, under shellcheck, hadolint and yamllint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT
+
+#: Linter → what it is told, and the files it reads. SC2015: `a && b || die` is meant so.
+LINTERS = {
+    "shellcheck": (
+        ["--external-sources", "--exclude=SC2015"],
+        ["*.sh", ".ci/run", "scripts/*.sh", "benchmarks/*.sh", "deploy/**/*.sh", "deploy/examples/**/*.sbatch"],
+    ),
+    "hadolint": ([], ["deploy/Dockerfile"]),
+    "yamllint": (
+        ["--strict", "-d", "{extends: default, rules: {line-length: disable, document-start: disable}}"],
+        ["deploy/**/*.yaml", "deploy/**/*.yml"],
+    ),
+}
+#: A file that each of them must refuse.
+WRONG = {
+    "shellcheck": "#!/bin/sh\nrm -rf $1/*\n",
+    "hadolint": "FROM debian:12\nRUN pip install datasets>=4\nRUN cd /tmp\n",
+    "yamllint": "a: 1\na: 2\n",
+}
+
+
+def _lint(name: str, files: list[Path]) -> subprocess.CompletedProcess[str]:
+    """Run a linter of this environment; an empty list passes."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if (program := shutil.which(name, path=path)) is None:
+        warnings.warn(message := f"{name} is not installed: pip install -c constraints.txt -e '.[dev]'", stacklevel=1)
+        pytest.skip(message)
+    command = [program, *LINTERS[name][0], *map(str, files)] if files else ["true"]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("name", LINTERS)
+def test_linters_pass(name: str, tmp_path: Path) -> None:
+    done = _lint(name, sorted(file for pattern in LINTERS[name][1] for file in ROOT.glob(pattern)))
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "wrong").write_text(WRONG[name])
+    assert _lint(name, [tmp_path / "wrong"]).returncode != 0

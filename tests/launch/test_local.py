@@ -1,0 +1,140 @@
+"""`titanlite launch local` on two machines, which are network namespaces: a cut link and a killed agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.failures.runs import rows, unequal
+from tests.launch.namespaces import Host, hosts, missing
+from tests.processes import python
+from titanlite import exit_codes
+from titanlite.utils import read_lines
+
+STEPS = 12
+FLAGS = [
+    "debug_model.toml",
+    f"--training.steps={STEPS}",
+    "--training.seq_len=64",
+    "--training.batch_size=2",
+    "--metrics.log_freq=1",
+    "--no-validation.enable",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=4",
+    "--launch.nodes=2",
+    "--launch.gpus_per_node=1",
+    "--launch.cpu",
+    "--launch.max_restarts=1",
+    "--job.callbacks=tests.launch.slow_steps:SlowSteps",
+]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[Host]]:
+    if lacks := missing():
+        message = f"no network namespaces here: {', '.join(lacks)} (apt-get install iproute2; run as root)"
+        warnings.warn(message, stacklevel=1)
+        pytest.skip(message)
+    with hosts(2) as both:
+        yield both
+
+
+class Run:
+    """A run on two machines."""
+
+    def __init__(self, machines: list[Host], folder: Path, *more: str) -> None:
+        self.machines, self.folder = machines, folder
+        words = ["launch", "local", *FLAGS, f"--job.dump_folder={folder}", *more]
+        done = python("-m", "titanlite", *words)
+        assert done.returncode == 0, done.stderr
+
+    def start(self, step_seconds: float = 0.25) -> list[subprocess.Popen[str]]:
+        """Start run.sh on each machine."""
+        both = []
+        for number, machine in enumerate(self.machines):
+            words = ["bash", self.folder / "launch" / "run.sh", number, self.machines[0].address]
+            with open(self.folder / f"output.{number}", "a") as out:
+                env = {"STEP_SECONDS": str(step_seconds)}
+                both.append(machine.popen(words, env, stdout=out, stderr=out))
+        return both
+
+    def until_step(self, step: int, seconds: float = 60) -> None:
+        end, file = time.monotonic() + seconds, self.folder / "metrics.jsonl"
+        while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
+            assert time.monotonic() < end, f"step {step} does not come: {self.output()}"
+            time.sleep(0.05)
+
+    def end(self, both: list[subprocess.Popen[str]], seconds: float = 60) -> list[int]:
+        """Wait for both machines; return their codes."""
+        end = time.monotonic() + seconds
+        return [one.wait(max(end - time.monotonic(), 0.1)) for one in both]
+
+    def output(self) -> str:
+        return "".join((self.folder / f"output.{number}").read_text() for number in (0, 1))
+
+    def is_done(self) -> bool:
+        """Whether each step was logged once, in order."""
+        return [row[0] for row in rows(self.folder)] == list(range(1, STEPS + 1))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(machines: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = Run(machines, tmp_path_factory.mktemp("undisturbed") / "run")
+    assert run.end(run.start(0)) == [0, 0] and run.is_done(), run.output()
+    return run.folder
+
+
+@pytest.mark.slow
+def test_a_link_that_is_down_for_four_seconds_only_costs_time(
+    machines: list[Host], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = Run(machines, tmp_path / "run")
+    both = run.start()
+    run.until_step(2)
+    machines[1].cut()
+    time.sleep(4)
+    machines[1].join()
+    assert run.end(both) == [0, 0] and run.is_done(), run.output()
+    assert "restart" not in run.output()
+    assert unequal(undisturbed, run.folder, STEPS) == []
+
+
+@pytest.mark.slow
+def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
+    machines: list[Host], undisturbed: Path, tmp_path: Path
+) -> None:
+    limits = ["--comm.train_timeout_seconds=5", "--launch.max_restarts=0"]
+    run = Run(machines, tmp_path / "run", *limits)
+    both = run.start()
+    try:
+        run.until_step(6)
+        machines[1].cut()
+        began = time.monotonic()
+        assert run.end(both, 50) == [exit_codes.LOST_PEER] * 2, run.output()
+        assert time.monotonic() - began < 35  # 5 s of the collective, 15 s in which a rank may end by itself
+    finally:
+        machines[1].join()
+    assert "a collective failed" in run.output()
+    assert run.end(run.start(0)) == [0, 0], run.output()
+    assert "step 4" in run.output() and unequal(undisturbed, run.folder, STEPS) == []
+
+
+@pytest.mark.slow
+def test_a_killed_agent_leads_to_a_restart_of_both_machines(
+    machines: list[Host], undisturbed: Path, tmp_path: Path
+) -> None:
+    run = Run(machines, tmp_path / "run")
+    both = run.start()
+    run.until_step(6)
+    (agent,) = Path(f"/proc/{both[1].pid}/task/{both[1].pid}/children").read_text().split()
+    os.kill(int(agent), signal.SIGKILL)
+    assert run.end(both) == [0, 0] and run.is_done(), run.output()
+    assert run.output().count("restart 1 of 1") == 2
+    assert unequal(undisturbed, run.folder, STEPS) == []

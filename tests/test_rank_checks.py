@@ -1,0 +1,179 @@
+"""Before the first step the odd rank is named; a healthy run passes, with its random numbers and losses unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.pool import Pools
+from titanlite import rank_checks
+from titanlite.exit_codes import CONFIG
+from titanlite.metrics import throughput
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.rendezvous import interface_problem
+from titanlite.rank_checks import RankCheckError, check_ranks
+from titanlite.runs import provenance
+
+TOML = "[optimizer]\nlr = 0.001\n"
+
+
+def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **options: Any) -> tuple[list[str], str]:
+    """Check the ranks; return warnings and the error. hosts: each rank is on one of its own. odd: of the last rank."""
+    rank, is_odd, config = world.rank, world.rank == world.size - 1, TOML
+    with contextlib.ExitStack() as stack:
+
+        def put(target: Any, name: str, value: Any) -> None:
+            stack.enter_context(patch.object(target, name, value))
+
+        stack.enter_context(patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo" if is_odd and odd == "lo" else "eth0"))
+        put(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "docker0")])
+        if hosts:
+            put(socket, "gethostname", lambda: f"node-{rank}")
+        if is_odd and odd == "version":
+            versions = {**provenance.versions(), "torchao": "0.1.0"}
+            put(provenance, "versions", lambda: versions)
+        elif is_odd and odd == "code":
+            package = folder / "package"
+            package.mkdir()
+            (package / "step.py").write_text("")
+            put(rank_checks.titanlite, "__file__", str(package / "__init__.py"))  # type: ignore[attr-defined]
+        elif is_odd and odd == "config":
+            config = TOML.replace("0.001", "0.002") + '[launch]\nenvironment.WANDB_API_KEY = "hidden"\n'
+        elif is_odd and odd == "name":
+            config = TOML + '[job]\nconfig_file = "/other/place.toml"\n'
+        elif is_odd and odd == "device":
+            put(throughput, "_proc_field", lambda *_: "Old CPU")
+        elif is_odd and odd == "clock":
+            put(time, "time", lambda real=time.time: real() + 7.5)
+        elif is_odd and odd == "slow":
+            real = torch.mm
+            put(torch, "mm", lambda *a, **k: (time.sleep(0.1), real(*a, **k)))
+        elif is_odd and odd in ("bits", "flicker"):
+            calls, real = [0], torch.mm
+
+            def flip(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+                real(a, b, out=out)
+                calls[0] += 1
+                if odd == "bits" or calls[0] == 3:
+                    out.view(torch.int32)[7, 9] ^= 1  # the last bit of one number
+
+            put(torch, "mm", flip)
+        elif is_odd and odd == "sum":
+            real_sum = torch.distributed.all_reduce
+            put(torch.distributed, "all_reduce", lambda t, *a: (real_sum(t, *a), t.view(-1)[-1].add_(1)))
+        elif odd == "folder":
+            folder = folder / f"of-{rank}"
+            folder.mkdir()
+            put(rank_checks, "_FOLDER_SECONDS", 0.1)
+        elif is_odd and odd == "late":  # a file that this host sees after a while
+            ready = time.monotonic() + 0.5
+            real_exists = Path.exists
+            put(Path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
+        try:
+            return check_ranks(world, config=config, folder=folder, **options), ""
+        except RankCheckError as error:
+            assert error.exit_code == CONFIG
+            return [], str(error)
+
+
+@pytest.mark.parametrize("odd", ["", "name", "late"])
+def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
+    assert pool(2).run(_check, tmp_path, hosts=True, odd=odd) == [([], "")] * 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ("version", ["torchao: 0.18.0 on rank 0 (node-0), 0.1.0 on rank 1 (node-1)"]),
+        ("code", ["different code of titanlite: files", "on rank 1 (node-1)"]),
+        (
+            "config",
+            ["another config than rank 1 (node-1): optimizer.lr 0.001 -> 0.002", 'WANDB_API_KEY (not set) -> "(r'],
+        ),
+        ("flicker", ["wrong numbers are computed: rank 1 (node-1, local rank 1, CPU ("]),
+        ("bits", ["one of these computes wrong numbers: rank 0 (node-0, local rank 0, CPU (", "rank 1 (node-1"]),
+        ("sum", ["an all-reduce gives a wrong sum on rank 1 (node-1)"]),
+        ("folder", ["is not shared: node-0 writes there, and node-1 cannot see its files", "job.dump_folder"]),
+    ],
+)
+def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
+    pool: Pools, tmp_path: Path, odd: str, words: list[str]
+) -> None:
+    results = pool(2).run(_check, tmp_path, hosts=True, odd=odd)
+    assert results[0] == results[1] and results[0][0] == []
+    assert [word for word in words if word not in results[0][1]] == [], results[0][1]
+    assert not list(tmp_path.rglob(".ranks-*"))
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
+        ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 10"]),
+        ("clock", ["the clock of node-1 is 7.5 s ahead"]),
+        ("lo", ["rank 1 (node-1): GLOO_SOCKET_IFNAME is 'lo' and means lo", "set GLOO_SOCKET_IFNAME to one of eth0"]),
+        ("folder", ["is not shared: node-0 writes there"]),
+    ],
+)
+def test_an_odd_rank_is_named_in_a_warning(pool: Pools, tmp_path: Path, odd: str, words: list[str]) -> None:
+    results = pool(2).run(_check, tmp_path, hosts=True, odd=odd, needs_folder=False)
+    assert results[0] == results[1] and not results[0][1]
+    text = "\n".join(results[0][0])
+    assert [word for word in words if word not in text] == [], text
+
+
+def test_the_clock_interface_and_folder_of_one_host_do_not_matter(pool: Pools, tmp_path: Path) -> None:
+    for odd in ("clock", "lo", "folder"):
+        assert pool(2).run(_check, tmp_path, odd=odd) == [([], "")] * 2
+
+
+def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_path: Path) -> None:
+    _, error = pool(4).run(_check, tmp_path, odd="bits")[0]
+    assert "wrong numbers are computed: rank 3 (" in error and "rank 0" not in error
+
+
+def _state(world: DistEnv, folder: Path) -> bool:
+    def state() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), random.getstate(), torch.are_deterministic_algorithms_enabled()
+
+    before = state()
+    check_ranks(world, config=TOML, folder=folder)
+    return state() == before
+
+
+def test_random_generators_stay_as_they_are(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(_state, tmp_path) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("NCCL_SOCKET_IFNAME", "", ""),
+        ("NCCL_SOCKET_IFNAME", "eth", ""),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", ""),
+        ("NCCL_SOCKET_IFNAME", "=eth", "'=eth', but the interfaces are lo, eth0, docker0: set NCCL_SOCKET_IFNAME to"),
+        ("NCCL_SOCKET_IFNAME", "docker", "means docker0, which other hosts cannot reach"),
+        ("NCCL_SOCKET_IFNAME", "^eth0", "means lo, docker0, which other hosts cannot reach"),
+        ("GLOO_SOCKET_IFNAME", "eth0", ""),
+        ("GLOO_SOCKET_IFNAME", "eth", "'eth', but the interfaces are lo, eth0, docker0"),
+        ("GLOO_SOCKET_IFNAME", "", "the host's name means 127.0.1.1, which other hosts cannot reach"),
+    ],
+)
+def test_interfaces_that_other_hosts_cannot_reach(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "docker0")])
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    found = interface_problem(variable)
+    assert words in found and bool(words) == bool(found)

@@ -1,0 +1,118 @@
+"""`titanlite doctor`: what it finds on machines with faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titanlite.tools import doctor
+from titanlite.tools.cli import main
+from titanlite.tools.doctor import ERROR, OK, WARNING, Finding, checks, examine
+from titanlite.tools.instances import INSTANCES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "launch"
+
+
+def found(check: Callable[[], Iterator[Finding]], status: str) -> str:
+    return "\n".join(f"{one.message} {one.fix}" for one in check() if one.status == status)
+
+
+def test_json_has_every_documented_check_and_no_secret(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    flags = [f"--job.dump_folder={tmp_path}/new/run", "--checkpoint.enable_checkpoint", "--training.compile"]
+    began = time.monotonic()
+    code = main(["doctor", "llama3_8b.toml", *flags, "--float8.enable_float8_linear", "--json"])
+    assert time.monotonic() - began < 10
+    text = capsys.readouterr().out
+    report = json.loads(text)
+    names = {one["check"] for one in report["findings"]}
+    documented = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "local.md").read_text(), re.MULTILINE))
+    assert report["schema"] == 1 and names <= documented == {name.split()[0] for name in checks()} | {"config"}
+    assert {frozenset(one) for one in report["findings"]} == {frozenset(Finding._fields)}
+    folders = [one["message"] for one in report["findings"] if one["check"] == "folder"]
+    assert any(message.startswith(f"{tmp_path}: ") for message in folders)
+    assert "hf_secret" not in text and "a checkpoint takes about 89.7 GiB" in text
+    assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
+
+
+def test_a_check_that_hangs_or_fails_is_a_finding() -> None:
+    def hangs() -> Iterator[Finding]:
+        time.sleep(5)
+        yield Finding("clock", OK, "")
+
+    def fails() -> Iterator[Finding]:
+        yield Finding("efa", OK, "first")
+        raise OSError("broken")
+
+    began = time.monotonic()
+    late, first, failed = examine({"clock": hangs, "efa": fails}, 0.3)
+    assert time.monotonic() - began < 2
+    assert (late.check, late.status, first.message) == ("clock", ERROR, "first")
+    assert failed.status == WARNING and "OSError: broken" in failed.message
+
+
+def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "cannot be written to" in found(lambda: doctor._folder(Path("/proc")), ERROR)
+    assert found(lambda: doctor._folder(tmp_path), ERROR) == ""
+    assert doctor.file_system(Path("/proc/self")) == "proc"
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 60)
+    assert re.search(r"differs by \+(59|60) s", found(lambda: doctor._folder(tmp_path), WARNING))
+
+
+def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(doctor, "interfaces", lambda: {"lo": "127.0.0.1", "ens5": "10.0.0.7"})
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
+    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=ens5" in found(doctor._network, WARNING)
+    monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
+    assert "gloo takes ens5" in found(doctor._network, OK) and not found(doctor._network, WARNING)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert "no interface eth0 has an address" in found(doctor._network, ERROR)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^docker")
+    assert found(doctor._network, ERROR) == ""
+
+
+def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "nvidia-smi"
+    rows = "0, NVIDIA A100, 550.1, 40960, 12, 8.0, 3\\n1, NVIDIA H100, 550.1, 81920, 5000, 9.0, [N/A]\\n"
+    tool.write_text(
+        f'#!/bin/sh\ncase "$1" in --query*) printf "{rows}" ;; *) echo "Driver 550.1  CUDA Version: 12.4 " ;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    healthy, errors, warnings = (found(doctor._gpus, status) for status in (OK, ERROR, WARNING))
+    assert "GPU 0: NVIDIA A100, 40960 MiB, capability 8.0 (no float8 products)" in healthy
+    assert "GPU 0: 3 uncorrected memory errors" in errors and "GPU 1" not in errors
+    assert "GPU 1: 5000 MiB are in use" in warnings and "GPU 0" not in warnings
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "torch is built for the CPU" in found(doctor._torch, ERROR)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "the driver knows CUDA 12, torch needs 13.0" in found(doctor._torch, ERROR)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert "nvidia-smi fails" in found(doctor._gpus, ERROR)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=64 << 20, free=0))
+    assert "NCCL needs more" in found(doctor._limits, ERROR)
+
+
+def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
+    rows = re.findall(
+        r"^\| (`.*) \| (\d) x (\S+) \| (\d+) GB \| (\S+) \| (\S+) \|$", (DOCS / "README.md").read_text(), re.M
+    )
+    documented = {
+        name: (gpu, int(gpus), int(memory), int(efa.replace("–", "0")), rdma == "yes")
+        for names, gpus, gpu, memory, efa, rdma in rows
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+    assert documented == {name: tuple(one) for name, one in INSTANCES.items()}

@@ -1,0 +1,105 @@
+"""`titanlite run`: what torchrun is given, and what is refused before."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite import exit_codes
+from titanlite.tools import run
+from titanlite.tools.cli import main
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Run the command up to torchrun; return its command line, or an error's code."""
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for name in ("NGPU", "LOG_RANK", "FORCE_COLOR", "NO_COLOR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Started(BaseException):
+        pass
+
+    def execv(_: str, words: list[str]) -> None:
+        raise Started(" ".join(words[1:]))
+
+    monkeypatch.setattr(os, "execv", execv)
+
+    def start(*words: str) -> str | int:
+        try:
+            return main(["run", *words])
+        except Started as started:
+            return str(started)
+
+    return start
+
+
+def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NGPU", "3")
+    monkeypatch.setenv("LOG_RANK", "0,2")
+    given = start("debug_model.toml", "--job.description", "two words")
+    assert given.startswith("-m titanlite.torchrun --nproc_per_node 3 --rdzv_backend c10d --rdzv_endpoint localhost:0 ")
+    assert "--local-ranks-filter 0,2 --role rank --tee 3 --log-dir " in given
+    assert given.endswith(" -m titanlite train --job.config_file debug_model.toml --job.description two words")
+    assert "--nproc_per_node 2 " in start("debug_model.toml", "--nproc", "2")  # before NGPU
+
+
+def test_one_of_several_machines(start) -> None:
+    given = start("debug_model.toml", "--nproc=1", "--nnodes=2", "--node-rank=1", "--master=10.0.0.1")
+    assert "--nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 29400 --local" in given
+    assert "rdzv" not in given
+    assert start("debug_model.toml", "--nproc=1", "--nnodes=2") == exit_codes.CONFIG
+    wrong = ["--nproc=1", "--nnodes=2", "--master=a", "--node-rank=2"]
+    assert start("debug_model.toml", *wrong) == exit_codes.CONFIG
+    fit = ["debug_model.toml", "--nproc=1", "--master=a", "--training.tensor_parallel_degree=2"]
+    assert start(*fit) == exit_codes.CONFIG  # one rank
+    assert "--nnodes 2" in start(*fit, "--nnodes=2")
+
+
+def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "--local-ranks-filter 0 --redirects 1:3,2:3 --log-dir " in start("debug_model.toml", "--nproc=3")
+    assert "--local-ranks-filter 0 -m titanlite train" in start("debug_model.toml", "--nproc=1")
+    assert "--tee 3 " in start("debug_model.toml", "--nproc=16") and os.environ.pop("FORCE_COLOR") == "1"
+    monkeypatch.setenv("LOG_RANK", "1")
+    assert "--local-ranks-filter 1 --role rank --tee 3 " in start("debug_model.toml", "--nproc=3")
+    os.environ.pop("FORCE_COLOR")
+
+
+def test_one_rank_per_visible_gpu(start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: NVIDIA"; done\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "--nproc_per_node 4 " in start("debug_model.toml") and "OMP_NUM_THREADS" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert "--nproc_per_node 2 " in start("debug_model.toml")
+    monkeypatch.setenv("NGPU", "5")
+    assert start("debug_model.toml") == exit_codes.CONFIG and "2 GPU(s)" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run.count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"), [("NGPU", "0", "NGPU: expected an integer"), ("LOG_RANK", "2", "from 0 to 1")]
+)
+def test_wrong_settings_are_named(start, monkeypatch: pytest.MonkeyPatch, capsys, name, value, text) -> None:
+    monkeypatch.setenv(name, value)
+    assert start("debug_model.toml") == exit_codes.CONFIG and text in capsys.readouterr().err
+
+
+def test_later_files_win(start, tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.toml").write_text("[training]\nsteps = 3\nseq_len = 64\n")
+    (tmp_path / "b.toml").write_text("[training]\nsteps = 4\n")
+    files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
+    assert f"--job.config_file {' '.join(files)}" in start(*files, "--nproc=1")
+    assert main(["config", "check", *files, "--world-size=1"]) == 0
+    assert "4 steps" in capsys.readouterr().out
+    assert main(["config", "check", *files[::-1], "--training.seq_len=32", "--world-size=1"]) == 0
+    assert "3 steps" in capsys.readouterr().out

@@ -1,0 +1,419 @@
+"""Checks of all ranks before the first step: equal versions, code and config, sound devices, a shared folder.
+
+    warnings = check_ranks(world, config=run.toml, folder=Path("/shared/run"))      # all ranks together
+
+A difference between ranks ends the run here, with the ranks and hosts that differ. All else that is odd is a warning.
+The check draws no number from torch's or Python's generators and frees what it allocates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import titanlite
+from titanlite import exit_codes
+from titanlite.metrics.throughput import device_name
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.rendezvous import INTERFACES, interface_problem
+from titanlite.runs import provenance
+from titanlite.utils import counted, human_bytes, human_time, logger
+
+T = TypeVar("T")
+
+#: Seconds between the clocks of two hosts from which they are reported.
+CLOCK_SECONDS = 2.0
+#: A product that takes so many times the median is reported. Programs share the cores of a CPU.
+SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
+#: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
+_USED_SHARE, _CONTEXT_BYTES = 0.1, 1 << 29
+#: Seconds in which another host must see a new file; file systems keep what they have read of a folder for a while.
+_FOLDER_SECONDS = 5.0
+#: Elements of the all-reduce, and rows of the matrices.
+_ELEMENTS, _ROWS = {"cuda": 1 << 24, "cpu": 1 << 18}, {"cuda": 4096, "cpu": 256}
+#: Seconds of products on a GPU, whose clock needs some time to rise, and products at least.
+_WARM_SECONDS, _PRODUCTS = 0.15, 6
+_MOST_NAMED = 8
+
+
+class RankCheckError(RuntimeError):
+    """The ranks differ, or one of them computes wrong results. All ranks raise it."""
+
+    exit_code = exit_codes.CONFIG
+    together = True
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank says about itself before anything is measured."""
+
+    number: int
+    host: str
+    #: Tells machines with one name apart.
+    boot: str
+    local_rank: int
+    device: str
+    #: Ranks of the same kind must compute the same bits.
+    kind: str
+    #: Bytes of a GPU, free and in all.
+    memory: tuple[int, int] | None
+    versions: dict[str, str]
+    driver: str
+    #: Hashes of titanlite's own files and of the config.
+    code: str
+    config: str
+    interfaces: tuple[str, ...]
+    #: The file that rank 0 has written to the run's folder.
+    probe: str
+
+    def __str__(self) -> str:
+        return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.device})"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Results of one rank; times in seconds."""
+
+    #: Whether each element of the all-reduce was right; the fastest one, and the fastest of four bytes.
+    sum_is_right: bool
+    sum_seconds: float
+    latency: float
+    product_seconds: float
+    #: Of each product's bits.
+    digests: tuple[int, ...]
+    #: Its clock right after a collective.
+    clock: float
+    sees_folder: bool
+
+
+def check_ranks(
+    world: DistEnv, *, config: str = "", folder: Path | None = None, needs_folder: bool = True
+) -> list[str]:
+    """Compare and try all ranks; log findings on rank 0 and return them. All ranks call it together.
+
+    config: TOML text that must be equal. folder: must be one folder for all hosts; None: not checked.
+    needs_folder: a folder that is not shared is an error, else a warning.
+    Raises RankCheckError on all ranks.
+    """
+    if world.size == 1:
+        return []
+    began = time.perf_counter()
+    probe = _write_probe(folder) if world.rank == 0 and folder is not None else None
+    try:
+        ranks = _gather(_describe(world, config, probe))
+        if problems := [*_version_problems(ranks), *_code_problems(ranks), *_config_problems(ranks, config)]:
+            raise RankCheckError("\n".join(problems))
+        firsts = list({(rank.host, rank.boot): rank for rank in reversed(ranks)}.values())  # one of each host
+        asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
+        found = _gather(_measure(world, asked is None or _sees(asked / Path(ranks[0].probe).name)))
+    finally:
+        if probe is not None:
+            probe.unlink(missing_ok=True)
+    problems = _result_problems(ranks, found)
+    warnings = [*_device_warnings(ranks), *_speed_warnings(ranks, found, world.device.type)]
+    if len(firsts) > 1:
+        warnings += [*_clock_warnings(firsts, found), *_interface_warnings(ranks)]
+    if blind := [rank for rank, result in zip(ranks, found, strict=True) if not result.sees_folder]:
+        text = _folder_text(ranks[0], blind)
+        (problems if needs_folder else warnings).append(text)
+    if problems:
+        raise RankCheckError("\n".join(problems))
+    if world.rank == 0:
+        for warning in warnings:
+            logger.warning(warning)
+        size, slowest = 4 * _ELEMENTS[world.device.type], max(result.sum_seconds for result in found)
+        product = median(result.product_seconds for result in found)
+        logger.info(
+            f"{world.size} ranks on {counted(len(firsts), 'hosts')} agree, checked in "
+            f"{human_time(time.perf_counter() - began)}: all-reduce of {human_bytes(size)} {size / slowest / 1e9:.3g} "
+            f"GB/s, of 4 bytes {max(result.latency for result in found) * 1e6:.0f} µs, product "
+            f"{2 * _ROWS[world.device.type] ** 3 / product / 1e12:.3g} TFLOPS"
+        )
+    return warnings
+
+
+# What ranks say
+
+
+def _describe(world: DistEnv, config: str, probe: Path | None) -> Rank:
+    versions = {**provenance.versions(), "torch": torch.__version__, "CUDA": str(torch.version.cuda)}
+    name, memory, driver = device_name(world.device), None, ""
+    kind = f"{name}, {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    if world.device.type == "cuda":
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        memory, kind = torch.cuda.mem_get_info(world.device), name
+        driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
+    variables = INTERFACES if world.device.type == "cuda" else INTERFACES[:1]
+    return Rank(
+        number=world.rank,
+        host=socket.gethostname(),
+        boot=_read("/proc/sys/kernel/random/boot_id"),
+        local_rank=world.local_rank,
+        device=name,
+        kind=kind,
+        memory=memory,
+        versions=versions,
+        driver=driver,
+        code=_code_hash(),
+        config=hashlib.sha256(config.encode()).hexdigest(),
+        interfaces=tuple(text for text in map(interface_problem, variables) if text),
+        probe=str(probe or ""),
+    )
+
+
+def _code_hash() -> str:
+    """Return a hash of titanlite's files; of the commands none, which no run imports."""
+    root, digest = Path(titanlite.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        if "tools" not in path.relative_to(root).parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _gather(value: T) -> list[T]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+# Differences
+
+
+def _version_problems(ranks: Sequence[Rank]) -> list[str]:
+    names = dict.fromkeys(name for rank in ranks for name in rank.versions)
+    by_name = [(name, _by_value(ranks, partial(_version, name))) for name in names]
+    differ = [f"{name}: {_shares(groups)}" for name, groups in by_name if len(groups) > 1]
+    return [f"the ranks have different versions of {'; '.join(differ)}. Install the same on all hosts"] * bool(differ)
+
+
+def _version(name: str, rank: Rank) -> str:
+    return rank.versions.get(name, "none")
+
+
+def _code_problems(ranks: Sequence[Rank]) -> list[str]:
+    if len(_by_value(ranks, lambda rank: rank.code)) == 1:
+        return []
+    commits = _gather(str(provenance.git_state().record.get("commit", "no commit"))[:12])
+    groups = _by_value(ranks, lambda rank: f"files {rank.code[:8]}, commit {commits[rank.number]}")
+    return [f"the ranks run different code of titanlite: {_shares(groups)}. Install the same on all hosts"]
+
+
+def _config_problems(ranks: Sequence[Rank], config: str) -> list[str]:
+    groups = _by_value(ranks, lambda rank: rank.config)
+    if len(groups) == 1:
+        return []
+    texts, problems = _gather(provenance.config_text(config)), []
+    for group in list(groups.values())[1:]:
+        changes = provenance.config_changes(texts[ranks[0].number], texts[group[0].number])
+        if changes:  # a file with another name is no difference
+            shown = ", ".join(f"{key} {change}" for key, change in list(changes.items())[:_MOST_NAMED])
+            problems.append(f"rank 0 has another config than {_named(group)}: {shown}. Start all ranks with one file")
+    return problems
+
+
+# Devices and network
+
+
+def _device_warnings(ranks: Sequence[Rank]) -> list[str]:
+    warnings = []
+    shown: dict[str, Callable[[Rank], str]] = {
+        "devices": lambda rank: rank.device,
+        "drivers": lambda rank: rank.driver,
+        "sizes of GPU memory": lambda rank: human_bytes(rank.memory[1]) if rank.memory else "",
+    }
+    for what, value in shown.items():
+        groups = _by_value(ranks, value)
+        if len(groups) > 1:
+            warnings.append(f"the ranks have different {what}: {_shares(groups)}. The slowest decides the speed")
+    for rank in ranks:
+        free, total = rank.memory or (0, 0)
+        if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
+            warnings.append(
+                f"{rank}: only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process "
+                f"uses the GPU, see nvidia-smi on {rank.host}"
+            )
+    return warnings
+
+
+def _interface_warnings(ranks: Sequence[Rank]) -> list[str]:
+    groups: dict[str, list[Rank]] = defaultdict(list)
+    for rank in ranks:
+        for problem in rank.interfaces:
+            groups[problem].append(rank)
+    return [f"{_named(group)}: {problem}" for problem, group in groups.items()]
+
+
+def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
+    clocks = {rank.host: found[rank.number].clock for rank in firsts}
+    usual = median_low(clocks.values())
+    return [
+        f"the clock of {host} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times in logs do "
+        "not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl set-ntp true)"
+        for host, clock in sorted(clocks.items())
+        if abs(clock - usual) > CLOCK_SECONDS
+    ]
+
+
+# Measurements
+
+
+def _measure(world: DistEnv, sees_folder: bool) -> Measured:
+    kind, one = world.device.type, torch.ones(1, device=world.device)
+    latency = min(_timed(world.device, partial(dist.all_reduce, one)) for _ in range(5))
+    clock = time.time()
+    base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
+    sums, right = [], True
+    for _ in range(3):
+        total = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
+        sums.append(_timed(world.device, partial(dist.all_reduce, total)))
+        right &= bool((total == world.size * base + sum(rank % 64 for rank in range(world.size))).all())
+    del base, total
+    seconds, digests = products(world.device)
+    if kind == "cuda":  # the run's own peaks begin with the model
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(world.device)
+    return Measured(right, min(sums), latency, seconds, digests, clock, sees_folder)
+
+
+def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
+    """Return the seconds of the fastest product of two fixed matrices, and the digests of the products."""
+    rows, generator = _ROWS[device.type], torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(rows, rows, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    made, fastest = torch.empty_like(a), float("inf")
+    digests: list[int] = []
+    until = time.perf_counter() + (_WARM_SECONDS if device.type == "cuda" else 0.0)
+    while len(digests) < _PRODUCTS or time.perf_counter() < until:
+        fastest = min(fastest, _timed(device, lambda: torch.mm(a, b, out=made)))
+        bits = made.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
+        digests.append(int(bits.sum(dtype=torch.int64)))
+    return fastest, tuple(dict.fromkeys(digests))
+
+
+def _timed(device: torch.device, work: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
+    problems = []
+    if wrong := [rank for rank, result in zip(ranks, found, strict=True) if not result.sum_is_right]:
+        problems.append(f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and test them")
+    for group in _by_value(ranks, lambda rank: rank.kind).values():
+        common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
+        odd = [rank for rank in group if len(found[rank.number].digests) > 1]  # its own products differ
+        if not odd and votes < len(group):
+            odd = [rank for rank in group if found[rank.number].digests != common or 2 * votes <= len(group)]
+        if odd:
+            names = _named(odd, details=True)
+            which = "one of these computes wrong numbers" if len(odd) == len(group) else "wrong numbers are computed"
+            problems.append(
+                f"the same matrix product has other bits: {which}: {names}. Leave the host out, and test it"
+            )
+    return problems
+
+
+def _speed_warnings(ranks: Sequence[Rank], found: Sequence[Measured], device_type: str) -> list[str]:
+    warnings = []
+    for group in _by_value(ranks, lambda rank: rank.kind).values():
+        middle = median_low(found[rank.number].product_seconds for rank in group)  # of two the faster one
+        for rank in group:
+            factor = found[rank.number].product_seconds / middle
+            if factor > SLOW_FACTOR[device_type]:
+                warnings.append(
+                    f"{rank} is slow: a matrix product takes {found[rank.number].product_seconds * 1e3:.2f} ms, "
+                    f"{factor:.1f} times as long as on the others. The others will wait for it at every step: look for "
+                    "other programs there and for a low clock (nvidia-smi -q -d PERFORMANCE), or leave the host out"
+                )
+    return warnings
+
+
+# The folder
+
+
+def _write_probe(folder: Path) -> Path | None:
+    """Write a file with a new name. None: rank 0 itself cannot write, which its other files will tell."""
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".ranks-{uuid.uuid4().hex}"
+        probe.write_bytes(b"")
+        return probe
+    return None
+
+
+def _sees(probe: Path) -> bool:
+    until = time.monotonic() + _FOLDER_SECONDS
+    while not probe.exists():
+        if time.monotonic() > until:
+            return False
+        for folder in (probe.parent.parent, probe.parent):  # a network file system looks again
+            with contextlib.suppress(OSError):
+                os.listdir(folder)
+        time.sleep(0.2)
+    return True
+
+
+def _folder_text(writer: Rank, blind: Sequence[Rank]) -> str:
+    hosts = ", ".join(sorted({rank.host for rank in blind})[:_MOST_NAMED])
+    return (
+        f"the folder {os.path.dirname(writer.probe)!r} is not shared: {writer.host} writes there, and {hosts} cannot "
+        "see its files. Each host would keep its own part of a checkpoint: set job.dump_folder or checkpoint.folder to "
+        "a folder of a file system that all hosts mount, or checkpoint.folder to an s3:// URL"
+    )
+
+
+# Names
+
+
+def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], Hashable]) -> dict[Hashable, list[Rank]]:
+    groups: dict[Hashable, list[Rank]] = defaultdict(list)
+    for rank in ranks:
+        groups[value(rank)].append(rank)
+    return groups
+
+
+def _shares(groups: dict[Hashable, list[Rank]]) -> str:
+    return ", ".join(f"{value} on {_named(group)}" for value, group in groups.items())
+
+
+def _named(ranks: Sequence[Rank], details: bool = False) -> str:
+    """Return `ranks 0-3, 6 (host-1, host-2)`."""
+    if details and len(ranks) <= _MOST_NAMED:
+        return ", ".join(map(str, ranks))
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank.number - 1:
+            spans[-1][1] = rank.number
+        else:
+            spans.append([rank.number, rank.number])
+    numbers = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans[:_MOST_NAMED])
+    hosts = list(dict.fromkeys(rank.host for rank in ranks))
+    more = f" and {len(hosts) - _MOST_NAMED} more" if len(hosts) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {numbers} ({', '.join(hosts[:_MOST_NAMED])}{more})"

@@ -1,0 +1,48 @@
+"""A script that starts a run by torchrun on this machine, or on each of several."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import NoReturn
+
+from titanlite.tools.instances import network_environment
+from titanlite.tools.launch import CONFIG, Job, LaunchError, render
+
+FILE = "run.sh"
+#: A start that fails sooner is likely to fail again.
+_QUICK_SECONDS = 300
+
+
+def files(job: Job) -> dict[str, str]:
+    """Return the script by its name in the job's folder."""
+    launch = job.launch
+    values = {
+        "name": job.name,
+        "nodes": launch.nodes,
+        "ranks": job.ranks,
+        "folder": os.getcwd(),
+        "file": shlex.quote(str(job.folder / FILE)),
+        "environment": {**({} if launch.cpu else network_environment(job.instance)), **launch.environment},
+        "python": sys.executable,
+        "config": str(job.folder / CONFIG),
+        "max_restarts": launch.max_restarts,
+        "quick_seconds": _QUICK_SECONDS,
+    }
+    return {FILE: render("local.sh.jinja", values)}
+
+
+def advice(job: Job) -> str:
+    """Return how to start the script."""
+    start = f"bash {shlex.quote(str(job.folder / FILE))}"
+    if job.launch.nodes == 1:
+        return f"start it with: {start}"
+    return f"start it on each machine: {start} NUMBER ADDRESS, with NUMBER from 0, and the address of machine 0"
+
+
+def submit(job: Job) -> NoReturn:
+    """Become the script. Raises LaunchError for a run of several machines."""
+    if job.launch.nodes > 1:
+        raise LaunchError(f"launch local starts nothing on other machines; {advice(job)}")
+    os.execv("/bin/bash", ["bash", str(job.folder / FILE)])
