@@ -72,7 +72,7 @@ def make_folder(
 CONFIG = f"""\
 [job]
 extends = ["{ROOT}/train_configs/debug_model.toml"]
-dump_folder = "${{SM_OUTPUT_DIR}}/../checkpoints"
+dump_folder = "../checkpoints"
 [training]
 steps = 4
 seq_len = 64
