@@ -11,7 +11,7 @@ import pytest
 from tests.golden_run import GoldenRun
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
-from titanlite.metrics.console import fsdp_line
+from titanlite.metrics.console import aws_fsdp_line
 from titanlite.tools import launch_sagemaker
 from titanlite.tools.cli import main
 from titanlite.tools.launch import LaunchError, prepare
@@ -70,8 +70,8 @@ def test_the_regular_expressions_find_the_figures_of_a_real_log(golden: GoldenRu
 def test_the_regular_expressions_find_the_figures_of_the_other_style() -> None:
     from datetime import datetime
 
-    line = fsdp_line({"step": 12, "loss": 2.5, "samples_per_second": 3.25, "lr": 3e-4}, datetime.now())
-    found = {name: float(re.findall(regex, line)[0]) for name, regex in launch_sagemaker.METRICS["fsdp"].items()}
+    line = aws_fsdp_line({"step": 12, "loss": 2.5, "samples_per_second": 3.25, "lr": 3e-4}, datetime.now())
+    found = {name: float(re.findall(regex, line)[0]) for name, regex in launch_sagemaker.METRICS["aws_fsdp"].items()}
     assert found == {"step": 12, "loss": 2.5, "samples_per_second": 3.25, "learning_rate": 3e-4}
 
 

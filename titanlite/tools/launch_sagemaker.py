@@ -27,7 +27,7 @@ METRICS = {
         "learning_rate": rf" lr: +{_NUMBER}",
         "mfu": rf"mfu: +{_NUMBER}%",
     },
-    "fsdp": {
+    "aws_fsdp": {
         "step": "Batch ([0-9]+) Loss",
         "loss": rf"Loss: {_NUMBER}",
         "samples_per_second": rf"Speed: {_NUMBER} samples/sec",
@@ -71,7 +71,7 @@ def files(job: Job) -> dict[str, str]:
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
             **launch.environment,
         },
-        "metrics": METRICS.get(job.run.metrics.log_style, METRICS["fsdp"]),
+        "metrics": METRICS[job.run.metrics.log_style],
         "tensorboard": tensorboard,
         "channels": launch.channels,
     }

@@ -34,15 +34,25 @@ trainer = (
             source_dir="/home/me/llama3_1_8b/launch",
             ignore_patterns=["*.py", "*.log", "*.sbatch", "*.yaml"],
             command=COMMAND,
-            args=["--job.dump_folder=/opt/ml/checkpoints", "--metrics.save_tb_folder=/opt/ml/output/tensorboard"],
+            args=[
+                "--job.dump_folder=/opt/ml/checkpoints",
+                "--metrics.save_tb_folder=/opt/ml/output/tensorboard",
+            ],
         ),
-        compute=Compute(instance_type="ml.p5.48xlarge", instance_count=2, enable_managed_spot_training=True),
+        compute=Compute(
+            instance_type="ml.p5.48xlarge",
+            instance_count=2,
+            enable_managed_spot_training=True,
+        ),
         stopping_condition=StoppingCondition(
             max_runtime_in_seconds=259200,
             max_wait_time_in_seconds=518400,  # the wait for spot machines and the run together
         ),
         # SageMaker copies this folder to S3 all along, and back before the job starts again.
-        checkpoint_config=CheckpointConfig(s3_uri="s3://my-bucket/llama3-1-8b/run", local_path="/opt/ml/checkpoints"),
+        checkpoint_config=CheckpointConfig(
+            s3_uri="s3://my-bucket/llama3-1-8b/run",
+            local_path="/opt/ml/checkpoints",
+        ),
         environment={
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "110",
@@ -65,13 +75,16 @@ trainer = (
     )
     .with_tensorboard_output_config(
         TensorBoardOutputConfig(
-            s3_output_path="s3://my-bucket/llama3-1-8b/tensorboard", local_path="/opt/ml/output/tensorboard"
+            s3_output_path="s3://my-bucket/llama3-1-8b/tensorboard",
+            local_path="/opt/ml/output/tensorboard",
         )
     )
 )
 
 if __name__ == "__main__":
     # The container has each channel as a folder, and its path as SM_CHANNEL_NAME.
-    channels = {"train": "s3://my-bucket/c4"}
+    channels = {
+        "train": "s3://my-bucket/c4",
+    }
     inputs = [InputData(channel_name=name, data_source=url) for name, url in channels.items()]
     trainer.train(input_data_config=inputs, wait=False)
