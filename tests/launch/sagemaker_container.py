@@ -45,6 +45,7 @@ def make_folder(
 ) -> Path:
     """Make /opt/ml of one host as SageMaker does."""
     group = {"instance_group_name": "homogeneousCluster", "instance_type": "ml.c5.xlarge", "hosts": list(hosts)}
+    hyperparameters = {"sagemaker_program": "train.py", "sagemaker_submit_directory": "s3://none", **hyperparameters}
     config = {
         "hyperparameters": {name: json.dumps(value) for name, value in hyperparameters.items()},
         "resourceconfig": {
@@ -71,7 +72,7 @@ def make_folder(
 CONFIG = f"""\
 [job]
 extends = ["{ROOT}/train_configs/debug_model.toml"]
-dump_folder = "${{SM_OUTPUT_DIR}}/../checkpoints"
+dump_folder = "../checkpoints"
 [training]
 steps = 4
 seq_len = 64

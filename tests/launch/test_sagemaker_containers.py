@@ -92,30 +92,6 @@ def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
     assert "optimizer.lr: expected a number" in (wrong / "output" / "failure").read_text()
 
 
-def test_two_hosts_need_a_checkpoint_folder_that_both_see(
-    train: Path, hosts: list[namespaces.Host], tmp_path: Path
-) -> None:
-    names = [host.name for host in hosts]
-
-    def run(name: str, **more: object) -> list[Path]:
-        values = {**_VALUES, **_DISTRIBUTED, **more}
-        folders = [make_folder(tmp_path / name / host, host, names, values) for host in names]
-        started = [_start(train, host, ml, **_TORCHRUN) for host, ml in zip(hosts, folders, strict=True)]
-        codes = [process.wait(180) for process in started]
-        assert codes == [0, 0] or name == "local", (folders[0] / "log").read_text()[-3000:]
-        return folders
-
-    first, _ = run("local")
-    said = (first / "output" / "failure").read_text() + (first / "log").read_text()
-    assert "checkpoints' is not shared: algo-1 writes there" in said and "s3://" in said
-    shared = {"checkpoint.folder": str(tmp_path / "shared")}
-    run("shared", **shared)
-    first, second = run("again", **shared, **{"training.steps": 6})
-    # Rank 0 has chosen the checkpoint: the folders of the hosts were empty.
-    assert [row[0] for row in rows(first / "checkpoints")] == [5, 6]
-    assert not (second / "checkpoints" / "metrics.jsonl").exists()
-
-
 @pytest.fixture
 def opt_ml() -> Iterator[str]:
     folder, new = Path("/opt/ml"), not Path("/opt/ml").exists()
@@ -123,6 +99,34 @@ def opt_ml() -> Iterator[str]:
     yield str(folder)
     if new:
         folder.rmdir()
+
+
+def test_two_hosts_need_a_checkpoint_folder_that_both_see(
+    train: Path, hosts: list[namespaces.Host], opt_ml: str, tmp_path: Path
+) -> None:
+    names = [host.name for host in hosts]
+
+    def run(name: str, **more: object) -> list[Path]:
+        values = {**_VALUES, **_DISTRIBUTED, **more}
+        folders = [make_folder(tmp_path / name / host, host, names, values) for host in names]
+        started = []
+        for host, ml in zip(hosts, folders, strict=True):
+            env, log = {"CURRENT_HOST": host.name, **_TORCHRUN}, (ml / "log").open("w")
+            mounts = {opt_ml: str(ml)}
+            started.append(host.popen([train], env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT))
+        codes = [process.wait(180) for process in started]
+        assert codes == ([1, 1] if name == "local" else [0, 0]), (folders[0] / "log").read_text()[-3000:]
+        return folders
+
+    first, _ = run("local")
+    said = (first / "output" / "failure").read_text()
+    assert "is not shared" in said and "checkpoint.folder to an s3:// URL" in said
+    shared = {"checkpoint.folder": str(tmp_path / "shared")}
+    run("shared", **shared)
+    first, second = run("again", **shared, **{"training.steps": 6})
+    # Rank 0 has chosen the checkpoint: the run folders of the hosts were empty.
+    assert [row[0] for row in rows(first / "checkpoints")] == [5, 6]
+    assert not (second / "checkpoints" / "metrics.jsonl").exists()
 
 
 def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(

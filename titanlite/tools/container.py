@@ -91,6 +91,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
         variables |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
     variables |= {f"SM_CHANNEL_{name.upper()}": f"{base}/input/data/{name}" for name in read("inputdataconfig")}
     variables |= {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": here, "SM_MODEL_DIR": f"{base}/model"}
+    variables["SM_OUTPUT_DIR"] = f"{base}/output"
     ranks = os.environ.get("NGPU") or str(max(1, _gpus()))
     command = [sys.executable, "-m", "titanlite.torchrun", "--nnodes", str(len(hosts)), "--nproc_per_node", ranks]
     command += ["--node_rank", str(hosts.index(here)), "--master_addr", hosts[0], "--master_port", str(_PORT)]
