@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from titanlite.tools.instances import INSTANCES, network_environment
 _PORT = 7777
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: list[str]) -> int:
     """Run a command to its end; return its exit code, or 128 plus the number of the signal that ended it."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD)
     # A blocked signal waits for sigwait: none is lost, not even for process 1, which the kernel shields from others.
