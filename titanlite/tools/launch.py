@@ -112,12 +112,13 @@ def _instance(launch: Launch, place: str) -> Instance | None:
     """Return the instance type of section `[launch]`; None: the section names none."""
     if not launch.instance_type:
         return None
-    if launch.instance_type not in INSTANCES:
-        close = ", ".join(nearest(launch.instance_type, list(INSTANCES), 3))
+    name = launch.instance_type.removeprefix("ml.")  # as SageMaker and HyperPod write it
+    if name not in INSTANCES:
+        close = ", ".join(nearest(name, list(INSTANCES), 3))
         advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
         message = f"no instance type {launch.instance_type!r} is known"
         raise ConfigError([Problem(place, "launch.instance_type", message, advice)])
-    return INSTANCES[launch.instance_type]
+    return INSTANCES[name]
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
