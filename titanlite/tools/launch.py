@@ -104,6 +104,9 @@ def prepare(argv: list[str]) -> Job:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
+    if instance and ranks > instance.gpus and not launch.cpu:
+        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): each rank needs one of its own"
+        raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
