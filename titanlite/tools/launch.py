@@ -17,7 +17,7 @@ from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
-from titanlite.runs.provenance import config_text
+from titanlite.runs.provenance import REMOVED, config_text
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.tools.instances import INSTANCES, Instance
 from titanlite.utils import Style
@@ -98,6 +98,7 @@ def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
     launch = first.launch
+    _check_environment(launch, loaded.place("launch.environment"))
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if not ranks:
@@ -109,6 +110,21 @@ def prepare(argv: list[str]) -> Job:
         raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
+
+
+def _check_environment(launch: Launch, place: str) -> None:
+    """Refuse what is no name of a variable, and values that `config_text` removed. Raises ConfigError."""
+    problems = []
+    for name, value in launch.environment.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            message = "a name of a variable has letters, digits and _, and no digit at its start"
+            problems.append(Problem(place, f"launch.environment.{name}", message))
+        elif value == REMOVED:
+            message = f"{value!r} stands for a secret that launch/{CONFIG} does not have"
+            advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
+            problems.append(Problem(place, f"launch.environment.{name}", message, advice))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
