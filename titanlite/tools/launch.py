@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.not_implemented import refused
 from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
@@ -97,6 +98,8 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
+    if problems := refused(loaded):
+        raise ConfigError(problems)
     launch = first.launch
     _check_environment(launch, loaded.place("launch.environment"))
     instance = _instance(launch, loaded.place("launch.instance_type"))
