@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -87,6 +88,9 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     job = prepare([*files_of(arguments), *flags])
     system: Any = import_module(_SYSTEMS[arguments.system])
     files: dict[str, str] = system.files(job)
+    if not job.run.checkpoint.enable_checkpoint:
+        warning = "checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0"
+        print(f"warning: {warning}", file=sys.stderr)
     if arguments.dry_run:
         return "\n".join(files.values()).rstrip(), exit_codes.DONE
     write(job, files)
