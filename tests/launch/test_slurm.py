@@ -204,6 +204,10 @@ def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> 
     assert "exec python -m" in text and "export NCCL_DEBUG='it'\"'\"'s on'" in text
 
 
+_FOLDERS = [
+    *("--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"),
+    *("--job.dump_folder=/fsx/run", "--checkpoint.enable_checkpoint"),
+]
 _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' ", r"variables=\S*,NCCL_DEBUG ")
 
 
@@ -214,6 +218,7 @@ _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' 
         ([], "launch.gpus_per_node", "not known"),
         (["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"], "tensor_parallel_degree", "divide"),
         (["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"], "job.dump_folder", "/fsx: not all machines"),
+        ([*_FOLDERS, "--checkpoint.folder=/tmp/x"], "checkpoint.folder", "/tmp/x is outside of launch.shared_dir, /fsx"),
         (["--launch.gpus_per_node=8", "--launch.time_limit=0:03:59"], "launch.notice_seconds", "120 s"),
     ],
 )
