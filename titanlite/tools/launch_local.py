@@ -25,7 +25,12 @@ def files(job: Job) -> dict[str, str]:
         "ranks": job.ranks,
         "folder": os.getcwd(),
         "file": shlex.quote(str(job.folder / FILE)),
-        "environment": {**({} if launch.cpu else network_environment(job.instance)), **launch.environment},
+        "environment": {
+            # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+            **({} if launch.cpu else network_environment(job.instance)),
+            **launch.environment,
+        },
         "python": sys.executable,
         "config": str(job.folder / CONFIG),
         "stopped": str(job.folder / "stopped"),

@@ -39,6 +39,7 @@ def files(job: Job) -> dict[str, str]:
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
             **launch.environment,
         },
