@@ -28,7 +28,7 @@ def files(job: Job) -> dict[str, str]:
         "environment": {
             # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-            **({} if launch.cpu else network_environment(job.instance)),
+            **({} if launch.cpu else network_environment(job.instance, efa=launch.nodes > 1)),
             **launch.environment,
         },
         "python": sys.executable,

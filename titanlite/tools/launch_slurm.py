@@ -40,7 +40,7 @@ def files(job: Job) -> dict[str, str]:
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
+            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance, efa=launch.nodes > 1)),
             **launch.environment,
         },
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
