@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host, hosts, missing
 from tests.processes import python
 from titanlite import exit_codes
+from titanlite.tools import launch_local
+from titanlite.tools.launch import prepare
 from titanlite.utils import read_lines
 
 STEPS = 12
@@ -89,6 +92,21 @@ def undisturbed(machines: list[Host], tmp_path_factory: pytest.TempPathFactory) 
     run = Run(machines, tmp_path_factory.mktemp("undisturbed") / "run")
     assert run.end(run.start(0)) == [0, 0] and run.is_done(), run.output()
     return run.folder
+
+
+def test_the_third_failure_without_a_new_logged_step_is_the_last(tmp_path: Path, monkeypatch) -> None:
+    """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends with 7."""
+    fails, folder = tmp_path / "fails", tmp_path / "run"
+    count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
+    fails.write_text(f"#!/bin/bash\ncd {folder}\necho start >>starts\n{count}\nexit 7\n")
+    fails.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setattr(sys, "executable", str(fails))
+    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--job.dump_folder={folder}"]
+    (tmp_path / "run.sh").write_text(launch_local.files(prepare(flags))[launch_local.FILE])
+    done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
+    assert done.returncode == exit_codes.LOST_PEER and "after step 3 for the third time" in done.stderr
+    assert (folder / "starts").read_text().count("start") == 5
 
 
 @pytest.mark.slow

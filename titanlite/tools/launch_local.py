@@ -7,13 +7,12 @@ import shlex
 import sys
 from typing import NoReturn
 
+from titanlite.metrics.jsonl import FILE as METRICS_FILE
 from titanlite.runs.lock import FILE as LOCK_FILE
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, render
 
 FILE = "run.sh"
-#: A start that fails sooner is likely to fail again.
-_QUICK_SECONDS = 300
 
 
 def files(job: Job) -> dict[str, str]:
@@ -35,8 +34,8 @@ def files(job: Job) -> dict[str, str]:
         "config": str(job.folder / CONFIG),
         "stopped": str(job.folder / "stopped"),
         "lock": str(job.folder.parent / LOCK_FILE),
+        "metrics": str(job.folder.parent / METRICS_FILE),
         "max_restarts": launch.max_restarts,
-        "quick_seconds": _QUICK_SECONDS,
     }
     return {FILE: render("local.sh.jinja", values)}
 
