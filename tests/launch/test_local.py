@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ import pytest
 
 from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host, hosts, missing
-from tests.processes import python
+from tests.processes import ROOT, python
 from titanlite import exit_codes
+from titanlite.tools import launch_local
+from titanlite.tools.launch import prepare
 from titanlite.utils import read_lines
 
+EXAMPLE = ROOT / "deploy" / "examples" / "local" / "llama3_8b.sh"
 STEPS = 12
 FLAGS = [
     "debug_model.toml",
@@ -91,6 +95,33 @@ def undisturbed(machines: list[Host], tmp_path_factory: pytest.TempPathFactory) 
     return run.folder
 
 
+def _example(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(os, "getcwd", lambda: "/shared/titanlite")
+    monkeypatch.setattr(sys, "executable", "/shared/titanlite/.venv/bin/python")
+    example = ["--job.config_file=llama3_8b.toml", "--launch.nodes=2", "--launch.gpus_per_node=8"]
+    return launch_local.files(prepare([*example, "--job.dump_folder=/shared/runs/8b"]))[launch_local.FILE]
+
+
+def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python tests/launch/test_local.py --write` writes it anew."""
+    assert _example(monkeypatch) == EXAMPLE.read_text()
+
+
+def test_the_third_failure_without_a_new_logged_step_is_the_last(tmp_path: Path, monkeypatch) -> None:
+    """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends with 7."""
+    fails, folder = tmp_path / "fails", tmp_path / "run"
+    count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
+    fails.write_text(f"#!/bin/bash\ncd {folder}\necho start >>starts\n{count}\nexit 7\n")
+    fails.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setattr(sys, "executable", str(fails))
+    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--job.dump_folder={folder}"]
+    (tmp_path / "run.sh").write_text(launch_local.files(prepare(flags))[launch_local.FILE])
+    done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
+    assert done.returncode == exit_codes.LOST_PEER and "after step 3 for the third time" in done.stderr
+    assert (folder / "starts").read_text().count("start") == 5
+
+
 @pytest.mark.slow
 def test_a_link_that_is_down_for_four_seconds_only_costs_time(
     machines: list[Host], undisturbed: Path, tmp_path: Path
@@ -138,3 +169,9 @@ def test_a_killed_agent_leads_to_a_restart_of_both_machines(
     assert run.end(both) == [0, 0] and run.is_done(), run.output()
     assert run.output().count("restart 1 of 1") == 2
     assert unequal(undisturbed, run.folder, STEPS) == []
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    EXAMPLE.parent.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        EXAMPLE.write_text(_example(patch))

@@ -204,6 +204,10 @@ def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> 
     assert "exec python -m" in text and "export NCCL_DEBUG='it'\"'\"'s on'" in text
 
 
+_FOLDERS = [
+    *("--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"),
+    *("--job.dump_folder=/fsx/run", "--checkpoint.enable_checkpoint"),
+]
 _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' ", r"variables=\S*,NCCL_DEBUG ")
 
 
@@ -212,14 +216,26 @@ _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' 
     [
         (["--launch.instance_type=p5.48xl"], "launch.instance_type", "p5.48xlarge"),
         ([], "launch.gpus_per_node", "not known"),
+        (["--launch.instance_type=ml.p5.48xlarge", "--launch.gpus_per_node=16"], "launch.gpus_per_node", "has 8 GPU"),
+        (["--launch.environment.HF_TOKEN=(removed)"], "launch.environment.HF_TOKEN", "secret"),
+        (["--launch.environment.A-B=1"], "launch.environment.A-B", "digits"),
+        (["--experimental.enable_compiled_autograd"], "experimental.enable_compiled_autograd", "not built yet"),
         (["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"], "tensor_parallel_degree", "divide"),
         (["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"], "job.dump_folder", "/fsx: not all machines"),
+        ([*_FOLDERS, "--checkpoint.folder=/tmp/x"], "checkpoint.folder", "outside of launch.shared_dir"),
         (["--launch.gpus_per_node=8", "--launch.time_limit=0:03:59"], "launch.notice_seconds", "120 s"),
     ],
 )
 def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){key}: .*{text}"):
         _render("--job.config_file=llama3_8b.toml", *flags)
+
+
+def test_variables_of_a_job() -> None:
+    flags = ["--job.config_file=llama3_8b.toml", "--launch.instance_type=ml.p5.48xlarge"]
+    text = _render(*flags, "--launch.environment.TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60")
+    assert re.findall("SHUTDOWN_TIMEOUT=(.*)", text) == ["60"] and "export FI_" not in text
+    assert "gpus-per-node=8" in text and "export FI_EFA_USE_DEVICE_RDMA=1" in _render(*flags, "--launch.nodes=2")
 
 
 def test_a_time_limit_is_read_as_slurm_does() -> None:
@@ -230,8 +246,11 @@ def test_a_time_limit_is_read_as_slurm_does() -> None:
 def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["llama3_8b.toml", f"--job.dump_folder={tmp_path / 'run'}", "--launch.gpus_per_node=8", "--launch.nodes=2"]
     assert cli.main(["launch", "slurm", *flags, "--dry-run"]) == exit_codes.DONE
-    assert "#SBATCH --nodes=2\n" in capsys.readouterr().out and not (tmp_path / "run").exists()
-    assert cli.main(["launch", "slurm", *flags]) == exit_codes.DONE
+    said = capsys.readouterr()
+    assert "#SBATCH --nodes=2\n" in said.out and not (tmp_path / "run").exists()
+    assert said.err == ""
+    assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == exit_codes.DONE
+    assert "begins at step 0" in capsys.readouterr().err
     assert (tmp_path / "run/launch/job.sbatch").stat().st_mode & 0o777 == 0o600
 
 

@@ -61,6 +61,18 @@ def test_one_of_several_machines(start) -> None:
     assert "--nnodes 2" in start(*fit, "--nnodes=2")
 
 
+def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    several = ["debug_model.toml", "--nproc=1", "--launch.nodes=2"]
+    assert start(*several) == exit_codes.CONFIG and "`titanlite launch SYSTEM`" in capsys.readouterr().err
+    assert "--nnodes 2" in start(*several, "--nnodes=2", "--master=a")
+    assert "rdzv_endpoint localhost:0" in start(*several, "--nnodes=1")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("HF_TOKEN", "s3cret")
+    variables = ["--launch.environment.NCCL_DEBUG=INFO", "--launch.environment.HF_TOKEN=(removed)"]
+    start("debug_model.toml", "--nproc=1", *variables)
+    assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("INFO", "s3cret")
+
+
 def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert "--local-ranks-filter 0 --redirects 1:3,2:3 --log-dir " in start("debug_model.toml", "--nproc=3")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.not_implemented import refused
 from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
-from titanlite.runs.provenance import config_text
+from titanlite.runs.provenance import REMOVED, config_text
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.tools.instances import INSTANCES, Instance
 from titanlite.utils import Style
@@ -86,6 +88,9 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     job = prepare([*files_of(arguments), *flags])
     system: Any = import_module(_SYSTEMS[arguments.system])
     files: dict[str, str] = system.files(job)
+    if not job.run.checkpoint.enable_checkpoint:
+        warning = "checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0"
+        print(f"warning: {warning}", file=sys.stderr)
     if arguments.dry_run:
         return "\n".join(files.values()).rstrip(), exit_codes.DONE
     write(job, files)
@@ -97,27 +102,49 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
+    if problems := refused(loaded):
+        raise ConfigError(problems)
     launch = first.launch
+    _check_environment(launch, loaded.place("launch.environment"))
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if not ranks:
         message = "the number of GPUs of a machine is not known"
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
+    if instance and ranks > instance.gpus and not launch.cpu:
+        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): each rank needs one of its own"
+        raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
+
+
+def _check_environment(launch: Launch, place: str) -> None:
+    """Refuse what is no name of a variable, and values that `config_text` removed. Raises ConfigError."""
+    problems = []
+    for name, value in launch.environment.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            message = "a name of a variable has letters, digits and _, and no digit at its start"
+            problems.append(Problem(place, f"launch.environment.{name}", message))
+        elif value == REMOVED:
+            message = f"{value!r} stands for a secret that launch/{CONFIG} does not have"
+            advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
+            problems.append(Problem(place, f"launch.environment.{name}", message, advice))
+    if problems:
+        raise ConfigError(problems)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
     """Return the instance type of section `[launch]`; None: the section names none."""
     if not launch.instance_type:
         return None
-    if launch.instance_type not in INSTANCES:
-        close = ", ".join(nearest(launch.instance_type, list(INSTANCES), 3))
+    name = launch.instance_type.removeprefix("ml.")  # as SageMaker and HyperPod write it
+    if name not in INSTANCES:
+        close = ", ".join(nearest(name, list(INSTANCES), 3))
         advice = f"nearest: {close or 'none'}; or leave it out and set launch.gpus_per_node"
         message = f"no instance type {launch.instance_type!r} is known"
         raise ConfigError([Problem(place, "launch.instance_type", message, advice)])
-    return INSTANCES[launch.instance_type]
+    return INSTANCES[name]
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:

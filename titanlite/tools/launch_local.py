@@ -7,13 +7,12 @@ import shlex
 import sys
 from typing import NoReturn
 
+from titanlite.metrics.jsonl import FILE as METRICS_FILE
 from titanlite.runs.lock import FILE as LOCK_FILE
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, render
 
 FILE = "run.sh"
-#: A start that fails sooner is likely to fail again.
-_QUICK_SECONDS = 300
 
 
 def files(job: Job) -> dict[str, str]:
@@ -25,13 +24,18 @@ def files(job: Job) -> dict[str, str]:
         "ranks": job.ranks,
         "folder": os.getcwd(),
         "file": shlex.quote(str(job.folder / FILE)),
-        "environment": {**({} if launch.cpu else network_environment(job.instance)), **launch.environment},
+        "environment": {
+            # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+            **({} if launch.cpu else network_environment(job.instance, efa=launch.nodes > 1)),
+            **launch.environment,
+        },
         "python": sys.executable,
         "config": str(job.folder / CONFIG),
         "stopped": str(job.folder / "stopped"),
         "lock": str(job.folder.parent / LOCK_FILE),
+        "metrics": str(job.folder.parent / METRICS_FILE),
         "max_restarts": launch.max_restarts,
-        "quick_seconds": _QUICK_SECONDS,
     }
     return {FILE: render("local.sh.jinja", values)}
 

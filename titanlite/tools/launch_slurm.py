@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.run_sections import Launch
+from titanlite.config.urls import is_url
 from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import Job, LaunchError, limit_seconds, render
@@ -23,7 +23,7 @@ def files(job: Job) -> dict[str, str]:
     """Return the batch script by its name in the job's folder. Raises ConfigError."""
     launch, here, run_folder = job.launch, Path.cwd(), job.folder.parent
     shared = Path(os.path.abspath(launch.shared_dir or here))
-    if problems := list(_problems(launch, shared, run_folder)):
+    if problems := list(_problems(job, shared, run_folder)):
         raise ConfigError(problems)
     folders = {shared, here, run_folder}
     mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
@@ -39,7 +39,8 @@ def files(job: Job) -> dict[str, str]:
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
-            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
+            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance, efa=launch.nodes > 1)),
             **launch.environment,
         },
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
@@ -49,10 +50,15 @@ def files(job: Job) -> dict[str, str]:
     return {FILE: render("slurm.sbatch.jinja", {**{name: getattr(launch, name) for name in names}, **values})}
 
 
-def _problems(launch: Launch, shared: Path, run_folder: Path) -> Iterator[Problem]:
-    if launch.shared_dir and not run_folder.is_relative_to(shared):
-        message = f"{run_folder} is outside of launch.shared_dir, {shared}: not all machines see it"
-        yield Problem("", "job.dump_folder", message)
+def _problems(job: Job, shared: Path, run_folder: Path) -> Iterator[Problem]:
+    launch, checkpoint = job.launch, job.run.checkpoint
+    folders = {"job.dump_folder": str(run_folder)}
+    if checkpoint.enable_checkpoint and not is_url(checkpoint.folder):
+        folders["checkpoint.folder"] = os.path.abspath(run_folder / checkpoint.folder)
+    for key, folder in folders.items():
+        if launch.shared_dir and not Path(folder).is_relative_to(shared):
+            message = f"{folder} is outside of launch.shared_dir, {shared}: not all machines see it"
+            yield Problem("", key, message)
     limit = limit_seconds(launch.time_limit)
     if limit and 2 * launch.notice_seconds > limit:
         message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"

@@ -11,7 +11,9 @@ import tempfile
 from typing import NoReturn
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.fit import check_config
+from titanlite.config.load import read
+from titanlite.fit import check_loaded
+from titanlite.runs.provenance import REMOVED
 from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
 from titanlite.utils import Style
 
@@ -33,9 +35,7 @@ def add_command(commands: Commands) -> None:
     add_files(parser)
     ranks = "ranks (default: NGPU of the environment, else one per GPU; without a GPU 2 on the CPU)"
     parser.add_argument("--nproc", "--nproc-per-node", dest="nproc", metavar="N", help=ranks)
-    parser.add_argument(
-        "--nnodes", type=int, default=1, metavar="N", help="machines, each with so many ranks (default: 1)"
-    )
+    parser.add_argument("--nnodes", type=int, metavar="N", help="machines, each with so many ranks (default: 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="N", help="number of this machine, from 0")
     first = f"address of machine 0, which the others can reach (default port: {PORT})"
     parser.add_argument("--master", metavar="HOST[:PORT]", help=first)
@@ -43,12 +43,21 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
+    argv = [*files_of(arguments), *flags]
+    config, problems = read(argv)
+    nodes = arguments.nnodes or 1
+    if not problems:
+        if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
+            advice = "submit it by `titanlite launch SYSTEM`, or start it on each machine with --nnodes"
+            raise _wrong("launch.nodes", f"{asked} machines, but this command starts ranks on this one alone", advice)
+        environment = config.value("launch.environment")
+        # The config in launch/ has no secrets: its job has set them.
+        os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
     gpus = count_gpus()
     ranks = _ranks(arguments.nproc, gpus)
     shown = _shown(ranks)
-    options = _rendezvous(arguments.nnodes, arguments.node_rank, arguments.master)
-    argv = [*files_of(arguments), *flags]
-    check_config(argv, arguments.nnodes * ranks)
+    options = _rendezvous(nodes, arguments.node_rank, arguments.master)
+    check_loaded(config, problems, nodes * ranks)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"  # so that a log that is piped into a file shows each step when it is done
