@@ -78,8 +78,8 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             put(rank_checks, "_FOLDER_SECONDS", 0.1)
         elif is_odd and odd == "late":  # a file that this host sees after a while
             ready = time.monotonic() + 0.5
-            real_exists = Path.exists
-            put(Path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
+            real_exists = os.path.exists
+            put(os.path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
         try:
             return check_ranks(world, config=config, folder=folder, **options), ""
         except RankCheckError as error:
@@ -122,7 +122,7 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
         ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 10"]),
-        ("clock", ["the clock of node-1 is 7.5 s ahead"]),
+        ("clock", ["the clock of rank 1 (node-1) is 7.5 s ahead"]),
         ("lo", ["rank 1 (node-1): GLOO_SOCKET_IFNAME is 'lo' and means lo", "set GLOO_SOCKET_IFNAME to one of eth0"]),
         ("folder", ["is not shared: node-0 writes there"]),
     ],

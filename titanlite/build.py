@@ -254,7 +254,7 @@ def build(
             fix_workspace()
         saves = run.checkpoint.enable_checkpoint
         place = to_path(run.checkpoint.folder) if saves else folder
-        shared = None if isinstance(place, StorePath) else folder if place.is_relative_to(folder) else place
+        shared = None if isinstance(place, StorePath) else place
         check_ranks(world, config=run.toml, folder=shared, needs_folder=saves)
     if run.sample.prompts:
         longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
