@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite import exit_codes
+from titanlite.config.keys import may_differ
 from titanlite.metrics.throughput import device_name
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.rendezvous import INTERFACES, interface_problem
@@ -118,7 +119,8 @@ def check_ranks(
     probe = _write_probe(folder) if world.rank == 0 and folder is not None else None
     try:
         ranks = _gather(_describe(world, config, probe))
-        if problems := [*_version_problems(ranks), *_code_problems(ranks), *_config_problems(ranks, config)]:
+        of_config, other_paths = _config_findings(ranks, config)
+        if problems := [*_version_problems(ranks), *_code_problems(ranks), *of_config]:
             raise RankCheckError("\n".join(problems))
         firsts = list({(rank.host, rank.boot): rank for rank in reversed(ranks)}.values())  # one of each host
         asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
@@ -129,7 +131,7 @@ def check_ranks(
             with contextlib.suppress(OSError):
                 probe.unlink()
     problems = _result_problems(ranks, found)
-    warnings = [*_device_warnings(ranks), *_speed_warnings(ranks, found, world.device.type)]
+    warnings = [*other_paths, *_device_warnings(ranks), *_speed_warnings(ranks, found, world.device.type)]
     if len(firsts) > 1:
         warnings += [*_clock_warnings(firsts, found), *_interface_warnings(ranks, found)]
     if blind := [rank for rank, result in zip(ranks, found, strict=True) if not result.sees_folder]:
@@ -224,17 +226,26 @@ def _code_problems(ranks: Sequence[Rank]) -> list[str]:
     return [f"the ranks run different code of titanlite: {_shares(groups)}. Install the same on all hosts"]
 
 
-def _config_problems(ranks: Sequence[Rank], config: str) -> list[str]:
+def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:
+    """Return errors, and warnings of what hosts may differ in."""
     groups = _by_value(ranks, lambda rank: rank.config)
     if len(groups) == 1:
-        return []
-    texts, problems = _gather(provenance.config_text(config)), []
+        return [], []
+    texts, problems, warnings = _gather(provenance.public_config(config)), list[str](), list[str]()
     for group in list(groups.values())[1:]:
-        changes = provenance.config_changes(texts[ranks[0].number], texts[group[0].number])
-        if changes:  # a file with another name is no difference
-            shown = ", ".join(f"{key} {change}" for key, change in list(changes.items())[:_MOST_NAMED])
-            problems.append(f"rank 0 has another config than {_named(group)}: {shown}. Start all ranks with one file")
-    return problems
+        sides = texts[ranks[0].number], texts[group[0].number]
+        changes = provenance.config_changes(*sides)
+        if not changes:  # a file with another name is no difference
+            continue
+        old, new = map(provenance.config_values, sides)
+        wrong = [key for key in changes if not may_differ(key, old.get(key), new.get(key))]
+        shown = ", ".join(f"{key} {changes[key]}" for key in (wrong or list(changes))[:_MOST_NAMED])
+        text = f"rank 0 has another config than {_named(group)}: {shown}"
+        if wrong:
+            problems.append(f"{text}. Start all ranks with one file")
+        else:
+            warnings.append(f"{text}. These may differ if all hosts find the same there")
+    return problems, warnings
 
 
 # Devices and network
