@@ -19,6 +19,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m "not slow"` leaves out the tests that take longest, too: they run if they are asked for."""
+    if config.option.markexpr and "soak" not in config.option.markexpr:
+        config.option.markexpr = f"({config.option.markexpr}) and not soak"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files whose tests use ranks take long and go first: two processes that share the files end together then."""
     ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}

@@ -25,7 +25,7 @@ from titanlite.parallel.rendezvous import interface_problem
 from titanlite.rank_checks import RankCheckError, check_ranks
 from titanlite.runs import provenance
 
-TOML = "[optimizer]\nlr = 0.001\n"
+TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\n'
 
 
 def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **options: Any) -> tuple[list[str], str]:
@@ -49,7 +49,13 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             (package / "step.py").write_text("")
             put(rank_checks.titanlite, "__file__", str(package / "__init__.py"))  # type: ignore[attr-defined]
         elif is_odd and odd == "config":
-            config = TOML.replace("0.001", "0.002") + '[launch]\nenvironment.WANDB_API_KEY = "hidden"\n'
+            config = TOML.replace("0.001", "0.002")
+        elif is_odd and odd == "paths":
+            config = (
+                TOML.replace("/a", "/home/b") + '[checkpoint]\nfolder = "/c"\n[launch]\nenvironment.A_KEY = "hidden"\n'
+            )
+        elif is_odd and odd == "weight":
+            config = TOML.replace("2.0", "3.0")
         elif is_odd and odd == "name":
             config = TOML + '[job]\nconfig_file = "/other/place.toml"\n'
         elif is_odd and odd == "device":
@@ -78,8 +84,8 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             put(rank_checks, "_FOLDER_SECONDS", 0.1)
         elif is_odd and odd == "late":  # a file that this host sees after a while
             ready = time.monotonic() + 0.5
-            real_exists = Path.exists
-            put(Path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
+            real_exists = os.path.exists
+            put(os.path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
         try:
             return check_ranks(world, config=config, folder=folder, **options), ""
         except RankCheckError as error:
@@ -98,10 +104,8 @@ def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
     [
         ("version", ["torchao: 0.18.0 on rank 0 (node-0), 0.1.0 on rank 1 (node-1)"]),
         ("code", ["different code of titanlite: files", "on rank 1 (node-1)"]),
-        (
-            "config",
-            ["another config than rank 1 (node-1): optimizer.lr 0.001 -> 0.002", 'WANDB_API_KEY (not set) -> "(r'],
-        ),
+        ("config", ["another config than rank 1 (node-1): optimizer.lr 0.001 -> 0.002"]),
+        ("weight", ["another config than rank 1 (node-1): data.source [{"]),
         ("flicker", ["wrong numbers are computed: rank 1 (node-1, local rank 1, CPU ("]),
         ("bits", ["one of these computes wrong numbers: rank 0 (node-0, local rank 0, CPU (", "rank 1 (node-1"]),
         ("sum", ["an all-reduce gives a wrong sum on rank 1 (node-1)"]),
@@ -122,9 +126,10 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
         ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 10"]),
-        ("clock", ["the clock of node-1 is 7.5 s ahead"]),
+        ("clock", ["the clock of rank 1 (node-1) is 7.5 s ahead"]),
         ("lo", ["rank 1 (node-1): GLOO_SOCKET_IFNAME is 'lo' and means lo", "set GLOO_SOCKET_IFNAME to one of eth0"]),
         ("folder", ["is not shared: node-0 writes there"]),
+        ("paths", ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r']),
     ],
 )
 def test_an_odd_rank_is_named_in_a_warning(pool: Pools, tmp_path: Path, odd: str, words: list[str]) -> None:

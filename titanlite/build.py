@@ -79,7 +79,7 @@ from titanlite.run_callbacks import (
     Watchdog,
 )
 from titanlite.run_text import Datasets, rate_phases, read_datasets
-from titanlite.runs.provenance import config_text
+from titanlite.runs.provenance import public_config
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
 from titanlite.validation import ValidationSet
@@ -254,7 +254,7 @@ def build(
             fix_workspace()
         saves = run.checkpoint.enable_checkpoint
         place = to_path(run.checkpoint.folder) if saves else folder
-        shared = None if isinstance(place, StorePath) else folder if place.is_relative_to(folder) else place
+        shared = None if isinstance(place, StorePath) else place
         check_ranks(world, config=run.toml, folder=shared, needs_folder=saves)
     if run.sample.prompts:
         longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
@@ -307,7 +307,7 @@ def build(
                 raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
         prints = fingerprints(run.model.name, args, datasets)
         tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
-        about: dict[str, Any] = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
+        about: dict[str, Any] = {"toml": public_config(run.toml), "model": as_record(run.model.name, args)}
         about["tokenizer"] = {"path": tokenizer}
         files = functools.partial(hf_files, tokenizer)
         averages = average.tensors if average else None
@@ -342,7 +342,7 @@ def build(
         run.metrics,
         run.job,
         world,
-        config_text(run.toml),
+        public_config(run.toml),
         Throughput(batch.tokens_per_step, batch.global_batch_size, world.size, flops, peak),
         gc.read,
         [figures for figures in (sources, experts) if figures is not None],

@@ -44,6 +44,8 @@ INTERRUPTED = 130
 
 #: gloo's errors are plain RuntimeErrors, as are those of wrong shapes: only the text tells them apart.
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
+#: torch's own errors where it cannot serve a store.
+_PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
 
 
 def is_of_collectives(error: BaseException) -> bool:
@@ -61,6 +63,8 @@ def code_of(error: BaseException) -> int:
         return INTERRUPTED
     code = getattr(error, "exit_code", None)
     if code is None:
+        if type(error).__module__.startswith("torch.") and _PORT_TAKEN.search(str(error)):
+            return CONFIG
         return LOST_PEER if is_of_collectives(error) else ERROR
     return int(code)
 

@@ -62,7 +62,7 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
         if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
             last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
             print(escape(f"error: {last_error}"), file=sys.stderr)
-        _tell_sagemaker(last_error)
+        _tell_sagemaker(last_error, code)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
     exit_now(code, last_error)
@@ -167,7 +167,7 @@ def print_error(message: str, code: int) -> int:
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _tell_sagemaker(message)
+        _tell_sagemaker(message, code)
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(PRINT_SECONDS)
@@ -176,14 +176,20 @@ def print_error(message: str, code: int) -> int:
     return code
 
 
-def _tell_sagemaker(message: str) -> None:
-    """Write why the run ends where SageMaker reads a job's failure reason, if this is such a job; the first rank does.
+def _tell_sagemaker(message: str, code: int) -> None:
+    """Write why the run ends where SageMaker reads a job's failure reason, if this is such a job.
 
-    A toolkit in the container sets the variable. The text is cut to 1,024 characters there.
+    The first cause in the last attempt of torchrun stays; that another rank was lost is no cause. A toolkit in the
+    container sets the variable. The text is cut to 1,024 characters there.
     """
     if folder := os.environ.get("SM_OUTPUT_DIR"):
-        with contextlib.suppress(OSError), open(os.path.join(folder, "failure"), "x", encoding="utf-8") as file:
-            file.write(f"{message}\n")
+        known = Path(folder, f".failure-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+        with contextlib.suppress(OSError):
+            if code != exit_codes.LOST_PEER:
+                known.open("x").close()
+            elif known.exists():
+                return
+            Path(folder, "failure").write_text(f"{message}\n", encoding="utf-8")
 
 
 def exit_now(code: int, last_error: str = "") -> NoReturn:
@@ -252,8 +258,10 @@ def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigE
 
 def _show_config(job: Job, toml: str) -> None:
     """`job.print_config` and `job.save_config_file`: the whole config as one TOML file. Raises ConfigError."""
+    from titanlite.runs.provenance import public_config
+
     if job.print_config:
-        print(toml, flush=True)
+        print(public_config(toml), flush=True)
     if job.save_config_file is not None:
         path = Path(job.save_config_file)
         try:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite import exit_codes
+from titanlite.config.keys import may_differ
 from titanlite.metrics.throughput import device_name
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.rendezvous import INTERFACES, interface_problem
@@ -69,6 +70,8 @@ class Rank:
     device: str
     #: Ranks of the same kind must compute the same bits.
     kind: str
+    #: The ranks choose their kernels by time, each for itself: their bits may differ.
+    is_tuned: bool
     #: Bytes of a GPU, free and in all.
     memory: tuple[int, int] | None
     versions: dict[str, str]
@@ -76,7 +79,6 @@ class Rank:
     #: Hashes of titanlite's own files and of the config.
     code: str
     config: str
-    interfaces: tuple[str, ...]
     #: The file that rank 0 has written to the run's folder.
     probe: str
 
@@ -98,6 +100,8 @@ class Measured:
     #: Its clock right after a collective.
     clock: float
     sees_folder: bool
+    #: What is wrong with its network interfaces; asked if there are several hosts.
+    interfaces: Sequence[str]
 
 
 def check_ranks(
@@ -115,18 +119,21 @@ def check_ranks(
     probe = _write_probe(folder) if world.rank == 0 and folder is not None else None
     try:
         ranks = _gather(_describe(world, config, probe))
-        if problems := [*_version_problems(ranks), *_code_problems(ranks), *_config_problems(ranks, config)]:
+        of_config, other_paths = _config_findings(ranks, config)
+        if problems := [*_version_problems(ranks), *_code_problems(ranks), *of_config]:
             raise RankCheckError("\n".join(problems))
         firsts = list({(rank.host, rank.boot): rank for rank in reversed(ranks)}.values())  # one of each host
         asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
-        found = _gather(_measure(world, asked is None or _sees(asked / Path(ranks[0].probe).name)))
+        sees_folder = asked is None or _sees(asked / Path(ranks[0].probe).name)
+        found = _gather(_measure(world, sees_folder, _interfaces(world) if len(firsts) > 1 else ()))
     finally:
         if probe is not None:
-            probe.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                probe.unlink()
     problems = _result_problems(ranks, found)
-    warnings = [*_device_warnings(ranks), *_speed_warnings(ranks, found, world.device.type)]
+    warnings = [*other_paths, *_device_warnings(ranks), *_speed_warnings(ranks, found, world.device.type)]
     if len(firsts) > 1:
-        warnings += [*_clock_warnings(firsts, found), *_interface_warnings(ranks)]
+        warnings += [*_clock_warnings(firsts, found), *_interface_warnings(ranks, found)]
     if blind := [rank for rank, result in zip(ranks, found, strict=True) if not result.sees_folder]:
         text = _folder_text(ranks[0], blind)
         (problems if needs_folder else warnings).append(text)
@@ -155,9 +162,9 @@ def _describe(world: DistEnv, config: str, probe: Path | None) -> Rank:
     kind = f"{name}, {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
     if world.device.type == "cuda":
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        memory, kind = torch.cuda.mem_get_info(world.device), name
+        memory, about = torch.cuda.mem_get_info(world.device), torch.cuda.get_device_properties(world.device)
+        kind = f"{name}, {about.major}.{about.minor}, {about.multi_processor_count}, {about.total_memory}"
         driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
-    variables = INTERFACES if world.device.type == "cuda" else INTERFACES[:1]
     return Rank(
         number=world.rank,
         host=socket.gethostname(),
@@ -165,21 +172,21 @@ def _describe(world: DistEnv, config: str, probe: Path | None) -> Rank:
         local_rank=world.local_rank,
         device=name,
         kind=kind,
+        is_tuned=os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1",
         memory=memory,
         versions=versions,
         driver=driver,
         code=_code_hash(),
         config=hashlib.sha256(config.encode()).hexdigest(),
-        interfaces=tuple(text for text in map(interface_problem, variables) if text),
         probe=str(probe or ""),
     )
 
 
 def _code_hash() -> str:
-    """Return a hash of titanlite's files; of the commands none, which no run imports."""
+    """Return a hash of titanlite's files, but for those that no run imports."""
     root, digest = Path(titanlite.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if "tools" not in path.relative_to(root).parts:
+        if path.relative_to(root).parts[0] not in ("tools", "deploy", "train_configs"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -219,17 +226,26 @@ def _code_problems(ranks: Sequence[Rank]) -> list[str]:
     return [f"the ranks run different code of titanlite: {_shares(groups)}. Install the same on all hosts"]
 
 
-def _config_problems(ranks: Sequence[Rank], config: str) -> list[str]:
+def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:
+    """Return errors, and warnings of what hosts may differ in."""
     groups = _by_value(ranks, lambda rank: rank.config)
     if len(groups) == 1:
-        return []
-    texts, problems = _gather(provenance.config_text(config)), []
+        return [], []
+    texts, problems, warnings = _gather(provenance.public_config(config)), list[str](), list[str]()
     for group in list(groups.values())[1:]:
-        changes = provenance.config_changes(texts[ranks[0].number], texts[group[0].number])
-        if changes:  # a file with another name is no difference
-            shown = ", ".join(f"{key} {change}" for key, change in list(changes.items())[:_MOST_NAMED])
-            problems.append(f"rank 0 has another config than {_named(group)}: {shown}. Start all ranks with one file")
-    return problems
+        sides = texts[ranks[0].number], texts[group[0].number]
+        changes = provenance.config_changes(*sides)
+        if not changes:  # a file with another name is no difference
+            continue
+        old, new = map(provenance.config_values, sides)
+        wrong = [key for key in changes if not may_differ(key, old.get(key), new.get(key))]
+        shown = ", ".join(f"{key} {changes[key]}" for key in (wrong or list(changes))[:_MOST_NAMED])
+        text = f"rank 0 has another config than {_named(group)}: {shown}"
+        if wrong:
+            problems.append(f"{text}. Start all ranks with one file")
+        else:
+            warnings.append(f"{text}. These may differ if all hosts find the same there")
+    return problems, warnings
 
 
 # Devices and network
@@ -256,21 +272,27 @@ def _device_warnings(ranks: Sequence[Rank]) -> list[str]:
     return warnings
 
 
-def _interface_warnings(ranks: Sequence[Rank]) -> list[str]:
+def _interfaces(world: DistEnv) -> list[str]:
+    variables = INTERFACES if world.device.type == "cuda" else INTERFACES[:1]
+    return [text for text in map(interface_problem, variables) if text]
+
+
+def _interface_warnings(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     groups: dict[str, list[Rank]] = defaultdict(list)
     for rank in ranks:
-        for problem in rank.interfaces:
+        for problem in found[rank.number].interfaces:
             groups[problem].append(rank)
     return [f"{_named(group)}: {problem}" for problem, group in groups.items()]
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
-    clocks = {rank.host: found[rank.number].clock for rank in firsts}
-    usual = median_low(clocks.values())
+    clocks = [(rank, found[rank.number].clock) for rank in firsts]  # containers may have one name
+    usual = median_low(clock for _, clock in clocks)
     return [
-        f"the clock of {host} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times in logs do "
-        "not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl set-ntp true)"
-        for host, clock in sorted(clocks.items())
+        f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times "
+        "in logs do not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
+        "set-ntp true)"
+        for rank, clock in clocks
         if abs(clock - usual) > CLOCK_SECONDS
     ]
 
@@ -278,7 +300,7 @@ def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[s
 # Measurements
 
 
-def _measure(world: DistEnv, sees_folder: bool) -> Measured:
+def _measure(world: DistEnv, sees_folder: bool, interfaces: Sequence[str]) -> Measured:
     kind, one = world.device.type, torch.ones(1, device=world.device)
     latency = min(_timed(world.device, partial(dist.all_reduce, one)) for _ in range(5))
     clock = time.time()
@@ -294,7 +316,7 @@ def _measure(world: DistEnv, sees_folder: bool) -> Measured:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return Measured(right, min(sums), latency, seconds, digests, clock, sees_folder)
+    return Measured(right, min(sums), latency, seconds, digests, clock, sees_folder, interfaces)
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
@@ -326,7 +348,7 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
     problems = []
     if wrong := [rank for rank, result in zip(ranks, found, strict=True) if not result.sum_is_right]:
         problems.append(f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and test them")
-    for group in _by_value(ranks, lambda rank: rank.kind).values():
+    for group in _by_value(ranks, lambda rank: (rank.kind, rank.is_tuned and rank.number)).values():
         common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
         odd = [rank for rank in group if len(found[rank.number].digests) > 1]  # its own products differ
         if not odd and votes < len(group):
@@ -370,7 +392,7 @@ def _write_probe(folder: Path) -> Path | None:
 
 def _sees(probe: Path) -> bool:
     until = time.monotonic() + _FOLDER_SECONDS
-    while not probe.exists():
+    while not os.path.exists(probe):  # False for a folder that may not be read, too
         if time.monotonic() > until:
             return False
         for folder in (probe.parent.parent, probe.parent):  # a network file system looks again

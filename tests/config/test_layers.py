@@ -99,6 +99,7 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--training.seed", ""], "training.seed", None),
         (["--float8.filter_fqns", ""], "float8.filter_fqns", []),
         (["--launch.queue", ""], "launch.queue", ""),
+        (["--data.chat_template=null"], "data.chat_template", "null"),
         (["--float8.filter_fqns", "['a', 'b']"], "float8.filter_fqns", ["a", "b"]),
         (["--data.skip_steps", "[1, 2]"], "data.skip_steps", [1, 2]),
         (["--model.rope_scaling", "none"], "model.rope_scaling", "none"),
@@ -194,3 +195,11 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert run.training.dataset_path == f"{home}/text" and run.model.tokenizer_path == f"{home}/a~/t.model"
     assert run.job.save_config_file == f"{home}/all.toml" and run.metrics.save_tb_folder == home
     assert f'dump_folder = "{home}/runs"' in run.toml
+
+
+def test_the_path_of_a_config_may_have_commas(tmp_path):
+    files = [tmp_path / name for name in ("a,b.toml", "c.toml")]
+    for number, file in enumerate(files):
+        file.write_text(f"[training]\nsteps = {number + 5}\n")
+    assert load_file(files[0]).sections.training.steps == 5
+    assert load(["--job.config_file", *map(str, files)]).files == tuple(map(str, files))

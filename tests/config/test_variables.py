@@ -8,6 +8,8 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file, read, read_text
+from titanlite.config.run_sections import Job
+from titanlite.main import _show_config, _tell_sagemaker
 from titanlite.tools.cli import main
 
 TEXT = """\
@@ -60,6 +62,13 @@ def test_flags_and_extended_files_have_variables_too(file, monkeypatch):
     assert load_file("more.toml").sections.model.tokenizer_path == "/data/tokenizer.model"
 
 
+def test_a_variable_in_the_place_of_a_number_gets_the_flag_that_a_shell_replaces(file, monkeypatch):
+    monkeypatch.setenv("N", "5")
+    with pytest.raises(ConfigError) as error:
+        load(["--training.steps=${N}"])
+    assert error.value.problems[0].hint == 'variables stand in strings only; a shell replaces --training.steps="$N"'
+
+
 def test_an_unset_variable_is_named_with_file_line_and_key(file, monkeypatch):
     monkeypatch.delenv("PART")
     with pytest.raises(ConfigError) as error:
@@ -94,3 +103,25 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
 def test_explain_shows_the_variable(file, capsys):
     assert main(["config", "explain", "model.tokenizer_path", "run.toml"]) == 0
     assert '"/data/tokenizer.model"  from run.toml:4 with ${ROOT}' in capsys.readouterr().out
+
+
+def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
+    monkeypatch.setenv("SECRET", "hidden")
+    flags = ["--launch.environment.API_KEY=${SECRET}", "--data.chat_template=https://me:${SECRET}@host/a"]
+    assert main(["config", "explain", "launch.environment", *flags]) == 0
+    assert main(["config", "explain", "launch", *flags]) == 0
+    config = load(flags)
+    _show_config(Job(print_config=True), config.to_toml())
+    said = capsys.readouterr().out
+    assert "hidden" in config.to_toml() and "hidden" not in said and "https://(removed)@host" in said
+
+
+def test_the_first_cause_of_the_last_attempt_is_told_to_sagemaker(monkeypatch, tmp_path):
+    monkeypatch.setenv("SM_OUTPUT_DIR", str(tmp_path))
+    steps = [("0", 7, "lost"), ("0", 2, "cause"), ("0", 7, "lost"), ("0", 1, "later"), ("1", 7, "again"), ("1", 1, "b")]
+    told = []
+    for attempt, code, message in steps:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        _tell_sagemaker(message, code)
+        told.append((tmp_path / "failure").read_text().strip())
+    assert told == ["lost", "cause", "cause", "cause", "again", "b"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.processes import environment, python
+from titanlite.exit_codes import CONFIG, LOST_PEER, code_of
 from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 
 
@@ -78,6 +81,15 @@ def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
     told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
     assert last_error(told) == "rank 1 on a: OSError: a\nb"
     assert last_error("0 7\n") == last_error("") == ""
+
+
+def test_a_taken_port_is_a_wrong_setting_and_an_unreachable_store_is_not() -> None:
+    import torch.distributed as dist
+
+    with socket.create_server(("", 0)) as other, pytest.raises(dist.DistNetworkError) as taken:
+        dist.TCPStore("localhost", other.getsockname()[1], 1, True, timeout=timedelta(seconds=1))
+    assert code_of(taken.value) == CONFIG
+    assert code_of(dist.DistNetworkError("The client socket has timed out")) == LOST_PEER
 
 
 #: A worker that says that it was asked to stop, and its launcher.

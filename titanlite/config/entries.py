@@ -159,7 +159,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
             problems.append(unknown(flag.replace("-", "_"), COMMAND_LINE))
             continue
         try:
-            value = _negative(name, words) if negated else _read(type_of_name(name), words)
+            value = _negative(name, words) if negated else _read(type_of_name(name), words, name != "job.config_file")
         except _BadWords as error:
             problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
             continue
@@ -199,14 +199,15 @@ def _negative(name: str, words: list[str]) -> bool:
     return False
 
 
-def _read(type_: Any, words: list[str]) -> Any:
-    """Return the value that the words after a flag make."""
+def _read(type_: Any, words: list[str], has_commas: bool) -> Any:
+    """Return the value that the words after a flag make. has_commas: lists are split at commas, too; paths are not."""
     lists = [part for part in map(base, members(type_)) if get_origin(part) is list]
     if lists and not (len(words) == 1 and words[0] in choices(type_)):
         if len(words) == 1 and words[0].lstrip().startswith("["):
             return _read_one(lists[0], words[0])
         (item,) = get_args(lists[0])
-        return [_read_one(item, text.strip()) for word in words for text in word.split(",") if text.strip()]
+        parts = [part.strip() for word in words for part in (word.split(",") if has_commas else [word])]
+        return [_read_one(item, part) for part in parts if part]
     if not words and bool in members(type_):
         return True
     if len(words) != 1:
@@ -220,7 +221,7 @@ def _read_one(type_: Any, text: str) -> Any:
     if type(None) in members(type_) and (unset or not (text or fits(type_, text))):  # "": null as a hyperparameter
         return None
     readings: list[Any] = [text.lower() == "true"] if text.lower() in ("true", "false") else []
-    for read in (_literal, json.loads, int, float):
+    for read in (_literal, _json, int, float):
         try:
             readings.append(read(text))
         except ValueError:
@@ -228,6 +229,13 @@ def _read_one(type_: Any, text: str) -> Any:
     if type_ is not Any:  # quotes of a text are part of it
         readings = [value for value in readings if not isinstance(value, str)]
     return next((value for value in [*readings, text] if fits(type_, value)), readings[0] if readings else text)
+
+
+def _json(text: str) -> Any:
+    """Return a list or an object as JSON writes it. Raises ValueError: `null` may be a text."""
+    if not text.lstrip().startswith(("[", "{")):
+        raise ValueError
+    return json.loads(text)
 
 
 def _literal(text: str) -> Any:

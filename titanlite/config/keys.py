@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import sys
 import types
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import msgspec
 from msgspec.structs import FieldInfo, fields
 
 from titanlite.config.errors import Problem, nearest
-from titanlite.config.run_sections import Section
+from titanlite.config.extensions import ANCHORED
+from titanlite.config.run_sections import Section, paths
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 
@@ -103,6 +105,22 @@ def descriptions(section: type[Section]) -> dict[str, str]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
     }
+
+
+def may_differ(name: str, old: Any, new: Any) -> bool:
+    """Return whether hosts of one run may have these two values of a key: other paths, or another [launch]."""
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(without_paths, value)]
+        if isinstance(value, dict):
+            return {field: item for field, item in value.items() if not (inner and field in paths(inner))}
+        return os.path.basename(value) if name in ANCHORED and isinstance(value, str) else value
+
+    section, _, field = name.partition(".")
+    inner = inner_section(keys()[name].type) if name in keys() else None
+    is_path = section in sections() and field in paths(sections()[section])
+    return section == "launch" or is_path or without_paths(old) == without_paths(new)
 
 
 def members(type_: Any) -> tuple[Any, ...]:

@@ -243,6 +243,10 @@ class _Layers:
             return [problem(f"{quote(value)} is not supported: {error}", code="unsupported")]
         if right is None:  # the key stands beside another name of it, so that both can be searched for
             shown = name if name == key else f"{name} ({key})"
+            for i, one in enumerate(wrong):
+                if source.variables and one.hint.startswith("write it"):
+                    flag = f'--{name}="${source.variables[0]}"'
+                    wrong[i] = replace(one, hint=f"variables stand in strings only; a shell replaces {flag}")
             return [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
         if isinstance(value, str) and (note := VALUE_NOTES.get((key, value))):
             self.notes.append(f"{source.place}: {note}")

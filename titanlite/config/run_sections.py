@@ -50,14 +50,14 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """One `[section]`. Loading refuses unknown keys and converts nothing but an integer to a float."""
 
     def __post_init__(self) -> None:
-        for name in _paths(type(self)):
+        for name in paths(type(self)):
             value = getattr(self, name)
             if value and value.startswith("~"):
                 force_setattr(self, name, os.path.expanduser(value))
 
 
 @cache
-def _paths(section: type[Section]) -> list[str]:
+def paths(section: type[Section]) -> list[str]:
     """Return the fields that hold paths."""
 
     def is_path(annotation: Any) -> bool:

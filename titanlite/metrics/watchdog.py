@@ -226,11 +226,13 @@ class HangWatchdog:
 
     def _end_within(self, seconds: float, error: BaseException) -> None:
         """End this rank with the code of its error, unless it leaves the block before that."""
+        finish = self._end
+        if finish is None:
+            return
 
         def end() -> None:
             logger.error(f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}")
-            if self._end is not None:
-                self._end(exit_codes.code_of(error))
+            finish(exit_codes.code_of(error))
 
         self._unwind = threading.Timer(seconds, end)
         self._unwind.daemon = True

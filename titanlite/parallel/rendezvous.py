@@ -240,7 +240,10 @@ def interface_problem(variable: str) -> str:
 
     Without the variable gloo takes the address of the host's name, NCCL one that is not local, if there is one.
     """
-    have = [name for _, name in socket.if_nameindex()]
+    try:
+        have = [name for _, name in socket.if_nameindex()]
+    except OSError:  # a sandbox may forbid it
+        return ""
     reachable = [name for name in have if not _LOCAL_INTERFACE.fullmatch(name)]
     advice = f"set {variable} to one of {', '.join(reachable) or 'the interfaces between the hosts'}"
     value = os.environ.get(variable, "")

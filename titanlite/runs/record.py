@@ -102,7 +102,7 @@ def begin(
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
     after = previous[-1].get("state", "killed") if previous else None
     git = provenance.git_state()
-    config = provenance.config_text(config_toml)
+    config = provenance.public_config(config_toml)
     changes, renamed = {}, {}
     try:
         folder.mkdir(parents=True, exist_ok=True)

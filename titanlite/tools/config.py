@@ -216,7 +216,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         raise ConfigError([Problem("", name, problem.message, problem.hint, code=problem.code)])
     key = keys()[key_of(name)]
     rows = [
-        ("value", f"{style.bold(quote(config.value(key.name)))}  from {_source(config, key)}"),
+        ("value", f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"),
         ("type", key.expected),
         ("default", quote(key.default)),
         ("meaning", key.description),
@@ -239,11 +239,20 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
 def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
     lines = [style.bold(f"[{name}]") + f"  {(sections()[name].__doc__ or '').splitlines()[0]}"]
     for key in (k for k in keys().values() if k.section == name):
-        value = f"{key.field} = {quote(config.value(key.name))}"
+        value = f"{key.field} = {_shown_value(config, key)}"
         value = style.bold(value) if config.is_given(key.name) else value
         lines.append(f"  {value}  {style.dim(_source(config, key))}")
         lines.append(style.dim(f"      {key.description} ({key.expected}; default {quote(key.default)})"))
     return "\n".join(lines)
+
+
+def _shown_value(config: LoadedConfig, key: Key) -> str:
+    from titanlite.runs.provenance import REMOVED, is_secret
+
+    value = config.value(key.name)
+    if key.name == "launch.environment":
+        value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
+    return quote(value)
 
 
 def _source(config: LoadedConfig, key: Key) -> str:

@@ -99,7 +99,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
         if not name.startswith("sagemaker_"):
             with contextlib.suppress(ValueError):  # the SDK writes JSON, other callers plain text
                 value = json.loads(value)
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
             command.append(f"--{'job.' * (name == 'config_file')}{name}={text}")
     return command, variables
 
