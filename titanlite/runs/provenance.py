@@ -62,7 +62,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: _without_login(value)
         for name, value in sorted(variables.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES) and not _is_secret(name)
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret(name)
     }
 
 
@@ -75,7 +75,7 @@ def command(argv: Sequence[str]) -> list[str]:
             words.append(REMOVED)
             continue
         match = _LAUNCH.fullmatch(word)
-        hidden = match is not None and (match["name"] is None or _is_secret(match["name"]))
+        hidden = match is not None and (match["name"] is None or is_secret(match["name"]))
         hide_next = hidden and match is not None and match["value"] is None
         words.append(f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else _without_login(word))
     return words
@@ -85,12 +85,13 @@ def config_text(toml: str) -> str:
     """Return a resolved config without the secrets in `launch.environment`."""
 
     def line(match: re.Match[str]) -> str:
-        return f'{match[1]}{match[2]} = "{REMOVED}"' if _is_secret(match[2]) else match[0]
+        return f'{match[1]}{match[2]} = "{REMOVED}"' if is_secret(match[2]) else match[0]
 
     return _LAUNCH_LINE.sub(line, toml)
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Return whether the name of a variable suggests a secret."""
     return any(word in name.upper() for word in _SECRET)
 
 
