@@ -26,7 +26,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
     if lacks := [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]:
         warnings.warn(message := f"no {' and '.join(lacks)} here: apt-get install buildah mmdebstrap", stacklevel=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import yaml
 from tests.launch.examples import EXAMPLES
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
-from titanlite.tools import launch_kubernetes
+from titanlite.tools import launch_kubernetes, launch_sagemaker
 from titanlite.tools.launch import limit_seconds, prepare
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
@@ -24,16 +26,17 @@ _LINT = "{extends: default, rules: {line-length: {max: 160}}}"
 
 
 def render(name: str, *flags: str) -> str:
-    """Return the manifest of an example, as examples show it."""
+    """Return the manifests of an example, as examples show them."""
     flags = (
         *EXAMPLES[name].flags(),
         f"--job.dump_folder=/fsx/runs/{name}",
         "--launch.image=123456789012.dkr.ecr.us-east-1.amazonaws.com/titanlite:latest",
         '--launch.volumes={"fsx-claim" = "/fsx"}',
         "--launch.token_secret=hugging-face",
+        "--model.tokenizer_path=/fsx/tokenizer/original/tokenizer.model",
         *flags,
     )
-    return launch_kubernetes.files(prepare(list(flags)))[launch_kubernetes.FILE]
+    return "".join(launch_kubernetes.files(prepare(list(flags))).values())
 
 
 def examples() -> dict[str, str]:
@@ -146,8 +149,8 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
     flags = [f"--launch.kind={kind}", "--launch.namespace=ml", "--launch.queue=team", "--launch.time_limit=2-12"]
     text = render("llama3_1_8b", *flags)
     assert problems(text) == []
-    assert "activeDeadlineSeconds: 216000" in text and "kueue.x-k8s.io/queue-name: team" in text
-    assert text.count("namespace: ml") == text.count("\nkind: ")
+    assert "activeDeadlineSeconds: 216000" in text and 'kueue.x-k8s.io/queue-name: "team"' in text
+    assert text.count('namespace: "ml"') == text.count("\nkind: ")
     # A misspelt field and a wrong type, near the root and deep in the pod.
     for right, wrong in [
         ("volumeMounts:", "volumeMount:"),
@@ -191,6 +194,45 @@ def test_pods_get_what_the_machines_have() -> None:
     assert "resources" not in cpu["containers"][0] and "tolerations" not in cpu
 
 
+def test_names_stay_texts_and_two_run_folders_have_two_jobs() -> None:
+    flags = ["--launch.namespace=1234", "--launch.queue=on", "--launch.token_secret=null"]
+    folders = ("/fsx/a/on", "/fsx/b/on")
+    jobs = [list(yaml.safe_load_all(render("mathstral_7b", *flags, f"--job.dump_folder={f}"))) for f in folders]
+    names = [{value["metadata"]["name"] for value in values} for values in jobs]
+    assert len(names[0]) == len(names[1]) == 1 and names[0] != names[1] and all(min(n)[:3] == "on-" for n in names)
+    job = jobs[0][1]["metadata"]
+    assert (job["namespace"], job["labels"]) == ("1234", {"kueue.x-k8s.io/queue-name": "on"})
+    container = jobs[0][1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert container["envFrom"] == [{"secretRef": {"name": "null"}}]
+    # One node needs no EFA.
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    assert "FI_PROVIDER" not in {one["name"] for one in container["env"]}
+
+
+def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
+    volume = f'--launch.volumes={{"claim" = "{tmp_path}"}}'
+    flags = ["--launch.max_restarts=1", volume, f"--job.dump_folder={tmp_path}/run 1"]
+    script = _pod(render("llama3_2_1b", *flags))["containers"][0]["args"][:4]
+
+    def codes(host: str, count: int) -> list[int]:
+        words, env = [*script, "sh", "-c", "exit 7"], {**os.environ, "HOSTNAME": host}
+        return [subprocess.run(words, env=env, check=False).returncode for _ in range(count)]
+
+    assert codes("a-worker-1", 4) == [7] * 4 and codes("a-worker-0", 2) == [7, 7]
+    (tmp_path / "run 1" / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 12, "loss": 2}\n')
+    # A new step counts anew, and so does a start after the end of the job.
+    assert codes("a-worker-0", 4) == [7, 7, 1, 7]
+
+
+def test_relative_paths_of_data_are_named() -> None:
+    flags = ["--job.config_file=llama3_1_8b.toml", "--launch.gpus_per_node=8", "--launch.environment.A_TOKEN=1"]
+    job = prepare([*flags, "--training.dataset_path=s3://bucket/text"])
+    for system in (launch_kubernetes, launch_sagemaker):
+        warnings = [line for line in system.advice(job).splitlines() if line.startswith("warning: ")]
+        assert "model.tokenizer_path" in warnings[0] and "dataset_path" not in "".join(warnings)
+    assert "launch.environment.A_TOKEN" in warnings[1]
+
+
 def _pod(text: str) -> dict[str, Any]:
     (job,) = (value for value in yaml.safe_load_all(text) if value["kind"] == "PyTorchJob")
     return job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
@@ -202,6 +244,10 @@ def _pod(text: str) -> dict[str, Any]:
         (["--launch.image="], "launch.image"),
         (["--job.dump_folder=/runs/a"], "'/runs/a' is not on a volume of the pods (/fsx)"),
         (["--job.dump_folder=fsx/a"], "is not on a volume"),
+        (["--checkpoint.folder=/tmp/a"], "checkpoint.folder: '/tmp/a' is not on a volume"),
+        (["--checkpoint.folder=${A}/a", "--launch.environment.A=/tmp"], "checkpoint.folder: '/tmp/a' is not on a vol"),
+        (["--training.dataset_path=/fsx/${NOT_THERE}", "--launch.token_secret="], "variable NOT_THERE"),
+        (["--launch.environment.WANDB_API_KEY=1"], "--from-literal=WANDB_API_KEY=…"),
         (['--launch.volumes={"fsx" = "fsx"}'], "is not a claim and a folder"),
         (["--training.tensor_parallel_degree=3"], "does not divide"),
     ],

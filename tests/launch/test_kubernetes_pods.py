@@ -65,6 +65,7 @@ class Operator:
         container = self.spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
         elastic = self.spec["elasticPolicy"]
         variables: dict[str, Any] = {one["name"]: one["value"] for one in container["env"]} | {
+            "HOSTNAME": f"{self.name}-worker-{index}",
             # As pkg/controller.v1/pytorch/elastic.go of the operator has them.
             "PET_RDZV_ENDPOINT": f"{self.name}-worker-0:23456",
             "PET_RDZV_BACKEND": elastic["rdzvBackend"],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -41,6 +43,12 @@ def _example() -> str:
 def test_the_stored_example_is_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert _example() == EXAMPLE.read_text(), "rewrite it: python -m tests.launch.test_sagemaker --write"
+
+
+def test_only_the_config_goes_to_the_container() -> None:
+    patterns = ast.literal_eval(re.findall(r"ignore_patterns=(.*),", _example())[0])
+    names = ["config.toml", "config.yaml", "job.yaml", "local.sh", "job.sbatch", "sagemaker_job.py", "failures.log"]
+    assert set(names) - shutil.ignore_patterns(*patterns)("", names) == {"config.toml"}
 
 
 def test_the_config_of_the_job_keeps_its_variables_and_the_command_its_folders(
@@ -84,7 +92,15 @@ def test_jobs_that_cannot_work_there_are_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="each machine alone.*\n.*s3://.*FSx"):
         launch_sagemaker.files(prepare([*FLAGS, "--checkpoint.folder=checkpoint"]))
     launch_sagemaker.files(prepare([*FLAGS, "--checkpoint.folder=/opt/ml/input/data/fsx/run"]))
-    launch_sagemaker.files(prepare([*FLAGS, "--checkpoint.folder=checkpoint", "--launch.nodes=1"]))
+    launch_sagemaker.files(prepare([*FLAGS, "--checkpoint.folder=${SM_CHANNEL_TRAIN}/run"]))
+    one = [*FLAGS, "--launch.nodes=1", "--launch.max_restarts=0"]
+    script = launch_sagemaker.files(prepare([*one, "--checkpoint.folder=checkpoint"]))[launch_sagemaker.FILE]
+    assert "etry" not in script and "FI_PROVIDER" not in script  # no retries, and no EFA for one machine
+    for folder in ("/tmp/run", "../run"):
+        with pytest.raises(ConfigError, match="ends with the machine"):
+            launch_sagemaker.files(prepare([*one, f"--checkpoint.folder={folder}"]))
+    with pytest.raises(ConfigError, match="training.dataset_path: .* no environment variable NOT_THERE"):
+        launch_sagemaker.files(prepare([*FLAGS, "--training.dataset_path=${NOT_THERE}/a"]))
     with pytest.raises(ConfigError, match="shorter than launch.time_limit"):
         launch_sagemaker.files(prepare([*FLAGS, "--launch.spot_wait=1-00"]))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import posixpath
 import re
 import shlex
 import shutil
@@ -12,9 +14,11 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.urls import is_url
 from titanlite.runs.provenance import config_text
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, limit_seconds, render
+from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, unset_variables
 
 FILE = "job.yaml"
 CONFIG_FILE = "config.yaml"
@@ -24,6 +28,8 @@ _CONFIG_FOLDER = "/etc/titanlite"
 _RESTART_CODE = 138
 #: From the end of the ranks to that of the container.
 _SPARE_SECONDS = 30
+#: Variables that the pods have by themselves.
+_SET = r"(PET|KUBERNETES)_\w+"
 #: Pods of a job, by the label of its kind.
 _LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
@@ -37,15 +43,15 @@ def files(job: Job) -> dict[str, str]:
     launch, name = job.launch, _name(job)
     _check(job)
     kind, gpus = launch.kind, not launch.cpu
-    prefix = "ml." if kind == "HyperPodPyTorchJob" else ""
+    fabric = job.instance if launch.nodes > 1 and gpus else None
     values = {
         "name": name,
         "folder": _folder(job),
         "run_folder": job.run.job.dump_folder,
         "ranks": job.ranks,
         "gpus": gpus,
-        "efa": job.instance.efa if job.instance and gpus else 0,
-        "node_type": prefix + launch.instance_type if launch.instance_type else "",
+        "efa": fabric.efa if fabric else 0,
+        "node_type": _node_type(job),
         "container": "node" if kind == "TrainJob" else "pytorch",
         "words": ["python", "-m", "titanlite.torchrun", *_rendezvous(job), "-m", "titanlite", "train"]
         + [f"{_CONFIG_FOLDER}/{CONFIG}"],
@@ -55,7 +61,7 @@ def files(job: Job) -> dict[str, str]:
             # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.notice_seconds),
             **({exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)} if kind != "HyperPodPyTorchJob" else {}),
-            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
+            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
             **launch.environment,
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
@@ -74,10 +80,17 @@ def _folder(job: Job) -> str:
     return shlex.quote(str(job.folder))
 
 
+def _node_type(job: Job) -> str:
+    """Return the label of the nodes. Those of a HyperPod cluster have the prefix ml."""
+    kind = job.launch.instance_type
+    return f"ml.{kind.removeprefix('ml.')}" if kind and job.launch.kind == "HyperPodPyTorchJob" else kind
+
+
 def _name(job: Job) -> str:
-    """Return the name of the job: a host name, with room for that of a pod."""
+    """Return the name of the job: a host name, with room for that of a pod. Two run folders have two names."""
     name = re.sub(r"[^a-z0-9-]+", "-", job.name)
-    return (name if name[0].isalpha() else f"run-{name}")[:40].strip("-")
+    start = (name if name[0].isalpha() else f"run-{name}")[:33].strip("-")
+    return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
 
 
 def _rendezvous(job: Job) -> list[str]:
@@ -93,8 +106,13 @@ def _rendezvous(job: Job) -> list[str]:
 
 
 def _check(job: Job) -> None:
-    launch, folder = job.launch, job.run.job.dump_folder
-    problems = []
+    launch, checkpoint, folder = job.launch, job.run.checkpoint, job.run.job.dump_folder
+    # Nobody knows here which variables the secret has.
+    in_pods = r"\w+" if launch.token_secret else _SET
+    problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
+    for name in secrets(launch.environment):
+        hint = f'kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret = "NAME"'
+        problems.append(Problem("", f"launch.environment.{name}", "everybody can read it in the manifest", hint))
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
@@ -103,11 +121,16 @@ def _check(job: Job) -> None:
         if not path.is_absolute() or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
             message = f"{claim!r} = {str(path)!r} is not a claim and a folder"
             problems.append(Problem("", "launch.volumes", message, 'as in {"fsx-claim" = "/fsx"}'))
-    if not any(PurePosixPath(folder).is_relative_to(path) for path in paths.values()):
-        mounted = ", ".join(map(str, paths.values())) or "none"
-        message = f"{folder!r} is not on a volume of the pods ({mounted}): checkpoints would end with the pod"
-        advice = 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
-        problems.append(Problem("", "job.dump_folder", message, advice))
+    folders = {"job.dump_folder": folder}
+    checkpoints = checkpoint_folder(job.run.toml, folder, launch.environment)
+    if checkpoint.enable_checkpoint and not is_url(checkpoints):
+        folders["checkpoint.folder"] = checkpoints
+    for key, text in folders.items():
+        if not any(PurePosixPath(posixpath.normpath(text)).is_relative_to(path) for path in paths.values()):
+            mounted = ", ".join(map(str, paths.values())) or "none"
+            message = f"{text!r} is not on a volume of the pods ({mounted}): checkpoints would end with the pod"
+            advice = 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
+            problems.append(Problem("", key, message, advice))
     if problems:
         raise ConfigError(problems)
 
@@ -128,6 +151,7 @@ def _next(job: Job) -> list[str]:
 
     logs = f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l {_LABELS[launch.kind]}={name}"
     return [
+        *relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume"),
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
         f"continue it: {suspend(False)}",

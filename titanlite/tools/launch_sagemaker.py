@@ -12,10 +12,14 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, render
+from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, unset_variables
 
 FILE = "sagemaker_job.py"
 #: SageMaker copies it to S3 and back; each machine has its own.
 RUN_FOLDER = "/opt/ml/checkpoints"
+_INPUT = "/opt/ml/input/data"
+#: Variables that the container has by itself.
+_SET = r"SM_\w+|TRAINING_JOB_(NAME|ARN)|AWS_REGION"
 TENSORBOARD = "/opt/ml/output/tensorboard"
 _NUMBER = r"([0-9.]+(?:e[-+]?[0-9]+)?)"
 #: Regular expressions of log lines by metrics.log_style. A number with thousands separators is none for SageMaker.
@@ -46,6 +50,7 @@ def files(job: Job) -> dict[str, str]:
     """Return the script by its name in the job's folder. Raises ConfigError for a job that cannot work there."""
     launch = job.launch
     _check(job)
+    fabric = job.instance if launch.nodes > 1 else None
     arguments = [f"--job.dump_folder={RUN_FOLDER}"]
     if tensorboard := TENSORBOARD if job.run.metrics.enable_tensorboard else "":
         arguments.append(f"--metrics.save_tb_folder={tensorboard}")
@@ -59,7 +64,7 @@ def files(job: Job) -> dict[str, str]:
         "arguments": arguments,
         "image": launch.image,
         "role": launch.role,
-        "instance_type": f"ml.{launch.instance_type}",
+        "instance_type": f"ml.{launch.instance_type.removeprefix('ml.')}",
         "max_run": seconds(launch.time_limit) or _FIVE_DAYS,
         "max_wait": seconds(launch.spot_wait),
         "checkpoint_s3": launch.checkpoint_s3.rstrip("/"),
@@ -68,7 +73,7 @@ def files(job: Job) -> dict[str, str]:
         "environment": {
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SECONDS_TO_END - 10),
-            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance)),
+            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
             **launch.environment,
         },
         "metrics": METRICS[job.run.metrics.log_style],
@@ -86,11 +91,17 @@ def _check(job: Job) -> None:
         "launch.checkpoint_s3": (launch.checkpoint_s3, "as s3://BUCKET/RUN, to which SageMaker copies the run folder"),
     }
     problems = [Problem("", key, "SageMaker needs it", hint) for key, (value, hint) in needed.items() if not value]
-    if launch.nodes > 1 and checkpoint.enable_checkpoint and not is_url(checkpoint.folder):
-        message = f"{RUN_FOLDER} is a folder of each machine alone: no machine has the whole checkpoint"
+    problems += unset_variables(job.run.toml, launch.environment, _SET)
+    mounts = {f"SM_CHANNEL_{name.upper()}": f"{_INPUT}/{name}" for name in launch.channels}
+    folder = checkpoint_folder(job.run.toml, RUN_FOLDER, mounts | launch.environment)
+    kept = (f"{_INPUT}/", *([f"{RUN_FOLDER}/"] if launch.nodes == 1 else []))
+    if checkpoint.enable_checkpoint and not is_url(folder) and not f"{folder}/".startswith(kept):
+        message = f"{folder} is a folder of each machine alone: no machine has the whole checkpoint"
         hint = 'name one that all machines see: checkpoint.folder = "s3://BUCKET/RUN", or a folder on FSx for Lustre'
-        on_channel = any(checkpoint.folder.startswith(start) for start in ("/opt/ml/input/data/", "${SM_CHANNEL_"))
-        problems += [] if on_channel else [Problem("", "checkpoint.folder", message, hint)]
+        if launch.nodes == 1:
+            message = f"{folder} ends with the machine"
+            hint = f'take a folder below {RUN_FOLDER}, as checkpoint.folder = "checkpoint", or one on S3'
+        problems.append(Problem("", "checkpoint.folder", message, hint))
     if launch.spot_wait and seconds(launch.spot_wait) < (seconds(launch.time_limit) or _FIVE_DAYS):
         problems.append(Problem("", "launch.spot_wait", "is shorter than launch.time_limit, which it includes", ""))
     if problems:
@@ -108,14 +119,24 @@ def seconds(limit: str) -> int:
 
 
 def advice(job: Job) -> str:
-    """Return how to start the script."""
+    """Return how to start the script, after warnings."""
+    warnings = relative_paths(
+        job.run.toml, "the container has only the config; use a channel, ${SM_CHANNEL_NAME}, or S3"
+    )
+    if names := secrets(job.launch.environment):
+        listed = ", ".join(f"launch.environment.{name}" for name in names)
+        warnings.append(f"warning: whoever may describe the training job reads {listed} in it")
+    return "\n".join([*warnings, _start(job)])
+
+
+def _start(job: Job) -> str:
     return f'start it with: python {shlex.quote(str(job.folder / FILE))} (pip install "sagemaker>=3.27,<4")'
 
 
 def submit(job: Job) -> str:
     """Run the script; return what to do next. Raises LaunchError."""
     if importlib.util.find_spec("sagemaker") is None or importlib.util.find_spec("sagemaker.train") is None:
-        raise LaunchError(f"the SDK of SageMaker 3 is not installed: nothing is submitted; {advice(job)}")
+        raise LaunchError(f"the SDK of SageMaker 3 is not installed: nothing is submitted; {_start(job)}")
     file = str(job.folder / FILE)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False)
     said = f"{done.stdout}\n{done.stderr}"

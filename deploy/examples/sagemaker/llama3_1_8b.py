@@ -29,10 +29,10 @@ trainer = (
         training_image="123456789012.dkr.ecr.us-east-1.amazonaws.com/titanlite:latest",
         role="arn:aws:iam::123456789012:role/titanlite",
         base_job_name="llama3-1-8b",
-        # The job's folder goes to the container, with the config.
+        # Only the config goes to the container, not the other files of the job's folder.
         source_code=SourceCode(
             source_dir="/home/me/llama3_1_8b/launch",
-            ignore_patterns=["*.py", "*.log", "*.sbatch", "*.yaml"],
+            ignore_patterns=["[!c]*", "*[!l]", "*.yaml"],
             command=COMMAND,
             args=[
                 "--job.dump_folder=/opt/ml/checkpoints",

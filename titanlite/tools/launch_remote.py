@@ -1,0 +1,46 @@
+"""Checks of jobs whose containers have variables and files of their own."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Collection, Iterator, Mapping
+
+from titanlite.config.errors import Problem
+from titanlite.config.urls import is_url
+from titanlite.runs.provenance import config_values, is_secret
+
+_VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)\}")
+#: Variables of any container.
+_USUAL = ("HOME", "HOSTNAME", "PATH", "USER")
+_PATHS = ("model.tokenizer_path", "training.dataset_path", "validation.dataset_path", "checkpoint.initial_load_path")
+
+
+def secrets(names: Collection[str]) -> list[str]:
+    """Return the names of variables that look like secrets. A tokenizer's settings are none."""
+    return [name for name in names if is_secret(name) and not name.startswith("TOKENIZERS_")]
+
+
+def checkpoint_folder(toml: str, run_folder: str, variables: Mapping[str, str]) -> str:
+    """Return checkpoint.folder as the container has it: a URL or an absolute path. An unknown variable stays."""
+    folder = str(config_values(toml)["checkpoint.folder"])
+    folder = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), folder)
+    return folder if is_url(folder) else posixpath.normpath(posixpath.join(run_folder, folder))
+
+
+def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator[Problem]:
+    """Yield a problem for each variable of a config that the container lacks. pattern: names that it sets itself."""
+    for key, value in config_values(toml).items():
+        for name in dict.fromkeys(_VARIABLE.findall(json.dumps(value, default=str))):
+            if name not in (*given, *_USUAL) and not re.fullmatch(pattern, name):
+                message = f"the containers have no environment variable {name}"
+                yield Problem("", key, message, f"set launch.environment.{name}, or write $${{ for a literal ${{")
+
+
+def relative_paths(toml: str, hint: str) -> list[str]:
+    """Return a warning for each relative path of data. hint: where the container looks for it."""
+    values = config_values(toml)
+    paths = {key: path for key in _PATHS if isinstance(path := values.get(key), str) and path}
+    lost = {key: path for key, path in paths.items() if not is_url(path) and path[0] not in "/~$"}
+    return [f"warning: {key} = {path!r} is relative: {hint}" for key, path in lost.items()]
