@@ -416,3 +416,15 @@ def test_a_killed_rank_is_named(tmp_path: Path, kind: str) -> None:
     assert report[2].endswith("lost its peers")
     assert report[3].split()[0] == "1" and report[3].endswith("no answer")
     assert re.match(culprit, report[4]) and report[4] in done.stdout
+
+
+def test_a_watchdog_that_only_logs_announces_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_UNWIND_SECONDS", 0.05)
+    ended: list[int] = []
+    for end, words in ((None, 0), (ended.append, 1)):
+        with listening() as said, pytest.raises(OSError), HangWatchdog(end=end) as dog:
+            dog.failed(OSError("disk"))
+            time.sleep(0.2)
+            raise OSError("disk")
+        assert len([line for line in said if "this rank ends here" in line]) == words
+    assert ended == [exit_codes.ERROR]
