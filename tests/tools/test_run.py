@@ -63,9 +63,10 @@ def test_one_of_several_machines(start) -> None:
 
 def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     several = ["debug_model.toml", "--nproc=1", "--launch.nodes=2"]
-    assert start(*several) == exit_codes.CONFIG and "`titanlite launch SYSTEM`" in capsys.readouterr().err
+    assert start(*several) == exit_codes.CONFIG and "set launch.system to submit it" in capsys.readouterr().err
     assert "--nnodes 2" in start(*several, "--nnodes=2", "--master=a")
     assert "rdzv_endpoint localhost:0" in start(*several, "--nnodes=1")
+    assert "--nproc_per_node 1" in start("debug_model.toml", "--nproc=1", "--launch.system=slurm")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", "s3cret")
     variables = ["--launch.environment.NCCL_DEBUG=INFO", "--launch.environment.HF_TOKEN=(removed)"]
@@ -116,3 +117,14 @@ def test_later_files_win(start, tmp_path: Path, capsys) -> None:
     assert "4 steps" in capsys.readouterr().out
     assert main(["config", "check", *files[::-1], "--training.seq_len=32", "--world-size=1"]) == 0
     assert "3 steps" in capsys.readouterr().out
+
+
+def test_it_submits_to_the_system_of_the_config(start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho 17\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = ["--launch.system=slurm", "--launch.nodes=2", "--launch.gpus_per_node=1", f"--job.dump_folder={tmp_path}/run"]
+    assert start("debug_model.toml", *job) == exit_codes.DONE
+    assert "job 17 is submitted: 2 x 1 ranks" in capsys.readouterr().out
+    assert (tmp_path / "words").read_text() == f"--parsable {tmp_path}/run/launch/job.sbatch\n"

@@ -214,6 +214,8 @@ TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
 class Launch(Section, frozen=True):
     """The job that `titanlite launch` writes for a cluster. A run itself reads only `preflight`."""
 
+    system: Literal["", "slurm", "kubernetes", "sagemaker"] = ""
+    """Where `titanlite run` submits the job. Empty: it trains on this machine."""
     nodes: Count = 1
     """Machines."""
     gpus_per_node: Count | None = None

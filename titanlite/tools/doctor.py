@@ -94,6 +94,7 @@ def checks(run: RunConfig | None = None) -> dict[str, Check]:
         "versions": _versions,
         "torch": _torch,
         "gpus": _gpus,
+        "nccl": _nccl,
         "limits": _limits,
         "network": _network,
         "efa": _efa,
@@ -184,6 +185,22 @@ def _torch() -> _Found:
     elif not torch.cuda.is_available():
         fix = "see nvidia-smi and dmesg; CUDA_VISIBLE_DEVICES may hide them, a container needs --gpus all"
         yield ERROR, "torch sees none of this machine's GPUs", fix
+
+
+def _nccl() -> _Found:
+    """Sum a vector over all GPUs of this machine."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield OK, "not tried: torch sees no GPU"
+        return
+    count = torch.cuda.device_count()
+    ones = [torch.ones(1 << 18, device=f"cuda:{number}") for number in range(count)]
+    torch.cuda.nccl.all_reduce(ones)  # an error of NCCL becomes a finding
+    if all(bool((one == count).all()) for one in ones):
+        yield OK, f"a sum over {count} GPU(s) is right"
+    else:
+        yield ERROR, f"a sum over {count} GPU(s) is wrong", "see dmesg for lines with Xid; leave the machine out"
 
 
 def _gpus() -> _Found:

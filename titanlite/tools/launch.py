@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
@@ -24,6 +24,7 @@ from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.tools.instances import INSTANCES, Instance
 from titanlite.utils import Style
 
+How = Literal["print", "write", "submit"]
 _TEMPLATES = Path(__file__).parent.parent / "deploy"
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
@@ -85,18 +86,24 @@ def add_command(commands: Commands) -> None:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    job = prepare([*files_of(arguments), *flags])
-    system: Any = import_module(_SYSTEMS[arguments.system])
+    how: How = "print" if arguments.dry_run else "submit" if arguments.submit else "write"
+    return launch(arguments.system, [*files_of(arguments), *flags], how), exit_codes.DONE
+
+
+def launch(name: str, argv: list[str], how: How) -> str:
+    """Make the job of a system; return the job, or what to do next. argv: flags of `train.py`. Raises ConfigError."""
+    job = prepare(argv)
+    system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
     if not job.run.checkpoint.enable_checkpoint:
         warning = "checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0"
         print(f"warning: {warning}", file=sys.stderr)
-    if arguments.dry_run:
-        return "\n".join(files.values()).rstrip(), exit_codes.DONE
+    if how == "print":
+        return "\n".join(files.values()).rstrip()
     write(job, files)
-    if arguments.submit:
-        return system.submit(job), exit_codes.DONE
-    return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}", exit_codes.DONE
+    if how == "submit":
+        return str(system.submit(job))
+    return f"written: {', '.join(str(job.folder / name) for name in files)}\n{system.advice(job)}"
 
 
 def prepare(argv: list[str]) -> Job:

@@ -8,8 +8,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import NoReturn
 
+from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.fit import check_loaded
@@ -28,8 +28,9 @@ def add_command(commands: Commands) -> None:
         help="train a config on all GPUs of this machine",
         description="Check a config, then train it by torchrun on this machine and end with the code of its ranks. "
         f"Rank 0 is shown, or the ranks of LOG_RANK, as 0,1; all are in logs/ of job.dump_folder. {FLAGS}",
-        epilog="For several machines, run the same command on each, with its own --node-rank. `titanlite launch SYSTEM "
-        "CONFIG --submit` gives a job to a scheduler. Exit status: docs/reliability.md lists it.",
+        epilog="With launch.system, and without --nproc and --nnodes, it submits a job to that scheduler, as "
+        "`titanlite launch --submit` does. For several machines by hand, run the same command on each, with its own "
+        "--node-rank. Exit status: docs/reliability.md lists it.",
         allow_abbrev=False,
     )
     add_files(parser)
@@ -42,13 +43,17 @@ def add_command(commands: Commands) -> None:
     parser.set_defaults(run=_run)
 
 
-def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
+def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
     argv = [*files_of(arguments), *flags]
     config, problems = read(argv)
+    if arguments.nproc is None and arguments.nnodes is None and (system := config.value("launch.system")):
+        from titanlite.tools.launch import launch
+
+        return launch(system, argv, "submit"), exit_codes.DONE
     nodes = arguments.nnodes or 1
     if not problems:
         if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
-            advice = "submit it by `titanlite launch SYSTEM`, or start it on each machine with --nnodes"
+            advice = "set launch.system to submit it, or start it on each machine with --nnodes"
             raise _wrong("launch.nodes", f"{asked} machines, but this command starts ranks on this one alone", advice)
         environment = config.value("launch.environment")
         # The config in launch/ has no secrets: its job has set them.
