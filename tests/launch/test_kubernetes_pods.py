@@ -39,8 +39,6 @@ FLAGS = [
 ]
 SLOW = "--job.callbacks=tests.launch.slow_steps:SlowSteps"
 
-pytestmark = pytest.mark.slow
-
 
 class Operator:
     """Makes the pods of a PyTorchJob, and replaces those that end with 128 or more."""
@@ -132,6 +130,7 @@ def machines() -> Iterator[list[Host]]:
         yield made
 
 
+@pytest.mark.soak
 def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
     machines: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +147,7 @@ def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
     assert unequal(plain.folder, disturbed.folder, STEPS) == []
 
 
+@pytest.mark.slow
 def test_an_error_of_the_config_fails_the_job(
     machines: list[Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
     assert "step 4" in run.output() and unequal(undisturbed, run.folder, STEPS) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_agent_leads_to_a_restart_of_both_machines(
     machines: list[Host], undisturbed: Path, tmp_path: Path
 ) -> None:

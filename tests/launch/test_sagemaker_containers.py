@@ -20,7 +20,6 @@ from tests.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.runs.record import read_entries
 
-pytestmark = pytest.mark.slow
 _TORCHRUN = {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
 _DISTRIBUTED = {
     "sagemaker_torch_distributed_enabled": True,
@@ -56,6 +55,7 @@ def _start(train: Path, host: namespaces.Host, ml: Path, **env: str) -> subproce
     return host.popen([train], env=env, stdout=(ml / "log").open("w"), stderr=subprocess.STDOUT)
 
 
+@pytest.mark.slow
 def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[namespaces.Host], tmp_path: Path) -> None:
     ml = make_folder(tmp_path / "ml", "algo-1", ["algo-1"], _VALUES)
     assert _start(train, hosts[0], ml).wait(120) == 0, (ml / "log").read_text()
@@ -75,6 +75,7 @@ def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[nam
     assert rows(ml / "checkpoints") == rows(tmp_path / "run") and len(rows(tmp_path / "run")) == 4
 
 
+@pytest.mark.slow
 def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
     train: Path, hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:
@@ -101,6 +102,7 @@ def opt_ml() -> Iterator[str]:
         folder.rmdir()
 
 
+@pytest.mark.soak
 def test_two_hosts_need_a_checkpoint_folder_that_both_see(
     train: Path, hosts: list[namespaces.Host], opt_ml: str, tmp_path: Path
 ) -> None:
@@ -129,6 +131,7 @@ def test_two_hosts_need_a_checkpoint_folder_that_both_see(
     assert not (second / "checkpoints" / "metrics.jsonl").exists()
 
 
+@pytest.mark.soak
 def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
     hosts: list[namespaces.Host], opt_ml: str, tmp_path: Path
 ) -> None:
