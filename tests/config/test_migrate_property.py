@@ -32,7 +32,8 @@ def legal_values(key: Key) -> list[Any]:
         else:
             found += {bool: [True, False], int: [1, 2, 8], float: [0.5, 1e-3], str: ["x", "3", "a]#b"]}.get(part, [])
     later = [old for (name, old) in VALUE_NAMES if name == key.name]
-    return [value for value in found if fits(key.type, value)] + later
+    # A pattern may allow none of them.
+    return ([value for value in found if fits(key.type, value)] or [key.default]) + later
 
 
 def alias_values(alias: Alias) -> list[Any]:

@@ -122,7 +122,7 @@ def test_the_third_failure_without_a_new_logged_step_is_the_last(tmp_path: Path,
     assert (folder / "starts").read_text().count("start") == 5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_link_that_is_down_for_four_seconds_only_costs_time(
     machines: list[Host], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_link_that_is_down_for_four_seconds_only_costs_time(
     assert unequal(undisturbed, run.folder, STEPS) == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
     machines: list[Host], undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ def _start(train: Path, host: namespaces.Host, ml: Path, **env: str) -> subproce
     return host.popen([train], env=env, stdout=(ml / "log").open("w"), stderr=subprocess.STDOUT)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[namespaces.Host], tmp_path: Path) -> None:
     ml = make_folder(tmp_path / "ml", "algo-1", ["algo-1"], _VALUES)
     assert _start(train, hosts[0], ml).wait(120) == 0, (ml / "log").read_text()
@@ -75,7 +75,7 @@ def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[nam
     assert rows(ml / "checkpoints") == rows(tmp_path / "run") and len(rows(tmp_path / "run")) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
     train: Path, hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:
