@@ -186,7 +186,7 @@ def test_interfaces_that_other_hosts_cannot_reach(
     assert words in found and bool(words) == bool(found)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(tmp_path: Path) -> None:
     script = tmp_path / "odd.py"
     script.write_text(

@@ -156,7 +156,7 @@ def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Pa
     assert f"code {exit_codes.CONFIG}" in _log(folder, job) and slurm.field(job, "Restarts") == "0"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_stopped_and_a_cancelled_job_save_and_stay_so(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = _submit(slurm, folder)
