@@ -151,7 +151,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     config.write_text(CONFIG)
     text.write_text(json.dumps({"text": "replaced below", "timestamp": "", "url": ""}) + "\n")
     dump = folder / "run"
-    # Each rank has files of its own, as on hosts that share no folder.
+    # Each rank has its own files, as on hosts that share no folder.
     mine = [f"--job.dump_folder={dump}", f"--training.dataset_path={text}", "--no-launch.preflight", *flags]
     run = load_config(str(config), world.size, mine)
     read = read_datasets(run)

@@ -1,4 +1,4 @@
-"""A training step as one call, for tests that train a model of their own; and a whole run on ranks of the pool."""
+"""A training step as one call, for tests with their own model; and a whole run on ranks of the pool."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\
 
 
 def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **options: Any) -> tuple[list[str], str]:
-    """Check the ranks; return warnings and the error. hosts: each rank is on one of its own. odd: of the last rank."""
+    """Check the ranks; return warnings and the error. hosts: each rank is on another host. odd: of the last rank."""
     rank, is_odd, config = world.rank, world.rank == world.size - 1, TOML
     with contextlib.ExitStack() as stack:
 

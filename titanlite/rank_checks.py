@@ -60,7 +60,7 @@ class RankCheckError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank says about itself before anything is measured."""
+    """Facts of a rank, gathered before the measurements."""
 
     number: int
     host: str

@@ -1,4 +1,4 @@
-"""Several hosts on this machine: network namespaces on one switch, each with a host name and an address of its own."""
+"""Several hosts on this machine: network namespaces on one switch, each with its host name and address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.processes import environment
 
-# Programs run in a mount namespace of their own: `ip netns exec` makes it.
+# Each program runs in its own mount namespace: `ip netns exec` makes it.
 _ENTER = (
     'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; '
     'while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift; exec "$@"'

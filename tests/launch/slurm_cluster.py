@@ -1,4 +1,4 @@
-"""A real Slurm of four nodes on this machine: munge, slurmctld and their slurmd on loopback, in a folder of its own."""
+"""A real Slurm of four nodes on this machine: munge, slurmctld and their slurmd on loopback, in one folder."""
 
 from __future__ import annotations
 

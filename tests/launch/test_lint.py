@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import ROOT
 
-#: Linter → what it is told, and the files it reads. SC2015: `a && b || die` is meant so.
+#: Linter → its options and its files. SC2015: `a && b || die` is meant so.
 LINTERS = {
     "shellcheck": (
         ["--external-sources", "--exclude=SC2015"],

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, each fed by a thread of its own: it may fail or hang, and training goes on."""
+"""TensorBoard and Weights & Biases, each with its own thread: it may fail or hang, and training goes on."""
 
 from __future__ import annotations
 

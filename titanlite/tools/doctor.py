@@ -1,6 +1,6 @@
 """`titanlite doctor`: problems of this machine, with their fixes. It never fails itself, and takes under ten seconds.
 
-A check yields status, message and perhaps a fix. All run at once, each in a thread of its own: a broken driver or a
+A check yields status, message and perhaps a fix. All run at once, each in its own thread: a broken driver or a
 network file system may not answer, and then the check's name is the finding.
 """
 
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
 
 
 def checks(run: RunConfig | None = None) -> dict[str, Check]:
-    """Return all checks by name. run: also what it needs."""
+    """Return all checks by name. run: also the checks of its needs."""
     shared = (run.launch.shared_dir if run else "") or os.getcwd()
     folders = dict.fromkeys([shared, *([run.job.dump_folder] if run else [])])
     found: dict[str, Check] = {
@@ -114,7 +114,7 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
         try:
             for one in check():
                 results[name].append(Finding(name.split()[0], *one))
-        except Exception as error:  # an odd machine is what the command is for
+        except Exception as error:  # the command is for odd machines
             results[name].append(Finding(name.split()[0], WARNING, f"not examined: {type(error).__name__}: {error}"))
 
     end = time.monotonic() + seconds
@@ -382,7 +382,7 @@ def _variables() -> _Found:
 
 
 def _config(run: RunConfig) -> _Found:
-    """Check what a config needs of this machine."""
+    """Check whether this machine fits a config."""
     from titanlite.preflight import compile_problems, float8_problems
     from titanlite.tools.run import count_gpus
 

@@ -1,4 +1,4 @@
-"""Checks of jobs whose containers have variables and files of their own."""
+"""Checks of jobs whose containers have their own variables and files."""
 
 from __future__ import annotations
 
