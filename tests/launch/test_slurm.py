@@ -200,7 +200,7 @@ def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> 
     flags = [*EXAMPLES["llama3_1_8b"].flags(), "--job.dump_folder=/fsx/runs/8b", "--launch.shared_dir=/fsx"]
     text = _render(*flags, "--launch.image=/fsx/my image.sqsh", "--launch.environment.NCCL_DEBUG=it's on")
     mounts, image, variables = (re.search(f"^{pattern}", text, re.M) for pattern in _CONTAINER)
-    assert mounts and mounts[1] == f"/fsx:/fsx,{ROOT}:{ROOT}" and image and variables
+    assert mounts and set(mounts[1].split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"} and image and variables
     assert "exec python -m" in text and "export NCCL_DEBUG='it'\"'\"'s on'" in text
 
 

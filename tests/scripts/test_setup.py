@@ -16,6 +16,8 @@ TOOLS = re.findall(r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mkte
 #: What makes a new environment, and what updates one.
 MADE = ["venv", "pip: uv", "uv: setuptools", "uv: ."]
 UPDATED = MADE[1:]
+#: The tests need one file of it.
+HYPERPOD = "uv: sagemaker-hyperpod==3.12.0"
 
 # Answers as an interpreter of $FAKE_VERSION would, and writes what it was asked to $CALLS. The lock is real, and so are
 # pip's settings, where a test gives any.
@@ -233,7 +235,7 @@ def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
     for folder, words in (("has", "lacks pytest ruff"), ("without", "making .venv")):
         shutil.rmtree(machine.root / ".venv", ignore_errors=True)
         left = machine.run("run_tests.sh", VIRTUAL_ENV=str(tmp_path / folder), FAKE_MISSING="pytest ruff")
-        assert words in left.stderr and machine.installs() == [*MADE[:-1], "uv: .[dev]"]
+        assert words in left.stderr and machine.installs() == [*MADE[:-1], "uv: .[dev]", HYPERPOD]
 
 
 @pytest.mark.slow
