@@ -167,8 +167,13 @@ class ModelParts:
     loss: LossFunction
 
 
-def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelParts:
-    """Build the model as the run divides it. All ranks call it together. tokenizer_size: entries of its vocabulary."""
+def build_model(
+    run: RunConfig, world: DistEnv, tokenizer_size: int, make: Callable[[ModelBuilder], nn.Module] | None = None
+) -> ModelParts:
+    """Build the model as the run divides it. All ranks call it together. tokenizer_size: entries of its vocabulary.
+
+    make: returns the builder's model with memory; None: with the initial weights of the run's seed.
+    """
     device, degrees, batch = world.device, run.mesh, run.batch
     spec, args = run.spec, run.model_args(tokenizer_size)
     if run.training.compile:
@@ -198,7 +203,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         loss = RowLosses(loss, batch.seq_len // degrees.context)
     if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
         enable_async(mesh["tp"])
-    model = builder.build(run.training.seed or 0)
+    model = make(builder) if make else builder.build(run.training.seed or 0)
     world.apply_timeout()
     runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
     if isinstance(model, PipelineModel):
@@ -211,6 +216,27 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         modules[name].step_tokens = batch.tokens_per_step
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
+
+
+def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer, TrainStep]:
+    """Build the optimizer and the step of a model."""
+    model, device, policy = parts.model, parts.builder.device, run.guard
+    blocks = run.spec.block_names(parts.args)
+    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device, blocks)
+    train_step = TrainStep(
+        model,
+        optimizer,
+        parts.runner,
+        FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
+        run.training.max_norm,
+        parts.factors,
+    )
+    if run.optimizer.early_step_in_backward:
+        train_step.in_backward = StepInBackward(model, optimizer)
+        train_step.guard.applied = True
+    if run.float8.enable_float8_linear and run.float8.precompute_float8_dynamic_scale_for_fsdp:
+        train_step.after_update = ScalePrecompute(model, parts.mesh)
+    return optimizer, train_step
 
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
@@ -272,26 +298,12 @@ def build(
         steps = CPLoader(steps, mesh)
     validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
-    # Step
-    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device, spec.block_names(args))
-    policy = run.guard
-    train_step = TrainStep(
-        model,
-        optimizer,
-        parts.runner,
-        FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
-        run.training.max_norm,
-        parts.factors,
-    )
-    if run.optimizer.early_step_in_backward:
-        if any(type(callback).before_update is not Callback.before_update for callback in callbacks):
-            message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
-            raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
-        train_step.in_backward = StepInBackward(model, optimizer)
-        train_step.guard.applied = True
-    in_float8 = run.float8.enable_float8_linear
-    if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
-        train_step.after_update = ScalePrecompute(model, mesh)
+    optimizer, train_step = build_step(run, parts)
+    if train_step.in_backward and any(
+        type(callback).before_update is not Callback.before_update for callback in callbacks
+    ):
+        message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
+        raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
 
     average = WeightAverage(model, gather(model), run.optimizer.ema_decay) if run.optimizer.ema_decay else None
     if average and validation and run.validation.ema:
@@ -316,6 +328,7 @@ def build(
         train_step.before_update = checkpointer.await_copy
 
     # Callbacks
+    in_float8 = run.float8.enable_float8_linear
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)

@@ -1,0 +1,53 @@
+"""Memory of one rank over a step, by part. Formulas (`memory.py`) and the trace (`trace.py`) return the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+#: Parts of a rank's device memory, in the order of reports.
+PARTS = (
+    "parameters",  # this rank's shards, and buffers
+    "gradients",  # this rank's shards
+    "optimizer",
+    "gathered weights",  # whole weights of the groups in use, in the dtype of products
+    "activations",  # kept for the backward
+    "logits and loss",
+    "communication",  # buffers of all-gathers and reduce-scatters, with gradients not yet reduced
+    "float8",  # copies of inputs and weights in float8
+    "working memory",  # temporaries of the module that runs
+)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Device memory of a rank at one moment of a step."""
+
+    #: "forward", "backward" or "optimizer".
+    phase: str
+    #: The module that runs, as "layers.31"; empty in the optimizer.
+    module: str
+    #: Name of `PARTS` → bytes.
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank over a step that is not the first: optimizer state exists."""
+
+    rank: int
+    #: In the order of the step.
+    moments: tuple[Moment, ...]
+    #: Part → bytes in host memory (CPU offload).
+    host: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def peak(self) -> Moment:
+        """Return the moment with most bytes on the device."""
+        return max(self.moments, key=lambda moment: moment.total)
