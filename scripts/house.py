@@ -176,7 +176,7 @@ def imports(node: ast.AST) -> Iterator[str]:
 def takes_whole_config(library: Path, trees: dict[Path, ast.Module]) -> Iterator[str]:
     """Yield the functions with a parameter that is the whole config, outside the modules that may have one."""
     for path, tree in trees.items():
-        if room(library, path) in ("config", "derive", "fit", "build", "run_text", "tools"):
+        if room(library, path) in ("config", "derive", "fit", "build", "run_text", "plan", "tools"):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
