@@ -77,11 +77,6 @@ def test_a_wrong_value_is_named_with_code_place_key_and_remedy(text, line, key, 
     assert hint in problem.hint and bool(problem.hint) == bool(hint)
 
 
-@pytest.mark.parametrize("text", [text for text, *_ in WRONG])
-def test_windows_line_ends_change_no_place(text):
-    assert only(text.replace("\n", "\r\n")) == only(text)
-
-
 def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()

@@ -21,8 +21,6 @@ from titanlite.tools.launch import limit_seconds, prepare
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
-#: Long comments, and long names of images.
-_LINT = "{extends: default, rules: {line-length: {max: 160}}}"
 
 
 def render(name: str, *flags: str) -> str:
@@ -173,13 +171,6 @@ def test_the_config_map_holds_the_resolved_config() -> None:
     text = launch_kubernetes.files(job)[launch_kubernetes.CONFIG_FILE]
     assert problems(text) == []
     assert yaml.safe_load(text)["data"]["config.toml"].rstrip() == job.run.toml.rstrip()
-
-
-def test_examples_pass_yamllint() -> None:
-    lint = pytest.importorskip("yamllint.linter")
-    config = pytest.importorskip("yamllint.config").YamlLintConfig(_LINT)
-    for name, text in examples().items():
-        assert [str(problem) for problem in lint.run(text, config)] == [], name
 
 
 def test_pods_get_what_the_machines_have() -> None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.runs.conftest import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
-from titanlite.tools.compare import compare, compare_json, read_runs, short_names, spread, steady
-from titanlite.tools.compare_page import ticks
+from titanlite.tools.compare import compare, compare_json, read_runs, steady
 from titanlite.tools.plots import COLORS
 from titanlite.tools.runs import to_json
 
@@ -102,16 +98,6 @@ def test_the_command_prints_the_table_and_writes_both_files(
     assert found["figures"]["loss at step 40"] == [4.0, 4.25] and found["differences"]["optimizer.lr"] == [0.001, 0.002]
     assert [(run["label"], run["steady_rows"]) for run in found["runs"]] == [("a", 3), ("b", 2)]
 
-    # The picture has a curve of each run.
-    pixels = np.asarray(Image.open("comparison/comparison.png").convert("RGB")).astype(int)
-    height, width = pixels.shape[:2]
-    for color in COLORS[:2]:
-        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
-        hits = np.abs(pixels - wanted).max(axis=2) < 12
-        for half in (hits[: height // 2], hits[height // 2 :]):  # the losses above, the speeds below
-            columns = half[:, : int(width * 0.6)].any(axis=0).sum()  # left of the legend: the curve itself
-            assert columns > width * 0.2, (color, columns)
-
 
 def _curves(page: str, chart: int) -> list[dict[str, Any]]:
     """What the page's script reads."""
@@ -165,18 +151,6 @@ def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path
     assert figures["loss at step 3"] == ["nan"] and figures["loss at step 2"] == [7.0]
 
 
-def test_without_matplotlib_the_table_and_the_page_still_come(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
-    out, err = capsys.readouterr()
-    assert "tokens/s per device" in out and out.endswith(f"written: {tmp_path}/out/comparison.html\n")
-    assert "pip install 'titanlite[plots]'" in err and "comparison.png is not drawn" in err
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["comparison.html"]
-
-
 def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
     a = write_metrics(tmp_path / "a", [training_row(step, 5.0) for step in (3, 6, 9)])
     b = write_metrics(tmp_path / "b", [training_row(step, 5.0, tokens_seen=2000 * step) for step in (5, 10)])
@@ -214,26 +188,8 @@ def test_errors_name_the_file_and_what_to_do(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_named_twice_and_a_folder_that_cannot_be_written_to(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", str(two[0]), f"{two[0]}/"]) == 2
-    assert "named twice" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(["compare", str(two[0]), "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "name another with --out" in capsys.readouterr().err
-
-
 def test_an_earlier_run_of_the_folder_is_compared_by_its_metrics_file(two: list[Path]) -> None:
     write_metrics(two[0], [training_row(step, 6.5) for step in (1, 20, 40)], "metrics-1.jsonl")
     found = compare(read_runs([two[0], two[0] / "metrics-1.jsonl"]))
     assert {f.name: f.values for f in found.figures}["loss at step 40"] == (4.0, 6.5)
     assert found.runs[1].attempts == ()
-
-
-def test_small_things() -> None:
-    assert spread(list(range(10, 110, 10)), 5) == [20, 40, 60, 80, 100]
-    assert spread([1, 2], 5) == [1, 2]
-    assert short_names([Path("/x/a"), Path("/y/a")]) == ("x/a", "y/a")
-    assert ticks(1, 600, 8) == [0, 100, 200, 300, 400, 500, 600]
-    assert ticks(5, 5, 4)[0] < 5 < ticks(5, 5, 4)[-1]

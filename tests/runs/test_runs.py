@@ -140,9 +140,3 @@ def test_a_missing_or_empty_folder(
     (tmp_path / "outputs").mkdir()
     assert listed(capsys) == (0, "no runs below outputs\n", "")
     assert listed(capsys, "--json")[1] == "[]\n"
-
-
-def test_config_keys_are_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["runs"], ["compare", "a"]):
-        assert main([*command, "--training.steps", "5"]) == 2
-        assert "--training.steps: this command takes no" in capsys.readouterr().err

@@ -249,21 +249,3 @@ def test_no_policy_goes_on_with_weights_that_are_not_finite(pool: Pools, tmp_pat
     again = pool(2).run(_spoil_weight, str(tmp_path), 0, *flags)[0]
     assert (again["step"], again["error"]) == (8, "")
     assert saved is None or any(f"resumed from step {saved}" in line for line in again["said"])
-
-
-@pytest.mark.slow
-def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
-    root = tmp_path / "checkpoint"
-    assert steps_in(root) == [2, 4]
-    named = f"--checkpoint.initial_load_path={root}/step-4"
-    other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
-    why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
-    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(f"checkpoint.initial_load_path: {why}")
-    found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
-    assert (found["step"], found["error"]) == (8, "")
-    (passed,) = [line for line in found["said"] if line.startswith("passed over")]
-    assert passed.startswith(f"passed over: {why}") and f"`titanlite checkpoint rm {root}/step-4`" in passed
-    assert any("resumed from step 2" in line for line in found["said"])
-    contents = Contents(root / "step-4")
-    assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), "a good one is there now"

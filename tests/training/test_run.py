@@ -30,7 +30,6 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_text import read_datasets
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
-from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
 TINY = [
@@ -276,18 +275,6 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
-
-
-@pytest.mark.slow
-def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
-    for code, words, flags in [
-        (exit_codes.GUARD, "The update was not applied", ["--optimizer.lr=1e30", "--checkpoint.interval=1"]),
-        (exit_codes.CHECKPOINT, "no valid checkpoint", ["--checkpoint.start=resume", "--checkpoint.folder=nothing"]),
-        (exit_codes.CONFIG, f"{tmp_path}/nothing", [f"--training.dataset_path={tmp_path}/nothing"]),
-    ]:
-        flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", *flags]
-        codes, said = train([*flags, "--training.steps=6"], 1, tmp_path / "console")
-        assert codes == [code] and words in said and "Traceback" not in said, said
 
 
 def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
