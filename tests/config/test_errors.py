@@ -178,7 +178,7 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=st.lists(st.tuples(NAMES, VALUES), max_size=3), flags=st.lists(st.tuples(NAMES, VALUES), max_size=2))
 def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
     (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))

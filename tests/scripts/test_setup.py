@@ -197,29 +197,6 @@ def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (None, "needs Python 3.10 to 3.13; found: none (looked for python3 "),
-        ({"FAKE_VERSION": "3.9", "FAKE_STATE": "other"}, "needs Python 3.10 to 3.13; found: python3 is 3.9."),
-        ({"FAKE_STATE": "bare"}, "sudo apt install python3.11-venv"),
-    ],
-)
-def test_without_a_fit_python_it_is_said_what_is_needed(
-    machine: Machine, settings: dict[str, str] | None, words: str
-) -> None:
-    if settings is not None:
-        machine.python(**settings)
-    refused = machine.run("run_tests.sh")
-    assert refused.returncode == 1 and machine.installs() == []
-    assert words in refused.stderr and "PYTHON=" in refused.stderr
-    machine.python("python3.12", FAKE_VERSION="3.12")
-    machine.executable(machine.bin / "python3.13", "#!/usr/bin/env bash\nexit 127\n")  # a shim that does not run
-    found = machine.run("run_llama_train.sh")
-    assert found.returncode == 0 and "python3.12 (3.12)" in found.stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "PATH"])
 def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
     machine: Machine, tmp_path: Path, variable: str

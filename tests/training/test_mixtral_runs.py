@@ -41,14 +41,11 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (2, []),
         (2, ["--parallelism.expert_parallel_degree=2"]),
-        (2, ["--training.data_parallel_replicate_degree=2", "--training.data_parallel_shard_degree=1"]),
         (2, [*STAGES, "--training.loss_chunks=2"]),
         (2, [*STAGES, f"--{PP}schedule=ZBVZeroBubble", f"--{PP}split_points=['layers.0','layers.1','norm']"]),
         (1, [f"{AC}full", "--training.loss_chunks=3"]),
-        (1, BY_OP),
-        pytest.param(1, [*BY_OP, *COMPILE], marks=pytest.mark.slow),
+        pytest.param(1, BY_OP, marks=pytest.mark.slow),
         pytest.param(1, [f"{AC}full", *COMPILE], marks=pytest.mark.slow),
     ],
 )
@@ -63,6 +60,7 @@ def test_equal_however_the_work_is_divided(
         assert {n: row[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Path) -> None:
     """Without it half of a layer's rows go to one of eight experts; the loss per token is as low with it."""
     last = {}

@@ -247,11 +247,12 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     assert python("train.py", "--training.setps=3").returncode == exit_codes.CONFIG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
         ["-m", "titanlite", "train", "debug_model.toml", "--nproc-per-node", "2"],
-        pytest.param([*TORCHRUN, "train.py", "--job.config_file=debug_model.toml"], marks=pytest.mark.slow),
+        [*TORCHRUN, "train.py", "--job.config_file=debug_model.toml"],
     ],
     ids=["titanlite", "torchrun"],
 )
