@@ -179,8 +179,8 @@ COLUMNS = {
 
 #: Schedules whose stages are those of another row.
 SELDOM = ("pp 2, GPipe", "pp 2, LoopedBFS")
-#: Cells of `./run_tests.sh`: every kind of parallelism, every column (`MASKED` has the compiled one). The whole table is in
-#: `--full`, but for graphs of four ranks without the policy by operation, and for what each rank does anew under
+#: Cells of `./run_tests.sh`: every kind of parallelism, every column (the compiled one in `MASKED`). The whole table is
+#: in `--full`, but for graphs of four ranks without the policy by operation, and for what each rank does anew under
 #: `SELDOM`: `--soak` has them.
 QUICK = {
     ("fsdp 2", "at once"),
