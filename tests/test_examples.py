@@ -168,7 +168,10 @@ def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     "flags",
     [
         pytest.param(["--training.tensor_parallel_degree=2", "--training.batch_size=4"], marks=pytest.mark.slow),
-        ["--training.tensor_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
+        pytest.param(
+            ["--training.tensor_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
+            marks=pytest.mark.slow,
+        ),
         ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
         ["--experimental.context_parallel_degree=2", "--training.batch_size=4"],
     ],
