@@ -17,7 +17,7 @@ from tests.launch.examples import EXAMPLES
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.tools import launch_kubernetes, launch_sagemaker
-from titanlite.tools.launch import limit_seconds, prepare
+from titanlite.tools.launch import prepare
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
@@ -247,11 +247,6 @@ def test_a_job_that_would_lose_its_checkpoints_is_refused(flags: list[str], word
     with pytest.raises(ConfigError) as error:
         render("llama3_1_8b", *flags)
     assert words in str(error.value)
-
-
-def test_time_limits_in_seconds() -> None:
-    texts = ["", "30:00", "01:30:00", "2-0", "1-2:03", "0-00:00:07"]
-    assert [limit_seconds(text) for text in texts] == [None, 1800, 5400, 172800, 93780, 7]
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -243,9 +243,6 @@ MODEL = "model.hf_config"
 @pytest.mark.parametrize(
     ("flags", "key", "words"),
     [
-        (["--training.tensor_parallel_degree=2"], "training.tensor_parallel_degree", "has no tensor_plan"),
-        (["--experimental.pipeline_parallel_degree=2"], "experimental.pipeline_parallel_degree", "no pipeline_costs"),
-        (["--experimental.context_parallel_degree=2"], "experimental.context_parallel_degree", "no context_parallel"),
         (["--model.flavor=8B"], "model.flavor", "hf has no flavors"),
         (["--model.name=llama3"], MODEL, 'set model.name = "hf"'),
         (["--model.hf_config=./nowhere"], MODEL, "No such file"),

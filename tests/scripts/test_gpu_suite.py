@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import benchmarks.gpu as suite
-import benchmarks.gpu_bench as gpu_bench
 import benchmarks.gpu_ladder as gpu_ladder
 from benchmarks.gpu_bench import Bench
 from titanlite.fit import load_config
@@ -116,23 +114,6 @@ def test_page_judges_each_target(measured: Bench) -> None:
 
 
 # Pieces and exit codes.
-
-
-def test_a_budget_ends_between_pieces_and_the_same_command_goes_on(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def long(bench: Bench) -> gpu_bench.Result:
-        bench.call(["true"], bench.folder / "log")
-        return gpu_bench.Result([{"what": "it", "value": "ran"}])
-
-    monkeypatch.setattr(suite, "PIECES", {"short": lambda bench: gpu_bench.Result([]), "long": long})
-    bench.deadline = time.monotonic()
-    assert suite.run(bench, ["short", "long"]) == 1
-    assert "long: the budget is spent" in capsys.readouterr().out and not (bench.folder / "long.json").exists()
-    bench.deadline = float("inf")
-    assert suite.run(bench, ["short", "long"]) == 0
-    said = capsys.readouterr().out
-    assert "short: done before" in said and "- it: ran" in said
 
 
 @pytest.mark.soak

@@ -85,16 +85,3 @@ def test_resumes_on_fewer_ranks_with_muon(pool: Pools, tmp_path: Path) -> None:
     assert len(begun) == 2 and len(rows) == 4
     for name in ("loss", "grad_norm", "experts/entropy"):
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in straight], rel=2e-3), name
-
-
-@pytest.mark.slow
-def test_weights_of_hugging_face_leave_and_enter_ranks_that_share_experts(pool: Pools, tmp_path: Path) -> None:
-    share, saves = "--parallelism.expert_parallel_degree", "--checkpoint.enable_checkpoint"
-    last = ["--checkpoint.last_save_in_hf", "--checkpoint.model_weights_only"]
-    pool(4).run(_run, str(tmp_path / "from"), f"{share}=2", saves, *last)
-    path = f"--checkpoint.initial_load_path={tmp_path / 'from/checkpoint/step-4-hf'}"
-    runs = []
-    for ranks, degree in ((1, 1), (2, 2), (4, 2)):
-        rows = pool(ranks).run(_run, str(tmp_path / f"{ranks}"), f"{share}={degree}", saves, path)[0]
-        runs.append([number for row in rows for number in (row["loss"], row["grad_norm"])])
-    assert runs[1:] == [pytest.approx(runs[0], rel=1e-5)] * 2

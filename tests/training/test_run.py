@@ -226,14 +226,6 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
         assert abs(loss - other[0]) < 5e-6 and abs(norm - other[1]) < 1e-4 * norm
 
 
-@pytest.mark.slow
-def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
-    golden.copy(tmp_path)
-    fresh = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint")[0]["rows"]
-    assert sorted(_losses(fresh)) == [1, 2]
-    assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(golden.folder / "metrics.jsonl")
-
-
 def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     code = (
         "import sys; from titanlite import main\n"
