@@ -243,13 +243,6 @@ def test_a_wrong_model_is_one_problem_whatever_divides_it(model: str, other: str
     assert (problem.code, problem.key, problem.where) == ("model", key, "command line")
 
 
-def test_a_table_of_rope_scaling_is_checked_with_the_model() -> None:
-    assert load(["--model.rope_scaling={factor = 8}"]).value("model.rope_scaling") == {"factor": 8}
-    for table in ("{factor = 0.5}", "{low_freq_factor = 1.0}", "{factor = 8, original_context = 1.5}", "{factr = 8}"):
-        problem = refusal([f"--model.rope_scaling={table}"])
-        assert problem.code == "model" and problem.key.startswith("model.rope_scaling"), str(problem)
-
-
 def test_all_missing_files_are_named(tmp_path: Path) -> None:
     flags = words("model.tokenizer_path=/a training.dataset_path=/b validation.dataset_path=/c")
     assert keys(refusals(flags)) == {"model.tokenizer_path", "training.dataset_path"}

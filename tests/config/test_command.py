@@ -143,14 +143,6 @@ def test_explain_knows_keys_without_effect_and_features_to_come_and_refuses_othe
     assert run(capsys, "config", "explain", "a.toml", "b.toml")[0] == 2
 
 
-def test_colours_are_for_terminals_only(capsys, monkeypatch):
-    assert "\x1b[" not in run(capsys, "config", "explain", "training")[1]
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert "\x1b[1m[training]\x1b[0m" in run(capsys, "config", "explain", "training")[1]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b[" not in run(capsys, "config", "explain", "training")[1]
-
-
 def test_a_value_may_begin_with_a_minus(capsys):
     flag = ["--training.data_parallel_shard_degree", "-1"]
     # As run_llama_train.sh does it: options of the command come behind the flags.

@@ -38,14 +38,6 @@ def test_spelling_order_and_written_defaults_are_no_difference(capsys):
     assert capsys.readouterr().out == "no difference in effect\n"
 
 
-def test_another_way_to_say_the_length_of_the_run():
-    left = write("a.toml", "[training]\ntokens = 1000\n")
-    assert found(left, write("b.toml", "")) == [
-        ("training.steps", ("(not set)", ""), ("10000", "default")),
-        ("training.tokens", ("1000", "a.toml:2"), ("(not set)", "")),
-    ]
-
-
 def recorded(*flags: str) -> str:
     return load(flags).to_toml()
 

@@ -77,11 +77,6 @@ def test_a_wrong_value_is_named_with_code_place_key_and_remedy(text, line, key, 
     assert hint in problem.hint and bool(problem.hint) == bool(hint)
 
 
-@pytest.mark.parametrize("text", [text for text, *_ in WRONG])
-def test_windows_line_ends_change_no_place(text):
-    assert only(text.replace("\n", "\r\n")) == only(text)
-
-
 def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()
@@ -183,7 +178,7 @@ NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pairs=st.lists(st.tuples(NAMES, VALUES), max_size=3), flags=st.lists(st.tuples(NAMES, VALUES), max_size=2))
 def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
     (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))

@@ -142,19 +142,6 @@ def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
     assert not any("0.2.x" in note for note in run_of(text("2024", "debug_model"), 8).notes)
 
 
-@pytest.mark.parametrize("name", [name for name in AUTUMN if name != "llama3_405b"])
-def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
-    autumn = text("2024", name)
-    may = re.sub(r"\[experimental\][^\[]*|\[float8\][^\[]*|data_parallel_replicate_degree = 1\n", "", autumn)
-    may = may.replace("data_parallel_shard_degree = -1", "data_parallel_degree = -1\npipeline_parallel_degree = 1")
-    may = may.replace("compile = false", 'fp8_linear = ""\ncompile = false')
-    gpus = original("2024", name).gpus
-    assert trained(run_of(may, gpus)) == trained(run_of(autumn, gpus))
-    mini = run_of(may.replace('"c4"', '"c4_mini"'), gpus)
-    assert mini.training.dataset == "c4_test"
-    assert any("c4_mini" in note and "c4_test" in note for note in mini.notes)
-
-
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
     for there, (here, difference) in LATER_FLAVORS.items():
         older, later = SHAPES["llama3"][there], SHAPES["llama3"][here]

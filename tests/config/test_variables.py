@@ -100,11 +100,6 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
     assert [p.key for p in problems] == ["launch.image", "job.dump_folder"]
 
 
-def test_explain_shows_the_variable(file, capsys):
-    assert main(["config", "explain", "model.tokenizer_path", "run.toml"]) == 0
-    assert '"/data/tokenizer.model"  from run.toml:4 with ${ROOT}' in capsys.readouterr().out
-
-
 def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
     monkeypatch.setenv("SECRET", "hidden")
     flags = ["--launch.environment.API_KEY=${SECRET}", "--data.chat_template=https://me:${SECRET}@host/a"]

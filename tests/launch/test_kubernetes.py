@@ -17,12 +17,10 @@ from tests.launch.examples import EXAMPLES
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.tools import launch_kubernetes, launch_sagemaker
-from titanlite.tools.launch import limit_seconds, prepare
+from titanlite.tools.launch import prepare
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
-#: Long comments, and long names of images.
-_LINT = "{extends: default, rules: {line-length: {max: 160}}}"
 
 
 def render(name: str, *flags: str) -> str:
@@ -175,13 +173,6 @@ def test_the_config_map_holds_the_resolved_config() -> None:
     assert yaml.safe_load(text)["data"]["config.toml"].rstrip() == job.run.toml.rstrip()
 
 
-def test_examples_pass_yamllint() -> None:
-    lint = pytest.importorskip("yamllint.linter")
-    config = pytest.importorskip("yamllint.config").YamlLintConfig(_LINT)
-    for name, text in examples().items():
-        assert [str(problem) for problem in lint.run(text, config)] == [], name
-
-
 def test_pods_get_what_the_machines_have() -> None:
     pod = _pod(render("llama3_1_8b"))
     limits = pod["containers"][0]["resources"]["limits"]
@@ -256,11 +247,6 @@ def test_a_job_that_would_lose_its_checkpoints_is_refused(flags: list[str], word
     with pytest.raises(ConfigError) as error:
         render("llama3_1_8b", *flags)
     assert words in str(error.value)
-
-
-def test_time_limits_in_seconds() -> None:
-    texts = ["", "30:00", "01:30:00", "2-0", "1-2:03", "0-00:00:07"]
-    assert [limit_seconds(text) for text in texts] == [None, 1800, 5400, 172800, 93780, 7]
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -109,15 +109,6 @@ def test_a_view_without_figures_leaves_nothing_and_one_on_a_closed_terminal_rais
     view.close()
 
 
-@pytest.mark.parametrize("wanted", ["yes", "NO_COLOR", "key"])
-def test_colours_only_where_they_are_wanted(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    monkeypatch.setenv("NO_COLOR", "1" if wanted == "NO_COLOR" else "")
-    setup_console(0, False if wanted == "key" else None, terminal.stream)
-    assert start_view(0, 60) is not None
-    log_step(20)
-    assert (re.search(rb"\033\[[0-9;]*3\dm", terminal.read()) is not None) is (wanted == "yes")
-
-
 @pytest.mark.parametrize("why", ["file", "dumb", "no TERM", "no size", "CI", "KUBERNETES_SERVICE_HOST", "rank 1"])
 def test_plain_lines_and_no_view_where_nobody_looks(
     why: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch

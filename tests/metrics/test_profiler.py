@@ -54,13 +54,3 @@ def test_a_full_disk_costs_the_trace_not_the_run(tmp_path: Path) -> None:
             profiler.on_step_end(at_step(step), ANY)
         profiler.on_end(at_step(6), RunEnd("done", 6))
     assert [line for line in said if str(tmp_path / "traces") in line], said
-
-
-def test_a_cycle_that_an_error_cuts_short_leaves_no_trace(tmp_path: Path) -> None:
-    folders = {"save_traces_folder": str(tmp_path), "save_memory_snapshot_folder": str(tmp_path)}
-    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=5, **folders)
-    profiler = Profiler(config, 0, torch.device("cpu"))
-    profiler.on_start(at_step(0))
-    profiler.on_step_end(at_step(1), ANY)
-    profiler.on_end(at_step(1), RunEnd("failed", 1, torch.OutOfMemoryError("as on a GPU")))
-    assert not list(tmp_path.iterdir())

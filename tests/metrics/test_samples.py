@@ -37,7 +37,6 @@ LAYOUTS = {
     "context": ["--experimental.context_parallel_degree=2"],
     "replicas": ["--training.data_parallel_replicate_degree=2", "--activation_checkpoint.mode=full"],
 }
-SLOW = ("compiled", "context", "replicas")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def on_one(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return pool(1).run(_both, str(tmp_path_factory.mktemp("one")))[0]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in LAYOUTS])
 def test_samples_do_not_touch_training_and_are_equal_in_every_layout(
     pool: Pools, on_one: dict[str, Any], tmp_path: Path, layout: str
 ) -> None:
@@ -57,6 +56,7 @@ def test_samples_do_not_touch_training_and_are_equal_in_every_layout(
     assert not any("compiled" in line and "again" in line for line in found["said"]), "the samples run uncompiled"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_one_sample_of_each_step_and_tensorboard_has_the_text(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(_run, str(tmp_path), *STEPS, *PROMPTS)
     rows = (tmp_path / "samples.jsonl").read_text()

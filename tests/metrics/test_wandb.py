@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from tests.pool import Pools
 from tests.steps import train_rows
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import build
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.fit import load_config
@@ -28,7 +26,6 @@ from titanlite.metrics import boards as background_writer
 from titanlite.metrics.boards import ID_FILE, WandbWriter, tags
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -181,29 +178,6 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
     board._thread.join(10)
     assert not board._thread.is_alive(), "what is left goes on, and ends"
     assert len(backend.rows) <= 51 and backend.exits == [0]
-
-
-def _hanging(world: DistEnv, folder: str) -> tuple[int, int]:
-    """A whole run with a back end that never answers."""
-    stuck = threading.Event()
-    sys.modules["wandb"] = Backend(init=lambda: stuck.wait(60))
-    background_writer._CLOSE_SECONDS = 0.2
-    flags = [*TINY, f"--job.dump_folder={folder}", "--training.steps=5", "--no-checkpoint.enable_checkpoint"]
-    run = load_config("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
-    # Not by its key: that asks for the installed package.
-    run = replace(run, metrics=replace(run.metrics, enable_wandb=True))
-    try:
-        trainer = Trainer(build(run, world))
-        trainer.train()
-    finally:
-        stuck.set()
-        del sys.modules["wandb"]
-        background_writer._CLOSE_SECONDS = 10.0
-    return trainer.step, len(read_metrics(Path(folder) / "metrics.jsonl"))
-
-
-def test_a_run_with_a_back_end_that_hangs_is_complete(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_hanging, str(tmp_path)) == [(5, 5)]
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["missing", "a folder of its name"])

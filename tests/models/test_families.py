@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,6 @@ from torch import Tensor, nn
 
 from tests.models.test_llama import SCALED, relative, tokens_of
 from tests.models.test_llama import VARIANTS as LLAMAS
-from tests.pool import Pools
-from tests.training.test_run import MASKED
-from tests.training.test_run import _run as trained
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
 from titanlite.models.mistral import MistralArgs
@@ -147,16 +142,3 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
     args = MISTRAL if family == "mistral" else QWEN3
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "flag"), [("mistral", "window=12"), ("qwen3", "head_dim=32")])
-def test_the_debug_model_learns_the_bundled_text(pool: Pools, tmp_path: Path, family: str, flag: str) -> None:
-    """On two ranks of tensor parallelism, in float8, with documents apart."""
-    flags = [f"--model.name={family}", f"--model.overrides.{flag}", "--model.overrides.ffn_dim=128"]
-    flags += ["--training.tensor_parallel_degree=2", "--float8.enable_float8_linear", "--float8.emulate"]
-    flags += [*MASKED, "--training.seq_len=64", "--training.batch_size=8", "--training.steps=20"]
-    found = pool(2).run(trained, str(tmp_path), *flags)[0]
-    losses = [row["loss"] for row in found["rows"] if "loss" in row]
-    assert losses[0] == pytest.approx(math.log(2304), abs=0.7) and losses[-1] < losses[0] - 1
-    assert any("attention " in line and "flash of variable lengths" in line for line in found["said"])

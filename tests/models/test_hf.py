@@ -171,28 +171,6 @@ def test_features_work_on_its_blocks(
     assert rows != straight[:2] or tolerance < 1e-3
 
 
-def _without_names(world: DistEnv, flags: list[str]) -> str:
-    def none(args: Any) -> dict[str, str]:
-        raise ValueError("its files have another form")
-
-    names = SPEC.hf_names
-    object.__setattr__(SPEC, "hf_names", none)
-    try:
-        _train(world, flags)
-    except ConfigError as error:
-        return str(error)
-    finally:
-        object.__setattr__(SPEC, "hf_names", names)
-    return ""
-
-
-def test_a_last_save_without_names_of_files_is_refused_at_the_start(pool: Pools, tmp_path: Path) -> None:
-    last = ["--checkpoint.enable_checkpoint", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    flags = config_flags(tmp_path, written(tmp_path, "qwen2"), *last, "--training.steps=2")
-    (message,) = pool(1).run(_without_names, flags)
-    assert "checkpoint.last_save_in_hf" in message and "another form" in message
-
-
 def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
     """OPT's dropout is a number that it hands to a function, not a module."""
     (tmp_path / "config.json").write_text(json.dumps({**content("opt"), "dropout": 0.3}))
@@ -265,9 +243,6 @@ MODEL = "model.hf_config"
 @pytest.mark.parametrize(
     ("flags", "key", "words"),
     [
-        (["--training.tensor_parallel_degree=2"], "training.tensor_parallel_degree", "has no tensor_plan"),
-        (["--experimental.pipeline_parallel_degree=2"], "experimental.pipeline_parallel_degree", "no pipeline_costs"),
-        (["--experimental.context_parallel_degree=2"], "experimental.context_parallel_degree", "no context_parallel"),
         (["--model.flavor=8B"], "model.flavor", "hf has no flavors"),
         (["--model.name=llama3"], MODEL, 'set model.name = "hf"'),
         (["--model.hf_config=./nowhere"], MODEL, "No such file"),

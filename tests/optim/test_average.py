@@ -91,6 +91,7 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
     assert _validations(plain)[6] < _validations(found)[6] - 1e-3, "the average lags"
 
 
+@pytest.mark.slow
 def test_the_last_save_has_the_weights_that_were_validated(
     pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:

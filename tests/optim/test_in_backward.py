@@ -54,7 +54,7 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
     [
         {"settings": GROUPS, "args": replace(TINY, n_layers=6)},
         {"args": replace(TINY, tied=True), "settings": Optimizer(implementation="fused")},
-        {"tensor": 2},
+        pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         pytest.param({"replicas": 2}, marks=pytest.mark.slow),
         {"settings": Optimizer(name="AnyPrecisionAdamW", kahan=True), "training": Training(dtype="bfloat16")},
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from tests.pool import Pools
-from tests.processes import TORCHRUN, python
+from tests.processes import python
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import (
     KERNELS,
@@ -142,31 +141,6 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     environment({})
     with DistEnv.open("cpu") as world:
         assert (world.rank, world.size) == (0, 1)
-
-
-_RESTARTS = """
-import os, sys, torch, torch.distributed as dist
-from titanlite.parallel.dist_env import DistEnv
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-with DistEnv.open("cpu") as world:
-    x = torch.ones(()); dist.all_reduce(x)
-    if attempt == "0" and world.rank == 1:
-        os._exit(7)
-    dist.all_reduce(x)
-    os.write(1, f"attempt {attempt} rank {world.rank} sum {int(x)}\\n".encode())  # whole, so lines cannot mix
-os._exit(0)
-"""
-
-
-@pytest.mark.soak
-def test_restarted_workers_meet_again(tmp_path: Path) -> None:
-    """The agent's store outlives the workers: without keys per attempt the restart often hangs."""
-    script = tmp_path / "restarts.py"
-    script.write_text(_RESTARTS)
-    done = python(*TORCHRUN, "--max-restarts=1", script)
-    assert done.returncode == 0, done.stderr
-    again = sorted(line for line in done.stdout.splitlines() if line.startswith("attempt 1"))
-    assert again == ["attempt 1 rank 0 sum 4", "attempt 1 rank 1 sum 4"]
 
 
 _FAULTS = """

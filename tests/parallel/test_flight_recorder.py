@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pools
-from tests.processes import TORCHRUN, python
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.flight_recorder import recording
 
@@ -65,33 +64,3 @@ def _fail(world: DistEnv, folder: str, text: str) -> None:
 def test_only_errors_of_collectives_leave_a_record(pool: Pools, tmp_path: Path, text: str, left: list[str]) -> None:
     pool(2).run(_fail, str(tmp_path), text)
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-
-
-_APART = """
-import sys, torch, torch.distributed as dist
-from datetime import timedelta
-from titanlite.parallel.dist_env import DistEnv, set_timeouts
-with DistEnv.open("cpu", trace_folder=sys.argv[1]) as world:
-    world.build_mesh(dp_shard=2)
-    set_timeouts(3)
-    other = dist.new_group(timeout=timedelta(seconds=3), group_desc="other")
-    if world.rank == 0:
-        dist.all_reduce(torch.ones(11), group=other)
-    dist.all_reduce(torch.ones(12))
-"""
-
-
-@pytest.mark.soak
-def test_torchfrtrace_names_the_rank_and_line_that_waited(tmp_path: Path) -> None:
-    """Two ranks that wait for each other in different collectives."""
-    script, folder = tmp_path / "apart.py", tmp_path / "comm_traces"
-    script.write_text(_APART)
-    done = python(*TORCHRUN, script, folder)
-    assert done.returncode == 1
-    assert "Timed out" in done.stderr and f"torchfrtrace {folder}" in done.stderr
-    seen = python("-m", "torch.distributed.flight_recorder.fr_trace", folder)
-    waits = [part.splitlines()[1:5] for part in seen.stderr.split("Not all ranks joining collective")[1:]]
-    found = [(wait[1].rpartition(":")[2], *wait[2:]) for wait in waits]  # a group's number counts those of the mesh
-    assert ("other", "collective: gloo:all_reduce", "missing ranks: {1}") in found
-    assert ("default_pg", "collective: gloo:all_reduce", "missing ranks: {0}") in found
-    assert f"{script}:10" in seen.stderr and f"{script}:11" in seen.stderr, "the lines of code that waited"

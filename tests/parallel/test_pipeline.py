@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -132,30 +131,6 @@ def test_a_stage_may_end_with_the_norm_where_ranks_share_products(
     assert ours.gradients.keys() == plain.gradients.keys()
     for name, gradient in plain.gradients.items():
         assert relative(ours.gradients[name], gradient) < 1e-6, name
-
-
-def _settings(world: DistEnv, run: Run) -> object:
-    builder = run.builder(world)
-    try:
-        return builder.reshard_after_forward, builder.schedule, builder.microbatches
-    except ParallelismError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"schedule": "zbvzerobubble", "pieces": 4}, (False, "ZBVZeroBubble", 4)),
-        ({"training": ALWAYS}, (True, "1F1B", 2)),
-        # It would lose gradients.
-        ({"schedule": "ZBVZeroBubble", "training": ALWAYS}, "ZBVZeroBubble needs weights that stay gathered"),
-        ({"schedule": "F1B"}, "no pipeline schedule 'F1B'; there are GPipe, 1F1B"),
-    ],
-    ids=["default", "always", "split backward", "unknown"],
-)
-def test_weights_stay_gathered_unless_the_user_decides(pool: Pools, changes: dict[str, Any], expected: Any) -> None:
-    for found in pool(2).run(_settings, replace(RUN, **changes)):
-        assert found.startswith(expected) if isinstance(found, str) else found == expected
 
 
 COSTS = pipeline_costs(ARGS, SEQ)

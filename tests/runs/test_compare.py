@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.runs.conftest import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
-from titanlite.tools.compare import compare, compare_json, read_runs, short_names, spread, steady
-from titanlite.tools.compare_page import ticks
+from titanlite.tools.compare import compare, compare_json, read_runs, steady
 from titanlite.tools.plots import COLORS
 from titanlite.tools.runs import to_json
 
@@ -102,16 +98,6 @@ def test_the_command_prints_the_table_and_writes_both_files(
     assert found["figures"]["loss at step 40"] == [4.0, 4.25] and found["differences"]["optimizer.lr"] == [0.001, 0.002]
     assert [(run["label"], run["steady_rows"]) for run in found["runs"]] == [("a", 3), ("b", 2)]
 
-    # The picture has a curve of each run.
-    pixels = np.asarray(Image.open("comparison/comparison.png").convert("RGB")).astype(int)
-    height, width = pixels.shape[:2]
-    for color in COLORS[:2]:
-        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
-        hits = np.abs(pixels - wanted).max(axis=2) < 12
-        for half in (hits[: height // 2], hits[height // 2 :]):  # the losses above, the speeds below
-            columns = half[:, : int(width * 0.6)].any(axis=0).sum()  # left of the legend: the curve itself
-            assert columns > width * 0.2, (color, columns)
-
 
 def _curves(page: str, chart: int) -> list[dict[str, Any]]:
     """What the page's script reads."""
@@ -139,19 +125,6 @@ def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_pat
     assert "<td>442 (2.01×)</td>" in page and "optimizer.lr" in page
 
 
-def test_each_of_many_runs_has_a_box_curves_of_its_own_and_its_whole_name(tmp_path: Path) -> None:
-    names = [f"{i}-{'a_very_long_name_' * (6 if i == 3 else 1)}" for i in range(14)]
-    rows = [training_row(step, 9.0 - step, tps=2.5e7) for step in (1, 2, 3)]
-    folders = [write_metrics(tmp_path / name, rows) for name in names]
-    assert main(["compare", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
-    page = (tmp_path / "out" / "comparison.html").read_text()
-    runs = [str(i) for i in range(14)]
-    assert re.findall(r'<input type="checkbox" data-run="(.*?)" checked>', page) == runs
-    assert re.findall(r'<g data-of="(.*?)">', page) == runs * 2
-    assert len({color for color, *_ in _lines(page)[:14]}) == 12
-    assert all(page.count(f"</span>{name}") == 3 for name in names), "of the box, and of each chart's values"
-
-
 def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path: Path) -> None:
     folder = write_metrics(
         tmp_path / "<b>&", [training_row(step, "nan" if step == 3 else 9.0 - step) for step in range(1, 6)]
@@ -163,18 +136,6 @@ def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path
     assert [points for *_, points in _lines(page)][:2] == [2, 2]
     figures = json.loads(to_json(compare_json(compare(read_runs([folder])))))["figures"]
     assert figures["loss at step 3"] == ["nan"] and figures["loss at step 2"] == [7.0]
-
-
-def test_without_matplotlib_the_table_and_the_page_still_come(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
-    out, err = capsys.readouterr()
-    assert "tokens/s per device" in out and out.endswith(f"written: {tmp_path}/out/comparison.html\n")
-    assert "pip install 'titanlite[plots]'" in err and "comparison.png is not drawn" in err
-    assert [p.name for p in (tmp_path / "out").iterdir()] == ["comparison.html"]
 
 
 def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
@@ -190,9 +151,7 @@ def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda f: None, "there is no such folder; `titanlite runs FOLDER` lists"),
-        (lambda f: f.mkdir(), "not a run: it has neither attempts.jsonl nor metrics.jsonl; `titanlite runs "),
         (lambda f: write_metrics(f, []), "metrics.jsonl has no training step yet; wait for its first logged step"),
-        (lambda f: f.write_text(""), ": not a run; give its folder"),
         (lambda f: (write_metrics(f, []) / "config.toml").write_text("= 1"), "config.toml: not TOML ("),
         (
             lambda f: (write_metrics(f, []) / "metrics.jsonl").write_text("x\n{}\n"),
@@ -214,26 +173,8 @@ def test_errors_name_the_file_and_what_to_do(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_named_twice_and_a_folder_that_cannot_be_written_to(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", str(two[0]), f"{two[0]}/"]) == 2
-    assert "named twice" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(["compare", str(two[0]), "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "name another with --out" in capsys.readouterr().err
-
-
 def test_an_earlier_run_of_the_folder_is_compared_by_its_metrics_file(two: list[Path]) -> None:
     write_metrics(two[0], [training_row(step, 6.5) for step in (1, 20, 40)], "metrics-1.jsonl")
     found = compare(read_runs([two[0], two[0] / "metrics-1.jsonl"]))
     assert {f.name: f.values for f in found.figures}["loss at step 40"] == (4.0, 6.5)
     assert found.runs[1].attempts == ()
-
-
-def test_small_things() -> None:
-    assert spread(list(range(10, 110, 10)), 5) == [20, 40, 60, 80, 100]
-    assert spread([1, 2], 5) == [1, 2]
-    assert short_names([Path("/x/a"), Path("/y/a")]) == ("x/a", "y/a")
-    assert ticks(1, 600, 8) == [0, 100, 200, 300, 400, 500, 600]
-    assert ticks(5, 5, 4)[0] < 5 < ticks(5, 5, 4)[-1]

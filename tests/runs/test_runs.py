@@ -129,20 +129,3 @@ def test_unreadable_files_are_named_and_hide_nothing_else(
     assert status == 0
     for words in ("torn/metrics.jsonl:2: ", "odd/metrics.jsonl: row of step 1: loss is 'much'", "good/config.toml: "):
         assert f"note: {tmp_path}/{words}" in out
-
-
-def test_a_missing_or_empty_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, out, err = listed(capsys)
-    assert (status, out) == (2, "") and err.startswith("error: outputs: ") and "job.dump_folder" in err
-    (tmp_path / "outputs").mkdir()
-    assert listed(capsys) == (0, "no runs below outputs\n", "")
-    assert listed(capsys, "--json")[1] == "[]\n"
-
-
-def test_config_keys_are_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["runs"], ["compare", "a"]):
-        assert main([*command, "--training.steps", "5"]) == 2
-        assert "--training.steps: this command takes no" in capsys.readouterr().err

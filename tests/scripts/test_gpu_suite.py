@@ -6,19 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import benchmarks.gpu as suite
-import benchmarks.gpu_bench as gpu_bench
 import benchmarks.gpu_ladder as gpu_ladder
-import benchmarks.gpu_page as gpu_page
-import benchmarks.gpu_pieces as gpu_pieces
-from benchmarks.gpu_bench import Bench, OutOfTime
-from tests.processes import ended
+from benchmarks.gpu_bench import Bench
 from titanlite.fit import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +35,6 @@ def bench(tmp_path: Path) -> Bench:
 
 
 # Ends.
-
-#: Starts a process in a session of its own, as a ladder starts torchrun, and needs a moment to end it.
-ORDERLY = 'setsid sleep 600 & pid=$!; trap "sleep 1; kill $pid; echo > $0.ended; exit 130" INT; echo $pid > "$0"; wait'
-
-
-@pytest.mark.slow
-def test_a_spent_budget_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_bench, "LEAST_SECONDS", 0)
-    bench = Bench(tmp_path, False, time.monotonic() + 2)
-    with pytest.raises(OutOfTime):
-        bench.call(["bash", "-c", ORDERLY, str(tmp_path / "pid")], tmp_path / "log")
-    assert ended(int((tmp_path / "pid").read_text())) and (tmp_path / "pid.ended").exists()
 
 
 # Settings.
@@ -131,70 +113,7 @@ def test_page_judges_each_target(measured: Bench) -> None:
     assert published["pieces"]["ladder-8b"]["rows"][0]["tokens_per_second"] == 10000
 
 
-@pytest.mark.parametrize(
-    ("figure", "verdict"),
-    [(0.02, "met (0.0200)"), (0.021, "missed (0.0210)"), ("inf", "missed (inf)"), (None, "not measured")],
-)
-def test_the_final_loss_decides(figure: Any, verdict: str) -> None:
-    row = {"what": "float8-all-gather", "loss_difference": 0.5, "final_loss_difference": figure}
-    target = next(one for one in gpu_page.TARGETS if one.piece == "loss-8b")
-    assert gpu_page.judge(target, {"loss-8b": {"rows": [row]}}) == verdict
-
-
 # Pieces and exit codes.
-
-
-def test_modes_are_kept_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"mode": "", "compiled": False, "seconds": [1.0, 1.0], "seconds_to_warm": 1.0, "peak_bytes": 2**20}
-    row |= {"kept_bytes": 1, "losses": [1.0]}
-    shape = {"dim": 8, "layers": 1, "heads": 1, "vocab": 8, "seq": 8, "batch": 1, "dtype": "float32"}
-    ran, broken = [], ["full"]
-
-    def command(bench: Bench, cell: tuple[str, bool], out: Path) -> list[str]:
-        ran.append(cell)
-        if cell[0] in broken:
-            return ["bash", "-c", "echo RuntimeError: it broke; exit 1"]
-        report = {"device": "GPU", "shape": shape, "rows": [{**row, "mode": cell[0], "compiled": cell[1]}]}
-        return ["bash", "-c", f"cat > {out}.json <<'X'\n{json.dumps(report)}\nX"]
-
-    monkeypatch.setattr(gpu_pieces, "modes_command", command)
-    assert suite.run(bench, ["modes"]) == 1
-    text = (bench.folder / "gpu.md").read_text()
-    assert len(ran) == len(gpu_pieces.cells(True, False)) and "full-eager: exit 1: RuntimeError: it broke" in text
-    assert "| off | none |" in text and "| on | budget 0.5 |" in text and "| off | full |" not in text
-    broken.clear()
-    ran.clear()
-    assert suite.run(bench, ["modes"]) == 0 and ran == [("full", False), ("full", True)]
-    text = (bench.folder / "gpu.md").read_text()
-    assert "| off | full |" in text and "Losses of the 6 eager modes, bit for bit: equal." in text
-    ran.clear()
-    assert suite.run(bench, ["modes"], again=True) == 0 and ran == gpu_pieces.cells(True, False)
-
-
-def test_a_budget_ends_between_pieces_and_the_same_command_goes_on(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def long(bench: Bench) -> gpu_bench.Result:
-        bench.call(["true"], bench.folder / "log")
-        return gpu_bench.Result([{"what": "it", "value": "ran"}])
-
-    monkeypatch.setattr(suite, "PIECES", {"short": lambda bench: gpu_bench.Result([]), "long": long})
-    bench.deadline = time.monotonic()
-    assert suite.run(bench, ["short", "long"]) == 1
-    assert "long: the budget is spent" in capsys.readouterr().out and not (bench.folder / "long.json").exists()
-    bench.deadline = float("inf")
-    assert suite.run(bench, ["short", "long"]) == 0
-    said = capsys.readouterr().out
-    assert "short: done before" in said and "- it: ran" in said
-
-
-@pytest.mark.slow
-def test_without_a_gpu_it_refuses(tmp_path: Path) -> None:
-    command = ["benchmarks/gpu.sh", "machine", "--out", str(tmp_path / "gpu")]
-    environment = {**CLI, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1 and done.stderr.startswith("error: torch sees no CUDA device")
-    assert not (tmp_path / "gpu" / "machine.json").exists()
 
 
 @pytest.mark.soak

@@ -155,16 +155,6 @@ def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(machi
 
 
 @pytest.mark.slow
-def test_a_failed_install_shows_the_error_and_does_not_count(machine: Machine) -> None:
-    machine.python()
-    failed = machine.run("run_llama_train.sh", FAKE_FAIL="uv setuptools")
-    assert failed.returncode == 1 and "ERROR: No matching distribution found for setuptools" in failed.stderr
-    assert "the installation failed" in failed.stderr and "pip config list" in failed.stderr
-    assert not any(call.startswith("titanlite") for call in machine.calls())
-    assert machine.run("run_llama_train.sh").returncode == 0 and machine.installs() == MADE
-
-
-@pytest.mark.slow
 def test_an_interrupted_install_starts_over_cleanly(machine: Machine) -> None:
     machine.python()
     process = subprocess.Popen(
@@ -194,29 +184,6 @@ def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> Non
     assert other.returncode == 1 and "somebody else made it" in other.stderr and machine.installs() == []
     assert machine.run("run_llama_train.sh").returncode == 0
     assert machine.installs() == UPDATED and (machine.root / ".venv" / "theirs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (None, "needs Python 3.10 to 3.13; found: none (looked for python3 "),
-        ({"FAKE_VERSION": "3.9", "FAKE_STATE": "other"}, "needs Python 3.10 to 3.13; found: python3 is 3.9."),
-        ({"FAKE_STATE": "bare"}, "sudo apt install python3.11-venv"),
-    ],
-)
-def test_without_a_fit_python_it_is_said_what_is_needed(
-    machine: Machine, settings: dict[str, str] | None, words: str
-) -> None:
-    if settings is not None:
-        machine.python(**settings)
-    refused = machine.run("run_tests.sh")
-    assert refused.returncode == 1 and machine.installs() == []
-    assert words in refused.stderr and "PYTHON=" in refused.stderr
-    machine.python("python3.12", FAKE_VERSION="3.12")
-    machine.executable(machine.bin / "python3.13", "#!/usr/bin/env bash\nexit 127\n")  # a shim that does not run
-    found = machine.run("run_llama_train.sh")
-    assert found.returncode == 0 and "python3.12 (3.12)" in found.stderr
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -44,21 +43,6 @@ def test_which_code_stands_for_all(failed: list[int], told: str, code: int | Non
 def test_which_code_stands_for_all_after_a_signal_to_torchrun(told: str | None, code: int) -> None:
     """Of workers that had not begun, were killed, were done, and had nothing saved."""
     assert code_after_signal(told) == code
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import os, signal, time\n"
-        "from titanlite.signals import exit_on_signals\n"
-        "exit_on_signals(signal.SIGTERM)\n"
-        "time.sleep(1)\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(60)\n"
-    )
-    done = python("-m", "titanlite.torchrun", "--nproc_per_node=2", script)
-    assert done.returncode == 1 and "exitcode  : -9" in done.stderr, done.stderr
 
 
 def test_a_scheduler_that_restarts_by_codes_gets_its_code(monkeypatch: pytest.MonkeyPatch) -> None:

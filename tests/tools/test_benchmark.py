@@ -125,25 +125,6 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
     assert "throughput.png are not drawn" in err and out.endswith("benchmark.json\n")
 
 
-@pytest.mark.slow
-def test_runs_of_another_benchmark_are_refused_with_the_differences(benchmark: Benchmark, tmp_path: Path) -> None:
-    words = ("--repeats", "1", "--skip", "more", "--skip", "compile")
-    assert benchmark(*words)[0] == 0
-    record = tmp_path / "out" / "runs" / "default-1" / "run.json"
-    for flag, difference in (
-        ("--optimizer.lr=0.5", "optimizer.lr: 0.0008 there, 0.5 now"),
-        ("--ranks=1", "ranks: 2 there, 1 now"),
-        ("--repeats=1", 'version of torch: "2.0" there'),
-    ):
-        if "torch" in difference:
-            attempts = json.loads(record.read_text())
-            attempts["attempts"][0]["versions"]["torch"] = "2.0"
-            record.write_text(json.dumps(attempts))
-        code, out, err = benchmark(*words, flag)
-        assert code == 2 and out == "" and difference in err
-    assert log(tmp_path) == ["default-1"]
-
-
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
 TINY = [*TWO_LAYERS, "--training.batch_size=2", "--compile.backend=aot_eager"]
 SHORT = ["--ranks", "1", "--steps", "3", "--warmup", "1", "--repeats", "1"]

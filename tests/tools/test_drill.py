@@ -53,7 +53,7 @@ def test_command_line(words: list[str], code: int, said: str, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
-    names = ["kill-shard", "dead-lock"]
+    names = ["kill-shard", "kill-rename", "kill-purge", "dead-lock"]
     done = drill("--json", *only(*names), "--checkpoint.async_mode=async", folder=tmp_path)
     assert done.returncode == exit_codes.DONE, done.stderr
     result = json.loads(done.stdout)

@@ -108,17 +108,6 @@ def test_wrong_settings_are_named(start, monkeypatch: pytest.MonkeyPatch, capsys
     assert start("debug_model.toml") == exit_codes.CONFIG and text in capsys.readouterr().err
 
 
-def test_later_files_win(start, tmp_path: Path, capsys) -> None:
-    (tmp_path / "a.toml").write_text("[training]\nsteps = 3\nseq_len = 64\n")
-    (tmp_path / "b.toml").write_text("[training]\nsteps = 4\n")
-    files = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
-    assert f"--job.config_file {' '.join(files)}" in start(*files, "--nproc=1")
-    assert main(["config", "check", *files, "--world-size=1"]) == 0
-    assert "4 steps" in capsys.readouterr().out
-    assert main(["config", "check", *files[::-1], "--training.seq_len=32", "--world-size=1"]) == 0
-    assert "3 steps" in capsys.readouterr().out
-
-
 def test_it_submits_to_the_system_of_the_config(start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\necho 17\n')

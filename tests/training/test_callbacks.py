@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.processes import ROOT, python
-from tests.training.test_run import TINY, _trainer
+from tests.training.test_run import _trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
 from titanlite.checkpoint.manifest import read_manifest
@@ -184,20 +183,6 @@ def test_what_cannot_be_loaded_is_a_config_error(
     assert (problem.key, problem.where) == ("job.callbacks", "run.toml:7")
     assert repr(path) in problem.message and words in problem.message and "also_missing" in other.message
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
-
-
-@pytest.mark.slow
-def test_a_config_names_callbacks_and_mistakes_end_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(SOURCE)
-    config = tmp_path / "run.toml"
-    config.write_text(f'[job]\nextends = ["{ROOT}/train_configs/debug_model.toml"]\ncallbacks = ["./mine.py:Mine"]\n')
-    assert load_file(str(config), []).source("job.callbacks").line == 3
-    flags = [f"--job.config_file={config}", *TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
-    done = python("train.py", *flags)
-    assert done.returncode == 0 and "mine: done 1" in done.stdout, done.stderr
-    refused = python("train.py", *flags, "--job.callbacks=./nothing.py:Mine", f"--job.dump_folder={tmp_path}/other")
-    assert refused.returncode == exit_codes.CONFIG and "job.callbacks" in refused.stderr
-    assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
 
 
 # The process

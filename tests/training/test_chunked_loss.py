@@ -204,9 +204,8 @@ def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(po
         assert (seen, seen_too) == (expected, expected_too) and GATHER in {sent.name for sent in seen}
 
 
-@pytest.mark.parametrize(
-    "loss_parallel", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["sharded logits", "gathered"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_parallel", [True, False], ids=["sharded logits", "gathered"])
 def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_once(
     pool: Pools, loss_parallel: bool
 ) -> None:

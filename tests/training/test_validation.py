@@ -120,11 +120,6 @@ def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
     assert stopped["step"] == 2 and "the test asks on rank 1" in stopped["error"] and not validations(stopped)
     resumed = pool(2).run(_run, str(tmp_path / "stopped"), *flags)[0]
     assert validations(resumed) == validations(straight) and sorted(validations(straight)) == [2, 4]
-    # Before the first step there is nothing to save: the next start does it again.
-    first = pool(2).run(_interrupted, str(tmp_path / "first"), *flags, "--validation.first")[0]
-    assert (first["step"], first["rows"]) == (0, []) and "no step was done" in first["error"]
-    again = pool(2).run(_run, str(tmp_path / "first"), *flags, "--validation.first")[0]
-    assert sorted(validations(again)) == [0, 2, 4]
 
 
 def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
