@@ -69,7 +69,7 @@ def files(job: Job) -> dict[str, str]:
         "volumes": [(claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()],
         "config_folder": _CONFIG_FOLDER,
         "config_file": CONFIG,
-        "config": config_text(job.run.toml),
+        "config": config_text(job.given),
     }
     names = ("kind", "nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}
@@ -135,6 +135,11 @@ def _check(job: Job) -> None:
         raise ConfigError(problems)
 
 
+def warnings(job: Job) -> list[str]:
+    """Return warnings of paths."""
+    return relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume")
+
+
 def advice(job: Job) -> str:
     """Return how to submit the manifest, follow, stop and continue the job."""
     return "\n".join([f"submit it with: kubectl apply -f {_folder(job)}", *_next(job)])
@@ -151,7 +156,6 @@ def _next(job: Job) -> list[str]:
 
     logs = f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l {_LABELS[launch.kind]}={name}"
     return [
-        *relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume"),
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
         f"continue it: {suspend(False)}",
