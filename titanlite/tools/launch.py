@@ -124,7 +124,7 @@ def prepare(argv: list[str]) -> Job:
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
     if instance and ranks > instance.gpus and not launch.cpu:
-        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): each rank needs one of its own"
+        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank at most"
         raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
@@ -156,7 +156,7 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
-    """Write the job's files and the resolved config. Nobody else can read them: launch.environment may hold secrets."""
+    """Write the job's files and the resolved config. Only their owner can read them: environment may hold secrets."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -107,12 +107,12 @@ def _rendezvous(job: Job) -> list[str]:
 
 def _check(job: Job) -> None:
     launch, checkpoint, folder = job.launch, job.run.checkpoint, job.run.job.dump_folder
-    # Nobody knows here which variables the secret has.
+    # The names of the secret's variables are not known here.
     in_pods = r"\w+" if launch.token_secret else _SET
     problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
     for name in secrets(launch.environment):
         hint = f'kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret = "NAME"'
-        problems.append(Problem("", f"launch.environment.{name}", "everybody can read it in the manifest", hint))
+        problems.append(Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint))
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))

@@ -113,7 +113,7 @@ def warnings(job: Job) -> list[str]:
     """Return warnings of paths and secrets."""
     hint = "the container has only the config; use a channel, ${SM_CHANNEL_NAME}, or S3"
     names = ", ".join(f"launch.environment.{name}" for name in secrets(job.launch.environment))
-    shown = [f"DescribeTrainingJob shows {names} to everybody who may call it"] if names else []
+    shown = [f"DescribeTrainingJob shows {names} to all of its callers"] if names else []
     return [*relative_paths(job.run.toml, hint), *shown]
 
 

@@ -88,7 +88,7 @@ def _ranks(asked: str | None, gpus: int) -> int:
     if not re.fullmatch("[1-9][0-9]*", text):
         raise _wrong(name, f"expected an integer >= 1, got {text!r}")
     if gpus and int(text) > gpus:
-        message = f"{text}, but this machine shows {gpus} GPU(s): each rank needs one of its own"
+        message = f"{text}, but this machine shows {gpus} GPU(s): a GPU has one rank at most"
         raise _wrong(name, message, "nvidia-smi -L and CUDA_VISIBLE_DEVICES tell which it shows")
     check_ranks(int(text))
     return int(text)
