@@ -113,10 +113,14 @@ def launch(name: str, argv: list[str], how: How) -> str:
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
-    if problems := refused(loaded):
-        raise ConfigError(problems)
+    problems = refused(loaded)
     launch = first.launch
-    _check_environment(launch, loaded.place("launch.environment"))
+    for name in (name for name, value in launch.environment.items() if value == REMOVED):
+        message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
+        advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
+        problems.append(Problem(loaded.place("launch.environment"), f"launch.environment.{name}", message, advice))
+    if problems:
+        raise ConfigError(problems)
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if not ranks:
@@ -129,17 +133,6 @@ def prepare(argv: list[str]) -> Job:
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
     return Job(run, instance, ranks, folder, loaded.to_toml(defaults=False))
-
-
-def _check_environment(launch: Launch, place: str) -> None:
-    """Refuse values that `config_text` removed. Raises ConfigError."""
-    problems = []
-    for name in (name for name, value in launch.environment.items() if value == REMOVED):
-        message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
-        advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
-        problems.append(Problem(place, f"launch.environment.{name}", message, advice))
-    if problems:
-        raise ConfigError(problems)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
