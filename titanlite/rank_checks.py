@@ -207,7 +207,7 @@ def _version_problems(ranks: Sequence[Rank]) -> list[str]:
 
 
 def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:
-    """Return errors, and warnings of what hosts may differ in."""
+    """Return errors, and warnings of differences that hosts may have."""
     groups = list(_by_value(ranks, [rank.config for rank in ranks]).values())
     problems, warnings = list[str](), list[str]()
     texts = _gather(provenance.public_config(config)) if len(groups) > 1 else []
@@ -370,7 +370,7 @@ def _by_value(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Ra
 
 
 def _differences(ranks: Sequence[Rank], tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return who has what of each name whose values differ."""
+    """Return the values and their ranks for each name whose values differ."""
     names = dict.fromkeys(name for table in tables for name in table)
     groups = {name: _by_value(ranks, [table.get(name, "none") for table in tables]) for name in names}
     return {name: _shares(of_name) for name, of_name in groups.items() if len(of_name) > 1}
