@@ -15,12 +15,12 @@ import socket
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ _ELEMENTS, _ROWS = {"cuda": 1 << 24, "cpu": 1 << 18}, {"cuda": 4096, "cpu": 256}
 #: Seconds of products on a GPU, whose clock needs some time to rise, and products at least.
 _WARM_SECONDS, _PRODUCTS = 0.15, 6
 _MOST_NAMED = 8
+_SAME = "Install the same on all hosts"
 
 
 class RankCheckError(RuntimeError):
@@ -58,8 +59,7 @@ class RankCheckError(RuntimeError):
     together = True
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(NamedTuple):
     """Facts of a rank, gathered before the measurements."""
 
     number: int
@@ -67,41 +67,37 @@ class Rank:
     #: Tells machines with one name apart.
     boot: str
     local_rank: int
-    device: str
+    #: By name: `versions` must be equal on all ranks, `hardware` should be. It has "devices".
+    versions: dict[str, str]
+    hardware: dict[str, str]
     #: Ranks of the same kind must compute the same bits.
     kind: str
-    #: The ranks choose their kernels by time, each for itself: their bits may differ.
-    is_tuned: bool
-    #: Bytes of a GPU, free and in all.
-    memory: tuple[int, int] | None
-    versions: dict[str, str]
-    driver: str
-    #: Hashes of titanlite's own files and of the config.
+    #: Hashes of titanlite's files and of the config.
     code: str
     config: str
     #: The file that rank 0 has written to the run's folder.
     probe: str
 
     def __str__(self) -> str:
-        return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.device})"
+        return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.hardware['devices']})"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Results of one rank; times in seconds."""
+class Measured(NamedTuple):
+    """Results of a rank; times in seconds, each the shortest of several."""
 
-    #: Whether each element of the all-reduce was right; the fastest one, and the fastest of four bytes.
+    #: Whether each element of the all-reduce was right.
     sum_is_right: bool
     sum_seconds: float
+    #: Of an all-reduce of four bytes.
     latency: float
     product_seconds: float
-    #: Of each product's bits.
+    #: Of the bits of products that should be equal.
     digests: tuple[int, ...]
     #: Its clock right after a collective.
     clock: float
     sees_folder: bool
-    #: What is wrong with its network interfaces; asked if there are several hosts.
-    interfaces: Sequence[str]
+    #: What is odd about its GPU's memory and, with several hosts, about its network interfaces.
+    notes: list[str]
 
 
 def check_ranks(
@@ -115,67 +111,62 @@ def check_ranks(
     """
     if world.size == 1:
         return []
-    began = time.perf_counter()
+    began, kind = time.perf_counter(), world.device.type
     probe = _write_probe(folder) if world.rank == 0 and folder is not None else None
     try:
         ranks = _gather(_describe(world, config, probe))
-        of_config, other_paths = _config_findings(ranks, config)
-        if problems := [*_version_problems(ranks), *_code_problems(ranks), *of_config]:
+        problems, warnings = _config_findings(ranks, config)
+        if problems := [*_version_problems(ranks), *problems]:
             raise RankCheckError("\n".join(problems))
         firsts = list({(rank.host, rank.boot): rank for rank in reversed(ranks)}.values())  # one of each host
         asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
         sees_folder = asked is None or _sees(asked / Path(ranks[0].probe).name)
-        found = _gather(_measure(world, sees_folder, _interfaces(world) if len(firsts) > 1 else ()))
+        found = _gather(_measure(world, sees_folder, len(firsts) > 1))
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink()
     problems = _result_problems(ranks, found)
-    warnings = [*other_paths, *_device_warnings(ranks), *_speed_warnings(ranks, found, world.device.type)]
-    if len(firsts) > 1:
-        warnings += [*_clock_warnings(firsts, found), *_interface_warnings(ranks, found)]
+    for name, shares in _differences(ranks, [rank.hardware for rank in ranks]).items():
+        warnings.append(f"the ranks have different {name}: {shares}. The slowest decides the speed")
+    warnings += [*_speed_warnings(ranks, found, kind), *_notes(ranks, found)]
+    warnings += _clock_warnings(firsts, found) if len(firsts) > 1 else []
     if blind := [rank for rank, result in zip(ranks, found, strict=True) if not result.sees_folder]:
-        text = _folder_text(ranks[0], blind)
-        (problems if needs_folder else warnings).append(text)
+        (problems if needs_folder else warnings).append(_folder_text(ranks[0], blind))
     if problems:
         raise RankCheckError("\n".join(problems))
     if world.rank == 0:
         for warning in warnings:
             logger.warning(warning)
-        size, slowest = 4 * _ELEMENTS[world.device.type], max(result.sum_seconds for result in found)
+        size, slowest = 4 * _ELEMENTS[kind], max(result.sum_seconds for result in found)
         product = median(result.product_seconds for result in found)
         logger.info(
             f"{world.size} ranks on {counted(len(firsts), 'hosts')} agree, checked in "
             f"{human_time(time.perf_counter() - began)}: all-reduce of {human_bytes(size)} {size / slowest / 1e9:.3g} "
             f"GB/s, of 4 bytes {max(result.latency for result in found) * 1e6:.0f} µs, product "
-            f"{2 * _ROWS[world.device.type] ** 3 / product / 1e12:.3g} TFLOPS"
+            f"{2 * _ROWS[kind] ** 3 / product / 1e12:.3g} TFLOPS"
         )
     return warnings
 
 
-# What ranks say
-
-
 def _describe(world: DistEnv, config: str, probe: Path | None) -> Rank:
     versions = {**provenance.versions(), "torch": torch.__version__, "CUDA": str(torch.version.cuda)}
-    name, memory, driver = device_name(world.device), None, ""
-    kind = f"{name}, {torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    name = device_name(world.device)
+    hardware, kind = {"devices": name}, f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
     if world.device.type == "cuda":
+        about = torch.cuda.get_device_properties(world.device)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        memory, about = torch.cuda.mem_get_info(world.device), torch.cuda.get_device_properties(world.device)
-        kind = f"{name}, {about.major}.{about.minor}, {about.multi_processor_count}, {about.total_memory}"
-        driver = _read("/proc/driver/nvidia/version").partition("\n")[0]
+        kind = f"{about.major}.{about.minor}, {about.multi_processor_count}, {about.total_memory}"
+        hardware["drivers"] = _read("/proc/driver/nvidia/version").partition("\n")[0]
+        hardware["sizes of GPU memory"] = human_bytes(torch.cuda.mem_get_info(world.device)[1])
     return Rank(
         number=world.rank,
         host=socket.gethostname(),
         boot=_read("/proc/sys/kernel/random/boot_id"),
         local_rank=world.local_rank,
-        device=name,
-        kind=kind,
-        is_tuned=os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1",
-        memory=memory,
         versions=versions,
-        driver=driver,
+        hardware=hardware,
+        kind=f"{name}, {kind}",
         code=_code_hash(),
         config=hashlib.sha256(config.encode()).hexdigest(),
         probe=str(probe or ""),
@@ -192,10 +183,9 @@ def _code_hash() -> str:
 
 
 def _read(path: str) -> str:
-    try:
+    with contextlib.suppress(OSError):
         return Path(path).read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _gather(value: T) -> list[T]:
@@ -204,36 +194,25 @@ def _gather(value: T) -> list[T]:
     return found
 
 
-# Differences
-
-
 def _version_problems(ranks: Sequence[Rank]) -> list[str]:
-    names = dict.fromkeys(name for rank in ranks for name in rank.versions)
-    by_name = [(name, _by_value(ranks, partial(_version, name))) for name in names]
-    differ = [f"{name}: {_shares(groups)}" for name, groups in by_name if len(groups) > 1]
-    return [f"the ranks have different versions of {'; '.join(differ)}. Install the same on all hosts"] * bool(differ)
-
-
-def _version(name: str, rank: Rank) -> str:
-    return rank.versions.get(name, "none")
-
-
-def _code_problems(ranks: Sequence[Rank]) -> list[str]:
-    if len(_by_value(ranks, lambda rank: rank.code)) == 1:
-        return []
-    commits = _gather(str(provenance.git_state().record.get("commit", "no commit"))[:12])
-    groups = _by_value(ranks, lambda rank: f"files {rank.code[:8]}, commit {commits[rank.number]}")
-    return [f"the ranks run different code of titanlite: {_shares(groups)}. Install the same on all hosts"]
+    problems = []
+    if differ := _differences(ranks, [rank.versions for rank in ranks]):
+        listed = "; ".join(f"{name}: {shares}" for name, shares in differ.items())
+        problems.append(f"the ranks have different versions of {listed}. {_SAME}")
+    if len({rank.code for rank in ranks}) > 1:
+        commits = _gather(str(provenance.git_state().record.get("commit", "no commit"))[:12])
+        names = [f"files {rank.code[:8]}, commit {commits[rank.number]}" for rank in ranks]
+        problems.append(f"the ranks run different code of titanlite: {_shares(_by_value(ranks, names))}. {_SAME}")
+    return problems
 
 
 def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:
-    """Return errors, and warnings of what hosts may differ in."""
-    groups = _by_value(ranks, lambda rank: rank.config)
-    if len(groups) == 1:
-        return [], []
-    texts, problems, warnings = _gather(provenance.public_config(config)), list[str](), list[str]()
-    for group in list(groups.values())[1:]:
-        sides = texts[ranks[0].number], texts[group[0].number]
+    """Return errors, and warnings of differences that hosts may have."""
+    groups = list(_by_value(ranks, [rank.config for rank in ranks]).values())
+    problems, warnings = list[str](), list[str]()
+    texts = _gather(provenance.public_config(config)) if len(groups) > 1 else []
+    for group in groups[1:]:
+        sides = texts[0], texts[group[0].number]
         changes = provenance.config_changes(*sides)
         if not changes:  # a file with another name is no difference
             continue
@@ -248,113 +227,71 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
     return problems, warnings
 
 
-# Devices and network
-
-
-def _device_warnings(ranks: Sequence[Rank]) -> list[str]:
-    warnings = []
-    shown: dict[str, Callable[[Rank], str]] = {
-        "devices": lambda rank: rank.device,
-        "drivers": lambda rank: rank.driver,
-        "sizes of GPU memory": lambda rank: human_bytes(rank.memory[1]) if rank.memory else "",
-    }
-    for what, value in shown.items():
-        groups = _by_value(ranks, value)
-        if len(groups) > 1:
-            warnings.append(f"the ranks have different {what}: {_shares(groups)}. The slowest decides the speed")
-    for rank in ranks:
-        free, total = rank.memory or (0, 0)
+def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
+    """Measure this rank. has_others: there are several hosts."""
+    kind, notes = world.device.type, list[str]()
+    if kind == "cuda":
+        free, total = torch.cuda.mem_get_info(world.device)
         if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
-            warnings.append(
-                f"{rank}: only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process "
-                f"uses the GPU, see nvidia-smi on {rank.host}"
+            notes.append(
+                f"only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process uses the "
+                "GPU, see nvidia-smi there"
             )
-    return warnings
-
-
-def _interfaces(world: DistEnv) -> list[str]:
-    variables = INTERFACES if world.device.type == "cuda" else INTERFACES[:1]
-    return [text for text in map(interface_problem, variables) if text]
-
-
-def _interface_warnings(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
-    groups: dict[str, list[Rank]] = defaultdict(list)
-    for rank in ranks:
-        for problem in found[rank.number].interfaces:
-            groups[problem].append(rank)
-    return [f"{_named(group)}: {problem}" for problem, group in groups.items()]
-
-
-def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
-    clocks = [(rank, found[rank.number].clock) for rank in firsts]  # containers may have one name
-    usual = median_low(clock for _, clock in clocks)
-    return [
-        f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times "
-        "in logs do not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
-        "set-ntp true)"
-        for rank, clock in clocks
-        if abs(clock - usual) > CLOCK_SECONDS
-    ]
-
-
-# Measurements
-
-
-def _measure(world: DistEnv, sees_folder: bool, interfaces: Sequence[str]) -> Measured:
-    kind, one = world.device.type, torch.ones(1, device=world.device)
+    if has_others:
+        notes += filter(None, map(interface_problem, INTERFACES if kind == "cuda" else INTERFACES[:1]))
+    one = torch.ones(1, device=world.device)
     latency = min(_timed(world.device, partial(dist.all_reduce, one)) for _ in range(5))
     clock = time.time()
     base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
     sums, right = [], True
     for _ in range(3):
-        total = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
-        sums.append(_timed(world.device, partial(dist.all_reduce, total)))
-        right &= bool((total == world.size * base + sum(rank % 64 for rank in range(world.size))).all())
-    del base, total
+        total_of_all = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
+        sums.append(_timed(world.device, partial(dist.all_reduce, total_of_all)))
+        right &= bool((total_of_all == world.size * base + sum(rank % 64 for rank in range(world.size))).all())
+    del base, total_of_all
     seconds, digests = products(world.device)
+    if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(digests) == 1:
+        digests = (0,)  # each rank chooses its kernels by time: their bits may differ
     if kind == "cuda":  # the run's own peaks begin with the model
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return Measured(right, min(sums), latency, seconds, digests, clock, sees_folder, interfaces)
+    return Measured(right, min(sums), latency, seconds, digests, clock, sees_folder, notes)
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
     """Return the seconds of the fastest product of two fixed matrices, and the digests of the products."""
     rows, generator = _ROWS[device.type], torch.Generator(device).manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype, bits = (torch.bfloat16, torch.int16) if device.type == "cuda" else (torch.float32, torch.int32)
     a, b = (torch.randn(rows, rows, generator=generator, device=device, dtype=dtype) for _ in range(2))
-    made, fastest = torch.empty_like(a), float("inf")
-    digests: list[int] = []
+    made, seconds, digests = torch.empty_like(a), list[float](), list[int]()
     until = time.perf_counter() + (_WARM_SECONDS if device.type == "cuda" else 0.0)
     while len(digests) < _PRODUCTS or time.perf_counter() < until:
-        fastest = min(fastest, _timed(device, lambda: torch.mm(a, b, out=made)))
-        bits = made.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
-        digests.append(int(bits.sum(dtype=torch.int64)))
-    return fastest, tuple(dict.fromkeys(digests))
+        seconds.append(_timed(device, lambda: torch.mm(a, b, out=made)))
+        digests.append(int(made.view(bits).sum(dtype=torch.int64)))
+    return min(seconds), tuple(dict.fromkeys(digests))
 
 
 def _timed(device: torch.device, work: Callable[[], object]) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
     began = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return time.perf_counter() - began
 
 
 def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     problems = []
-    if wrong := [rank for rank, result in zip(ranks, found, strict=True) if not result.sum_is_right]:
+    if wrong := [rank for rank in ranks if not found[rank.number].sum_is_right]:
         problems.append(f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and test them")
-    for group in _by_value(ranks, lambda rank: (rank.kind, rank.is_tuned and rank.number)).values():
+    for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
         common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
         odd = [rank for rank in group if len(found[rank.number].digests) > 1]  # its own products differ
         if not odd and votes < len(group):
             odd = [rank for rank in group if found[rank.number].digests != common or 2 * votes <= len(group)]
         if odd:
-            names = _named(odd, details=True)
+            names = ", ".join(map(str, odd)) if len(odd) <= _MOST_NAMED else _named(odd)
             which = "one of these computes wrong numbers" if len(odd) == len(group) else "wrong numbers are computed"
             problems.append(
                 f"the same matrix product has other bits: {which}: {names}. Leave the host out, and test it"
@@ -364,20 +301,34 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
 
 def _speed_warnings(ranks: Sequence[Rank], found: Sequence[Measured], device_type: str) -> list[str]:
     warnings = []
-    for group in _by_value(ranks, lambda rank: rank.kind).values():
+    for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
         middle = median_low(found[rank.number].product_seconds for rank in group)  # of two the faster one
         for rank in group:
-            factor = found[rank.number].product_seconds / middle
-            if factor > SLOW_FACTOR[device_type]:
+            seconds = found[rank.number].product_seconds
+            if seconds > SLOW_FACTOR[device_type] * middle:
                 warnings.append(
-                    f"{rank} is slow: a matrix product takes {found[rank.number].product_seconds * 1e3:.2f} ms, "
-                    f"{factor:.1f} times as long as on the others. The others will wait for it at every step: look for "
-                    "other programs there and for a low clock (nvidia-smi -q -d PERFORMANCE), or leave the host out"
+                    f"{rank} is slow: a matrix product takes {seconds * 1e3:.2f} ms, {seconds / middle:.1f} times as "
+                    "long as on the others. The others will wait for it at every step: look for other programs there "
+                    "and for a low clock (nvidia-smi -q -d PERFORMANCE), or leave the host out"
                 )
     return warnings
 
 
-# The folder
+def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
+    notes = dict.fromkeys(note for result in found for note in result.notes)
+    return [f"{_named([rank for rank in ranks if note in found[rank.number].notes])}: {note}" for note in notes]
+
+
+def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
+    clocks = [(rank, found[rank.number].clock) for rank in firsts]
+    usual = median_low(clock for _, clock in clocks)
+    return [
+        f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times "
+        "in logs do not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
+        "set-ntp true)"
+        for rank, clock in clocks
+        if abs(clock - usual) > CLOCK_SECONDS
+    ]
 
 
 def _write_probe(folder: Path) -> Path | None:
@@ -411,31 +362,29 @@ def _folder_text(writer: Rank, blind: Sequence[Rank]) -> str:
     )
 
 
-# Names
-
-
-def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], Hashable]) -> dict[Hashable, list[Rank]]:
-    groups: dict[Hashable, list[Rank]] = defaultdict(list)
-    for rank in ranks:
-        groups[value(rank)].append(rank)
+def _by_value(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Rank]]:
+    groups: dict[str, list[Rank]] = defaultdict(list)
+    for rank, value in zip(ranks, values, strict=True):
+        groups[value].append(rank)
     return groups
 
 
-def _shares(groups: dict[Hashable, list[Rank]]) -> str:
+def _differences(ranks: Sequence[Rank], tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the values and their ranks for each name whose values differ."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    groups = {name: _by_value(ranks, [table.get(name, "none") for table in tables]) for name in names}
+    return {name: _shares(of_name) for name, of_name in groups.items() if len(of_name) > 1}
+
+
+def _shares(groups: Mapping[str, Sequence[Rank]]) -> str:
     return ", ".join(f"{value} on {_named(group)}" for value, group in groups.items())
 
 
-def _named(ranks: Sequence[Rank], details: bool = False) -> str:
+def _named(ranks: Sequence[Rank]) -> str:
     """Return `ranks 0-3, 6 (host-1, host-2)`."""
-    if details and len(ranks) <= _MOST_NAMED:
-        return ", ".join(map(str, ranks))
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank.number - 1:
-            spans[-1][1] = rank.number
-        else:
-            spans.append([rank.number, rank.number])
-    numbers = ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans[:_MOST_NAMED])
+    runs = groupby(enumerate(ranks), lambda pair: pair[1].number - pair[0])
+    spans = [[rank.number for _, rank in span] for _, span in runs][:_MOST_NAMED]
+    numbers = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     more = f" and {len(hosts) - _MOST_NAMED} more" if len(hosts) > _MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {numbers} ({', '.join(hosts[:_MOST_NAMED])}{more})"

@@ -63,11 +63,11 @@ def test_table_can_be_one_word_on_the_command_line(tmp_path):
 
 def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
     (tmp_path / "run.toml").write_text(
-        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = 2\n[launch.environment]\n"A.B" = "x"\n'
+        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = 2\n[launch.volumes]\n"A.B" = "x"\n'
     )
     dialect = load_file(tmp_path / "run.toml").sections
     assert [(s.path, s.weight) for s in dialect.data.source] == [("a", 1.0), ("b", 2.0)]
-    assert dialect.launch.environment == {"A.B": "x"}
+    assert dialect.launch.volumes == {"A.B": "x"}
 
 
 @pytest.mark.parametrize(

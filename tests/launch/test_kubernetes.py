@@ -16,6 +16,8 @@ import yaml
 from tests.launch.examples import EXAMPLES
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
+from titanlite.config.load import read_text
+from titanlite.runs.provenance import config_values
 from titanlite.tools import launch_kubernetes, launch_sagemaker
 from titanlite.tools.launch import prepare
 
@@ -164,13 +166,17 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
         assert right in text and problems(text.replace(right, wrong)) != [], wrong
 
 
-def test_the_config_map_holds_the_resolved_config() -> None:
+def test_the_config_map_holds_the_config_without_its_defaults() -> None:
     _skip_without("PyTorchJob")
     flags = ["--job.config_file=llama3_1_8b.toml", "--launch.image=titanlite", "--launch.instance_type=p5.48xlarge"]
+    flags += ["--model.overrides.n_layers=4", "--training.tokens=1000000000000", "--launch.environment.A=1"]
     job = prepare([*flags, "--job.dump_folder=/fsx/a", '--launch.volumes={"fsx.claim" = "/fsx/"}'])
     text = launch_kubernetes.files(job)[launch_kubernetes.CONFIG_FILE]
     assert problems(text) == []
-    assert yaml.safe_load(text)["data"]["config.toml"].rstrip() == job.run.toml.rstrip()
+    config = yaml.safe_load(text)["data"]["config.toml"]
+    again, problems_of_it = read_text(config, Path("config.toml"))
+    assert not problems_of_it and config_values(again.to_toml()) == config_values(job.run.toml)
+    assert len(again.sources) == len(config_values(config)) and "preflight" not in config and "#" not in config
 
 
 def test_pods_get_what_the_machines_have() -> None:
@@ -219,7 +225,7 @@ def test_relative_paths_of_data_are_named() -> None:
     flags = ["--job.config_file=llama3_1_8b.toml", "--launch.gpus_per_node=8", "--launch.environment.A_TOKEN=1"]
     job = prepare([*flags, "--training.dataset_path=s3://bucket/text"])
     for system in (launch_kubernetes, launch_sagemaker):
-        warnings = [line for line in system.advice(job).splitlines() if line.startswith("warning: ")]
+        warnings = system.warnings(job)
         assert "model.tokenizer_path" in warnings[0] and "dataset_path" not in "".join(warnings)
     assert "launch.environment.A_TOKEN" in warnings[1]
 

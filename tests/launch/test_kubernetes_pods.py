@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import time
-import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 import yaml
 
 from tests.failures.runs import rows, unequal
-from tests.launch.namespaces import Host, hosts, missing
+from tests.launch.namespaces import Host
 from tests.processes import ROOT
 from titanlite.tools import launch_kubernetes
 from titanlite.tools.launch import prepare
@@ -118,16 +116,6 @@ def evict_first_pod(operator: Operator) -> bool:
         return False
     operator.pods[0].terminate()
     return True
-
-
-@pytest.fixture
-def machines() -> Iterator[list[Host]]:
-    if lacks := missing():
-        message = f"no network namespaces here: {', '.join(lacks)}"
-        warnings.warn(message, stacklevel=1)
-        pytest.skip(message)
-    with hosts(2) as made:
-        yield made
 
 
 @pytest.mark.soak

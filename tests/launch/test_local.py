@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.failures.runs import rows, unequal
-from tests.launch.namespaces import Host, hosts, missing
+from tests.launch.namespaces import Host
 from tests.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.tools import launch_local
@@ -38,16 +36,6 @@ FLAGS = [
     "--launch.max_restarts=1",
     "--job.callbacks=tests.launch.slow_steps:SlowSteps",
 ]
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[Host]]:
-    if lacks := missing():
-        message = f"no network namespaces here: {', '.join(lacks)} (apt-get install iproute2; run as root)"
-        warnings.warn(message, stacklevel=1)
-        pytest.skip(message)
-    with hosts(2) as both:
-        yield both
 
 
 class Run:

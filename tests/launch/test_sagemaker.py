@@ -16,7 +16,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.metrics.console import aws_fsdp_line
 from titanlite.tools import launch_sagemaker
 from titanlite.tools.cli import main
-from titanlite.tools.launch import LaunchError, prepare
+from titanlite.tools.launch import prepare
 
 EXAMPLE = ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py"
 FLAGS = [
@@ -105,19 +105,15 @@ def test_jobs_that_cannot_work_there_are_refused(monkeypatch: pytest.MonkeyPatch
         launch_sagemaker.files(prepare([*FLAGS, "--launch.spot_wait=1-00"]))
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"), [("", 0), ("2:30", 150), ("10:00:05", 36005), ("3-00", 259200), ("1-2:03", 93780)]
-)
-def test_time_limits_are_read_as_slurm_reads_them(limit: str, seconds: int) -> None:
-    assert launch_sagemaker.seconds(limit) == seconds
-
-
-def test_nothing_is_submitted_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setitem(sys.modules, "sagemaker", None)
+def test_nothing_is_submitted_without_the_sdk_and_secrets_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(LaunchError, match="SDK of SageMaker 3 is not installed: nothing is submitted; start it with"):
-        launch_sagemaker.submit(prepare(FLAGS))
+    config, secret = str(ROOT / "train_configs/llama3_1_8b.toml"), "--launch.environment.A_TOKEN=1"
+    assert main(["launch", "sagemaker", config, *FLAGS[2:], f"--job.dump_folder={tmp_path}", secret, "--submit"]) == 1
+    said = capsys.readouterr().err
+    assert "SDK of SageMaker 3 is not installed: nothing is submitted; start it with" in said
+    assert "warning: DescribeTrainingJob shows launch.environment.A_TOKEN" in said
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

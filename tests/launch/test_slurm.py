@@ -208,6 +208,7 @@ _FOLDERS = [
     *("--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"),
     *("--job.dump_folder=/fsx/run", "--checkpoint.enable_checkpoint"),
 ]
+_IMAGE = "--launch.image=/fsx/my image.sqsh"
 _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' ", r"variables=\S*,NCCL_DEBUG ")
 
 
@@ -223,6 +224,7 @@ _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' 
         (["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"], "tensor_parallel_degree", "divide"),
         (["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"], "job.dump_folder", "/fsx: not all machines"),
         ([*_FOLDERS, "--checkpoint.folder=/tmp/x"], "checkpoint.folder", "outside of launch.shared_dir"),
+        ([*_FOLDERS, "--launch.shared_dir=", _IMAGE, "--checkpoint.folder=/x"], "checkpoint.folder", "the container's"),
         (["--launch.gpus_per_node=8", "--launch.time_limit=0:03:59"], "launch.notice_seconds", "120 s"),
     ],
 )
@@ -239,7 +241,8 @@ def test_variables_of_a_job() -> None:
 
 
 def test_a_time_limit_is_read_as_slurm_does() -> None:
-    seconds = {"": None, "1:30": 90, "2:00:00": 7200, "1-0": 86400, "1-2:30": 95400, "0-0:00:07": 7}
+    seconds = {"": None, "1:30": 90, "01:30:00": 5400, "2:00:00": 7200}
+    seconds |= {"1-0": 86400, "2-00": 172800, "1-2:30": 95400, "0-0:00:07": 7}
     assert {text: limit_seconds(text) for text in seconds} == seconds
 
 

@@ -39,7 +39,7 @@ def test_json_has_every_documented_check_and_no_secret(
     assert report["schema"] == 1 and names <= documented == {name.split()[0] for name in checks()} | {"config"}
     assert {frozenset(one) for one in report["findings"]} == {frozenset(Finding._fields)}
     folders = [one["message"] for one in report["findings"] if one["check"] == "folder"]
-    assert any(message.startswith(f"{tmp_path}: ") for message in folders)
+    assert any(message.startswith(f"{tmp_path} (for {tmp_path}/new/run, which is not") for message in folders)
     assert "hf_secret" not in text and "a checkpoint takes about 89.7 GiB" in text
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
 

@@ -72,6 +72,8 @@ def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     variables = ["--launch.environment.NCCL_DEBUG=INFO", "--launch.environment.HF_TOKEN=(removed)"]
     start("debug_model.toml", "--nproc=1", *variables)
     assert (os.environ["NCCL_DEBUG"], os.environ["HF_TOKEN"]) == ("INFO", "s3cret")
+    assert start("debug_model.toml", "--nproc=1", '--launch.environment={"A=B" = "1"}') == exit_codes.CONFIG
+    assert 'launch.environment."A=B": a name of a variable' in capsys.readouterr().err
 
 
 def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.text_names import fetch_hint, name_problem
-from titanlite.config.toml import quote
+from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted, is_dotted
 
@@ -203,6 +203,10 @@ def _numbers(d: Config) -> Iterator[Finding]:
         if None not in (ours, other) and (ours != other or name != "vocab_size"):
             message = f"is {quote(ours)}, but model.overrides.{name} = {quote(other)}"
             yield "conflict", f"model.{name}", message, "give one of the two"
+    for name in d.launch.environment:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            message = "a name of a variable has letters, digits and _, and no digit at its start"
+            yield "variable", f"launch.environment.{quote_key(name)}", message, ""
 
 
 def _text(d: Config) -> Iterator[Finding]:

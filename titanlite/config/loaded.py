@@ -68,16 +68,22 @@ class LoadedConfig:
             elif value is not None and key.name not in ABOUT_FILES and not self.superseded(key.name):
                 yield key.name, value
 
-    def to_toml(self) -> str:
-        """Return the whole config as a TOML file that loads to the same values, with sources as comments."""
+    def to_toml(self, defaults: bool = True) -> str:
+        """Return the config as a TOML file that loads to the same values.
+
+        defaults: the whole config, with sources as comments. Otherwise only values that are not plain defaults.
+        """
         lines: list[str] = []
         section = ""
         for key, value in self.entries():
             first, _, name = key.partition(".")
+            is_default = self.source(key).kind == "default" and not table_of(key)
+            if is_default and not defaults:
+                continue
             if first != section:
                 section = first
                 lines += ["", f"[{section}]"]
-            has_note = self.source(key).kind != "default" and not table_of(key)
+            has_note = defaults and not is_default and not table_of(key)
             written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
             lines.append(f"{name} = {written}" + (f"  # {self.source(key)}" if has_note else ""))
         return "\n".join([*lines[1:], ""])

@@ -27,7 +27,7 @@ from titanlite import exit_codes
 from titanlite.fit import check_config
 from titanlite.runs.provenance import versions
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style, human_bytes
+from titanlite.utils import Style, counted, human_bytes
 
 if TYPE_CHECKING:
     from titanlite.derive import RunConfig
@@ -82,8 +82,8 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     for one in findings:
         lines.append(f"{paint[one.status](f'{one.status:8}')}{one.check:12}{one.message}")
         lines += [f"{'':20}{one.fix}"] if one.fix else []
-    counts = [sum(one.status == status for one in findings) for status in (ERROR, WARNING)]
-    return "\n".join([*lines, f"{counts[0]} errors, {counts[1]} warnings"]), code
+    counts = [counted(sum(one.status == status for one in findings), f"{status}s") for status in (ERROR, WARNING)]
+    return "\n".join([*lines, ", ".join(counts)]), code
 
 
 def checks(run: RunConfig | None = None) -> dict[str, Check]:
@@ -220,8 +220,7 @@ def _gpus() -> _Found:
             fix = "reset the GPU, or replace the machine; dmesg shows Xid 48, 63, 64, 94 or 95"
             yield ERROR, f"GPU {index}: {ecc} uncorrected memory errors since the driver started", fix
         if used.isdigit() and int(used) > 1024:
-            fix = "nvidia-smi lists the processes; end those that nobody needs"
-            yield WARNING, f"GPU {index}: {used} MiB are in use by others", fix
+            yield WARNING, f"GPU {index}: {used} MiB are in use by others", "nvidia-smi lists the processes to end"
 
 
 def _limits() -> _Found:
@@ -263,10 +262,9 @@ def _network() -> _Found:
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
         wanted = [name for name in value.lstrip("=").split(",") if name and not value.startswith("^")]
-        matches = [name for name in wanted if not any(one.startswith(name) for one in found)]
-        if matches:
+        if lost := [name for name in wanted if not any(one.startswith(name) for one in found)]:
             fix = f"set it to one of {', '.join(name for name in found if name != 'lo')}, or unset it"
-            yield ERROR, f"{variable}={value}: no interface {' or '.join(matches)} has an address", fix
+            yield ERROR, f"{variable}={value}: no interface {' or '.join(lost)} has an address", fix
     others = [name for name, address in found.items() if not address.startswith("127.")]
     try:
         address = socket.gethostbyname(host)
@@ -330,12 +328,12 @@ def _folder(name: str) -> _Found:
             os.fsync(file.fileno())
             took, skew = time.monotonic() - began, os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:
-        fix = "name another folder, or ask for the right to write"
-        yield ERROR, f"{folder} cannot be written to: {error.strerror}", fix
+        yield ERROR, f"{folder} cannot be written to: {error.strerror}", "name another one, or get the right to write"
         return
     speed = f"1 MiB written and synced in {took * 1000:.0f} ms"
     place = "a network file system" if is_network else "seen by this machine alone, unless it is a shared disk"
-    yield OK, f"{folder}: {kind} ({place}), {human_bytes(free)} free, {speed}"
+    shown = str(folder) if os.path.isdir(name) else f"{folder} (for {name}, which is not there yet)"
+    yield OK, f"{shown}: {kind} ({place}), {human_bytes(free)} free, {speed}"
     if free < 10 * _GB:
         yield WARNING, f"{folder} has only {human_bytes(free)} free", "free space: a checkpoint needs it"
     if took > 1:
@@ -348,8 +346,7 @@ def _folder(name: str) -> _Found:
 def _clock() -> _Found:
     text = _command("timedatectl", "show", "--property=NTPSynchronized") or ""
     if "=no" in text:
-        fix = "timedatectl set-ntp true, or start chronyd"
-        yield WARNING, "the clock is not synchronized", fix
+        yield WARNING, "the clock is not synchronized", "timedatectl set-ntp true, or start chronyd"
     else:
         state = "synchronized" if "=yes" in text else "whether it is synchronized is not known here"
         yield OK, f"{time.strftime('%F %T %Z')}, {state}"
@@ -370,10 +367,8 @@ def _variables() -> _Found:
     """Never print a value: it may be a secret."""
     has_login = "HF_TOKEN" in os.environ or Path("~/.cache/huggingface/token").expanduser().exists()
     proxies = [name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")]
-    said = [
-        "a token for Hugging Face" if has_login else "no token for Hugging Face: private and gated files are closed"
-    ]
-    yield OK, "; ".join([*said, *([f"proxy by {', '.join(proxies)}"] if proxies else [])])
+    said = "a token for Hugging Face" if has_login else "no token for Hugging Face: private and gated files are closed"
+    yield OK, said + (f"; proxy by {', '.join(proxies)}" if proxies else "")
     if proxies and not any(name.lower() == "no_proxy" for name in os.environ):
         fix = "set NO_PROXY to localhost and your hosts, and to 169.254.169.254 on AWS"
         yield WARNING, f"{proxies[0]} holds for all hosts", fix

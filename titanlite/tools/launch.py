@@ -29,7 +29,7 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
 CONFIG = "config.toml"
-#: System → its module, with `files(job)`, `advice(job)` and `submit(job)`.
+#: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have `warnings(job)`.
 _SYSTEMS = {
     "local": "titanlite.tools.launch_local",
     "slurm": "titanlite.tools.launch_slurm",
@@ -54,6 +54,8 @@ class Job(NamedTuple):
     ranks: int
     #: Folder of the job's files.
     folder: Path
+    #: The values that are not defaults, as TOML.
+    given: str
 
     @property
     def launch(self) -> Launch:
@@ -95,8 +97,10 @@ def launch(name: str, argv: list[str], how: How) -> str:
     job = prepare(argv)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
+    warnings = list(getattr(system, "warnings", lambda _: [])(job))
     if not job.run.checkpoint.enable_checkpoint:
-        warning = "checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0"
+        warnings.append("checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0")
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if how == "print":
         return "\n".join(files.values()).rstrip()
@@ -109,10 +113,14 @@ def launch(name: str, argv: list[str], how: How) -> str:
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
-    if problems := refused(loaded):
-        raise ConfigError(problems)
+    problems = refused(loaded)
     launch = first.launch
-    _check_environment(launch, loaded.place("launch.environment"))
+    for name in (name for name, value in launch.environment.items() if value == REMOVED):
+        message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
+        advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
+        problems.append(Problem(loaded.place("launch.environment"), f"launch.environment.{name}", message, advice))
+    if problems:
+        raise ConfigError(problems)
     instance = _instance(launch, loaded.place("launch.instance_type"))
     ranks = launch.gpus_per_node or (instance.gpus if instance else 0)
     if not ranks:
@@ -120,25 +128,11 @@ def prepare(argv: list[str]) -> Job:
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
     if instance and ranks > instance.gpus and not launch.cpu:
-        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): each rank needs one of its own"
+        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank at most"
         raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
-    return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
-
-
-def _check_environment(launch: Launch, place: str) -> None:
-    """Refuse what is no name of a variable, and values that `config_text` removed. Raises ConfigError."""
-    problems = []
-    for name, value in launch.environment.items():
-        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            message = "a name of a variable has letters, digits and _, and no digit at its start"
-            problems.append(Problem(place, f"launch.environment.{name}", message))
-        elif value == REMOVED:
-            message = f"{value!r} stands for a secret that launch/{CONFIG} does not have"
-            advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
-            problems.append(Problem(place, f"launch.environment.{name}", message, advice))
-    if problems:
-        raise ConfigError(problems)
+    folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
+    return Job(run, instance, ranks, folder, loaded.to_toml(defaults=False))
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:
@@ -155,7 +149,7 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
-    """Write the job's files and the resolved config. Nobody else can read them: launch.environment may hold secrets."""
+    """Write the job's files and the resolved config. Only their owner can read them: environment may hold secrets."""
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -69,7 +69,7 @@ def files(job: Job) -> dict[str, str]:
         "volumes": [(claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()],
         "config_folder": _CONFIG_FOLDER,
         "config_file": CONFIG,
-        "config": config_text(job.run.toml),
+        "config": config_text(job.given),
     }
     names = ("kind", "nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}
@@ -107,12 +107,12 @@ def _rendezvous(job: Job) -> list[str]:
 
 def _check(job: Job) -> None:
     launch, checkpoint, folder = job.launch, job.run.checkpoint, job.run.job.dump_folder
-    # Nobody knows here which variables the secret has.
+    # The names of the secret's variables are not known here.
     in_pods = r"\w+" if launch.token_secret else _SET
     problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
     for name in secrets(launch.environment):
         hint = f'kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret = "NAME"'
-        problems.append(Problem("", f"launch.environment.{name}", "everybody can read it in the manifest", hint))
+        problems.append(Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint))
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
@@ -135,6 +135,11 @@ def _check(job: Job) -> None:
         raise ConfigError(problems)
 
 
+def warnings(job: Job) -> list[str]:
+    """Return warnings of paths."""
+    return relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume")
+
+
 def advice(job: Job) -> str:
     """Return how to submit the manifest, follow, stop and continue the job."""
     return "\n".join([f"submit it with: kubectl apply -f {_folder(job)}", *_next(job)])
@@ -151,7 +156,6 @@ def _next(job: Job) -> list[str]:
 
     logs = f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l {_LABELS[launch.kind]}={name}"
     return [
-        *relative_paths(job.run.toml, "pods look for it below /workspace, not on a volume"),
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
         f"continue it: {suspend(False)}",

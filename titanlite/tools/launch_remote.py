@@ -39,8 +39,8 @@ def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator
 
 
 def relative_paths(toml: str, hint: str) -> list[str]:
-    """Return a warning for each relative path of data. hint: where the container looks for it."""
+    """Return a warning for each relative path of data. hint: the folder in which the container looks for it."""
     values = config_values(toml)
     paths = {key: path for key in _PATHS if isinstance(path := values.get(key), str) and path}
     lost = {key: path for key, path in paths.items() if not is_url(path) and path[0] not in "/~$"}
-    return [f"warning: {key} = {path!r} is relative: {hint}" for key, path in lost.items()]
+    return [f"{key} = {path!r} is relative: {hint}" for key, path in lost.items()]

@@ -11,7 +11,7 @@ import sys
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
 from titanlite.tools.instances import network_environment
-from titanlite.tools.launch import CONFIG, Job, LaunchError, render
+from titanlite.tools.launch import CONFIG, Job, LaunchError, limit_seconds, render
 from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, unset_variables
 
 FILE = "sagemaker_job.py"
@@ -65,8 +65,8 @@ def files(job: Job) -> dict[str, str]:
         "image": launch.image,
         "role": launch.role,
         "instance_type": f"ml.{launch.instance_type.removeprefix('ml.')}",
-        "max_run": seconds(launch.time_limit) or _FIVE_DAYS,
-        "max_wait": seconds(launch.spot_wait),
+        "max_run": limit_seconds(launch.time_limit) or _FIVE_DAYS,
+        "max_wait": limit_seconds(launch.spot_wait),
         "checkpoint_s3": launch.checkpoint_s3.rstrip("/"),
         "run_folder": RUN_FOLDER,
         "retries": min(launch.max_restarts, _RETRIES),
@@ -102,41 +102,30 @@ def _check(job: Job) -> None:
             message = f"{folder} ends with the machine"
             hint = f'take a folder below {RUN_FOLDER}, as checkpoint.folder = "checkpoint", or one on S3'
         problems.append(Problem("", "checkpoint.folder", message, hint))
-    if launch.spot_wait and seconds(launch.spot_wait) < (seconds(launch.time_limit) or _FIVE_DAYS):
+    wait = limit_seconds(launch.spot_wait)
+    if wait is not None and wait < (limit_seconds(launch.time_limit) or _FIVE_DAYS):
         problems.append(Problem("", "launch.spot_wait", "is shorter than launch.time_limit, which it includes", ""))
     if problems:
         raise ConfigError(problems)
 
 
-def seconds(limit: str) -> int:
-    """Return a time limit of `[launch]` in seconds, as Slurm reads it: without days `a:b` is minutes:seconds."""
-    if not limit:
-        return 0
-    days, dash, rest = limit.rpartition("-")
-    parts = [int(part) for part in rest.split(":")]
-    hours, minutes, left = (parts + [0, 0])[:3] if dash else [0, 0, *parts][-3:]
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + left
+def warnings(job: Job) -> list[str]:
+    """Return warnings of paths and secrets."""
+    hint = "the container has only the config; use a channel, ${SM_CHANNEL_NAME}, or S3"
+    names = ", ".join(f"launch.environment.{name}" for name in secrets(job.launch.environment))
+    shown = [f"DescribeTrainingJob shows {names} to all of its callers"] if names else []
+    return [*relative_paths(job.run.toml, hint), *shown]
 
 
 def advice(job: Job) -> str:
-    """Return how to start the script, after warnings."""
-    warnings = relative_paths(
-        job.run.toml, "the container has only the config; use a channel, ${SM_CHANNEL_NAME}, or S3"
-    )
-    if names := secrets(job.launch.environment):
-        listed = ", ".join(f"launch.environment.{name}" for name in names)
-        warnings.append(f"warning: whoever may describe the training job reads {listed} in it")
-    return "\n".join([*warnings, _start(job)])
-
-
-def _start(job: Job) -> str:
+    """Return how to start the script."""
     return f'start it with: python {shlex.quote(str(job.folder / FILE))} (pip install "sagemaker>=3.27,<4")'
 
 
 def submit(job: Job) -> str:
     """Run the script; return what to do next. Raises LaunchError."""
     if importlib.util.find_spec("sagemaker") is None or importlib.util.find_spec("sagemaker.train") is None:
-        raise LaunchError(f"the SDK of SageMaker 3 is not installed: nothing is submitted; {_start(job)}")
+        raise LaunchError(f"the SDK of SageMaker 3 is not installed: nothing is submitted; {advice(job)}")
     file = str(job.folder / FILE)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=False)
     said = f"{done.stdout}\n{done.stderr}"

@@ -22,11 +22,10 @@ FILE = "job.sbatch"
 def files(job: Job) -> dict[str, str]:
     """Return the batch script by its name in the job's folder. Raises ConfigError."""
     launch, here, run_folder = job.launch, Path.cwd(), job.folder.parent
-    shared = Path(os.path.abspath(launch.shared_dir or here))
-    if problems := list(_problems(job, shared, run_folder)):
-        raise ConfigError(problems)
-    folders = {shared, here, run_folder}
+    folders = {Path(os.path.abspath(launch.shared_dir or here)), here, run_folder}
     mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
+    if problems := list(_problems(job, mounts)):
+        raise ConfigError(problems)
     values = {
         "name": job.name,
         "gpus": not launch.cpu,
@@ -50,15 +49,18 @@ def files(job: Job) -> dict[str, str]:
     return {FILE: render("slurm.sbatch.jinja", {**{name: getattr(launch, name) for name in names}, **values})}
 
 
-def _problems(job: Job, shared: Path, run_folder: Path) -> Iterator[Problem]:
-    launch, checkpoint = job.launch, job.run.checkpoint
+def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
+    launch, checkpoint, run_folder = job.launch, job.run.checkpoint, job.folder.parent
+    seen, kind = (mounts, "the container's folders") if launch.image else ([Path("/")], "")
+    if launch.shared_dir:
+        seen, kind = [Path(os.path.abspath(launch.shared_dir))], "launch.shared_dir"
     folders = {"job.dump_folder": str(run_folder)}
     if checkpoint.enable_checkpoint and not is_url(checkpoint.folder):
         folders["checkpoint.folder"] = os.path.abspath(run_folder / checkpoint.folder)
     for key, folder in folders.items():
-        if launch.shared_dir and not Path(folder).is_relative_to(shared):
-            message = f"{folder} is outside of launch.shared_dir, {shared}: not all machines see it"
-            yield Problem("", key, message)
+        if not any(Path(folder).is_relative_to(one) for one in seen):
+            message = f"{folder} is outside of {kind}, {', '.join(map(str, seen))}: not all machines see it"
+            yield Problem("", key, message, "set launch.shared_dir to a folder above it that all machines see")
     limit = limit_seconds(launch.time_limit)
     if limit and 2 * launch.notice_seconds > limit:
         message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"

@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 from titanlite import exit_codes
+from titanlite.config.checks import contradictions
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.fit import check_loaded
@@ -51,6 +52,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 
         return launch(system, argv, "submit"), exit_codes.DONE
     nodes = arguments.nnodes or 1
+    problems = problems or contradictions(config)  # before a variable is set
     if not problems:
         if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
             advice = "set launch.system to submit it, or start it on each machine with --nnodes"
@@ -86,7 +88,7 @@ def _ranks(asked: str | None, gpus: int) -> int:
     if not re.fullmatch("[1-9][0-9]*", text):
         raise _wrong(name, f"expected an integer >= 1, got {text!r}")
     if gpus and int(text) > gpus:
-        message = f"{text}, but this machine shows {gpus} GPU(s): each rank needs one of its own"
+        message = f"{text}, but this machine shows {gpus} GPU(s): a GPU has one rank at most"
         raise _wrong(name, message, "nvidia-smi -L and CUDA_VISIBLE_DEVICES tell which it shows")
     check_ranks(int(text))
     return int(text)
