@@ -162,6 +162,8 @@ class _Step:
     @cached_property
     def experts(self) -> tuple[float, float]:
         """Parameters of all experts, and FLOPs of one token's in the forward: products outside of `choices`."""
+        if self.spec.experts is None and self.spec.linears is not None:
+            return 0.0, 0.0
         linears = sum(c.size.in_features * c.size.out_features * len(c.names) for c in self.choices) * self.mesh.tensor
         flops = max(self.base_flops / 3 - 2 * linears, 0.0)
         if self.spec.experts is None:
