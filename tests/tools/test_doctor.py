@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from titanlite.plan.hardware import INSTANCES
 from titanlite.tools import doctor
 from titanlite.tools.cli import main
 from titanlite.tools.doctor import ERROR, OK, WARNING, Finding, checks, examine
-from titanlite.tools.instances import INSTANCES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "launch"
 
@@ -107,12 +107,11 @@ def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
-    rows = re.findall(
-        r"^\| (`.*) \| (\d) x (\S+) \| (\d+) GB \| (\S+) \| (\S+) \|$", (DOCS / "README.md").read_text(), re.M
-    )
-    documented = {
-        name: (gpu, int(gpus), int(memory), int(efa.replace("–", "0")), rdma == "yes")
-        for names, gpus, gpu, memory, efa, rdma in rows
-        for name in re.findall(r"`([^`]+)`", names)
-    }
+    row = r"^\| (`.*) \| (\d) x (\S+) \| (\d+) GB \| (\S+) \| (\S+) \| ([\d, ]+) \|$"
+    documented = {}
+    for names, gpus, gpu, memory, efa, rdma, network in re.findall(row, (DOCS / "README.md").read_text(), re.M):
+        types, rates = re.findall(r"`([^`]+)`", names), network.split(", ")
+        for name, rate in zip(types, rates * (len(types) if len(rates) == 1 else 1), strict=True):
+            devices = int(efa.replace("–", "0"))
+            documented[name] = (gpu, int(gpus), int(memory), devices, rdma == "yes", int(rate))
     assert documented == {name: tuple(one) for name, one in INSTANCES.items()}

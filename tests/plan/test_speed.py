@@ -1,0 +1,183 @@
+"""GPUs, clusters and the speed of a step: units, directions, and published runs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from titanlite.config.errors import ConfigError
+from titanlite.derive import RunConfig
+from titanlite.fit import check_config
+from titanlite.plan import speed
+from titanlite.plan.hardware import GPUS, INSTANCES, Cluster, cluster_of, find_gpu, peak_flops
+from titanlite.plan.speed import CONSTANTS, Speed, predict
+
+H100 = GPUS["h100-80g"]
+#: Every share of a peak is reached in whole.
+IDEAL = replace(CONSTANTS, edge=0.0, memory=1.0, link=1.0, network=1.0, contention=0.0, context=0.0)
+
+
+def make(world: int, *flags: str, config: str = "llama3_1_8b") -> RunConfig:
+    keys = ("training.global_batch_size=-1", "training.gradient_sync=last", *flags)
+    return check_config([f"--job.config_file={config}.toml", *(f"--{key}" for key in keys)], world, training=False)[1]
+
+
+def cluster(gpus: int, **changes: object) -> Cluster:
+    return replace(Cluster(H100, min(gpus, 8), max(gpus // 8, 1), 4e11), **changes)
+
+
+def of(world: int, *flags: str, config: str = "llama3_1_8b", gpu: str = "h100-80g") -> Speed:
+    return predict(make(world, *flags, config=config), cluster(world, gpu=GPUS[gpu]))
+
+
+FLOAT8 = ("training.compile", "float8.enable_float8_linear")
+GATHER8 = (*FLOAT8, "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp")
+OP = ("activation_checkpoint.mode=selective", "activation_checkpoint.selective_ac_option=op")
+FULL = ("activation_checkpoint.mode=full",)
+
+
+def tp(ranks: int) -> str:
+    return f"training.tensor_parallel_degree={ranks}"
+
+
+def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device() -> None:
+    assert find_gpu("h100-80g") is find_gpu("NVIDIA H100 80GB HBM3") is H100
+    assert find_gpu("L4").key == "l4-24g" and find_gpu("NVIDIA A100-SXM4-40GB").key == "a100-40g"
+    assert all(find_gpu(key).key == key for key in GPUS)
+    assert {one.gpu_key for one in INSTANCES.values()} <= GPUS.keys()
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    with pytest.raises(ConfigError, match="nearest: h100-80g"):
+        find_gpu("h100-80")
+    with pytest.raises(ConfigError, match="says not which of h100-nvl-94g, h100-pcie-80g, h100-80g"):
+        find_gpu("h100")
+
+
+def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
+    run = make(16, "launch.instance_type=ml.p5.48xlarge", "launch.nodes=2")
+    found = cluster_of(run)
+    assert (found.gpu, found.gpus_per_node, found.nodes, found.network) == (H100, 8, 2, 3200e9 / 8)
+    named = cluster_of(run, gpu="a100-80g", gpus_per_node=4)  # the GPU replaces the section's machine
+    assert (named.gpu.key, named.nodes, named.gpus, named.network) == ("a100-80g", 4, 16, 4 * 50e9)
+    assert cluster_of(make(2), gpu="l4").gpus_per_node == 2  # a part of one machine
+    for words, match in (
+        ({"gpu": "l4", "instance": "p5.48xlarge"}, "both a GPU"),
+        ({"gpu": "l4", "gpus": 12}, "no whole machines of 8"),
+        ({"gpu": "l4", "gpus": 32}, "32 GPUs, but the run has 16 ranks"),
+        ({"gpu": "l4", "nodes": 3, "gpus": 16}, "or not 3"),
+        ({"instance": "p5.48xlage"}, "nearest: p5.48xlarge"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            cluster_of(run, **words)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no GPU is named"):
+        cluster_of(make(16))
+
+
+def test_a_collective_takes_its_bytes_over_the_slowest_link() -> None:
+    step = speed._Step(make(16), cluster(16, network=2e11), IDEAL)
+    latency = speed._LATENCY
+    assert step.collective(8e9, 8, 1) == pytest.approx(latency + 7e9 / 450e9)  # 7 of 8 parts over NVLink
+    # Each of 2 machines takes half of the bytes from the other, over 200 GB/s that its 8 ranks share.
+    assert step.collective(8e9, 16, 1) == pytest.approx(latency + speed._LATENCY_PER_NODE + 8e9 / 2 / 200e9)
+    # 2 ranks, one in each machine: an eighth of its network is theirs.
+    assert step.collective(8e9, 2, 8) == pytest.approx(latency + speed._LATENCY_PER_NODE + 8e9 / 2 / 25e9)
+    assert step.collective(8e9, 1, 1) == 0.0
+
+
+def test_products_and_attention_take_their_flops_at_the_sustained_rate() -> None:
+    run, tokens = make(8, "training.batch_size=2", "activation_checkpoint.mode=none"), 2 * 8192
+    step = speed._Step(run, cluster(8), IDEAL)
+    assert step.product(16384, 4096, 14336) == pytest.approx(2 * 16384 * 4096 * 14336 / (989e12 * H100.sustained))
+    block = step.block_forward
+    weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert block.products == pytest.approx(2 * tokens * weights / (989e12 * H100.sustained))
+    # Scores and values of half the pairs: 2 products of 2 FLOPs for each of 4096 numbers.
+    assert block.attention == pytest.approx(tokens * 32 * 4 * 4096 * 8192 / 2 / (989e12 * H100.attention))
+    outputs = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert block.memory == pytest.approx(IDEAL.passes_eager * 2 * tokens * outputs / 3350e9)
+
+
+def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> None:
+    run = make(8, "training.batch_size=2", *OP)
+    found = predict(run, cluster(8))
+    assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+    assert found.tokens_per_second == pytest.approx(2 * 8192 / found.step_seconds)
+    assert found.mfu == pytest.approx(found.tokens_per_second * 57_914_818_560 / 989e12, rel=0.01)
+    assert found.low < found.tokens_per_second < found.high
+    assert {name for name, seconds in found.parts.items() if seconds} == {
+        *("matrix products", "attention", "memory traffic", "recomputation", "sharding traffic", "optimizer")
+    }
+
+
+@pytest.mark.parametrize("world, flags", [(8, ()), (64, (tp(8), *FULL)), (64, ("training.batch_size=1",))])
+def test_faster_hardware_is_never_slower(world: int, flags: tuple[str, ...]) -> None:
+    run, base = make(world, *flags), cluster(world)
+    first = predict(run, base).tokens_per_second
+    faster = [replace(base, network=2 * base.network)]
+    for name in ("bf16", "bandwidth", "link", "pcie"):
+        faster.append(replace(base, gpu=replace(H100, **{name: 2 * getattr(H100, name)})))
+    rates = [predict(run, one).tokens_per_second for one in faster]
+    assert min(rates) >= first and max(rates) > 1.2 * first
+
+
+def test_features_move_the_speed_as_they_should() -> None:
+    base = of(8, *OP).tokens_per_second
+    compiled = of(8, *OP, "training.compile").tokens_per_second
+    assert of(8, *FULL).tokens_per_second < base < of(8, "activation_checkpoint.mode=none").tokens_per_second
+    assert base < compiled < of(8, *OP, *FLOAT8).tokens_per_second < of(8, *OP, *GATHER8).tokens_per_second
+    assert (
+        of(64, tp(8), "training.compile").parts["tensor traffic"]
+        > 2 * (of(64, tp(8), "training.compile", "experimental.enable_async_tensor_parallel").parts["tensor traffic"])
+    )
+    assert of(8, "training.enable_cpu_offload").tokens_per_second < base
+    assert of(16, "training.data_parallel_replicate_degree=2").parts["sharding traffic"] > 0
+    context = of(8, "experimental.context_parallel_degree=2", "training.seq_len=32768")
+    assert context.parts["context traffic"] > 0
+    mixture = of(64, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
+    assert mixture.parts["expert traffic"] > of(64, config="mixtral_8x7b").parts["expert traffic"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "schedule, microbatches, idle", [("1F1B", 8, 7 / 8), ("GPipe", 16, 7 / 16), ("Interleaved1F1B", 8, 7 / 16)]
+)
+def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, idle: float) -> None:
+    flags = (f"pipeline_parallel_schedule={schedule}", f"pipeline_parallel_microbatches={microbatches}")
+    found = of(8, "training.batch_size=16", *(f"experimental.{x}" for x in ("pipeline_parallel_degree=8", *flags)))
+    busy = found.step_seconds - found.parts["pipeline bubble"] - found.parts["optimizer"]
+    assert found.parts["pipeline bubble"] == pytest.approx(idle * busy)
+
+
+def test_float8_needs_a_gpu_that_has_it() -> None:
+    with pytest.raises(ConfigError, match="a100-80g has no float8"):
+        of(8, *FLOAT8, gpu="a100-80g")
+
+
+def test_a_small_model_waits_for_the_host() -> None:
+    found = of(1, "training.batch_size=1", "training.seq_len=128", config="llama3_2_1b")
+    assert found.parts["launches"] > 0
+    assert found.step_seconds - found.parts["optimizer"] == pytest.approx(16 * speed._LAUNCHES_EAGER)
+
+
+#: Of AWS on H100, of torchtitan on A100 and H200, per GPU; `benchmarks/plan_speed.py` has all.
+@pytest.mark.parametrize(
+    "gpu, world, flags, published",
+    [
+        ("h100-80g", 32, ("training.batch_size=1", *OP), 6475),
+        ("h100-80g", 32, ("training.batch_size=1", "training.compile", *OP), 7166),
+        ("h100-80g", 32, ("training.batch_size=1", *FLOAT8, *OP), 8624),
+        ("h100-80g", 32, ("training.batch_size=1", *GATHER8, *OP), 8950),
+        ("h200-141g", 32, ("training.batch_size=2", *GATHER8, *OP), 10938),
+        ("a100-80g", 64, ("training.batch_size=1", *OP), 2973),
+    ],
+)
+def test_published_runs_lie_in_the_range(gpu: str, world: int, flags: tuple[str, ...], published: float) -> None:
+    found = of(world, "training.seq_len=8192", *flags, gpu=gpu)
+    assert found.low <= published <= found.high, math.log(found.tokens_per_second / published)
+
+
+def test_planning_the_speed_imports_no_torch() -> None:
+    code = "import sys, titanlite.plan.speed; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
