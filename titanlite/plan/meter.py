@@ -123,7 +123,7 @@ class MemoryMeter(TorchDispatchMode):
             if part is None and tensor.dtype in _FLOAT8:
                 part = "float8"
             self._add(storage, storage.nbytes(), part)
-        elif part == "gradients" and self._offloaded and not life.host:
+        elif part in ("gradients", "optimizer") and self._offloaded and not life.host:
             self._count(life, -life.nbytes)
             life.host = part
             self._count(life, life.nbytes)
