@@ -1,4 +1,4 @@
-"""The comments of train_configs/ on hardware are those of the plan; `python tests/plan/test_config_comments.py --write`."""
+"""The comments of train_configs/ on hardware are the plan's; `python tests/plan/test_config_comments.py --write`."""
 
 from __future__ import annotations
 
