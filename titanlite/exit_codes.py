@@ -49,7 +49,9 @@ _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re
 #: torch's own errors where it cannot serve a store.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
 #: Those of a host without memory, of a GPU's driver and of NCCL; that of the allocator on a GPU has a class.
-_NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|Cuda failure .*out of memory")
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|Cuda failure .*out of memory"
+)
 
 
 def memory_error_of(error: BaseException | None) -> BaseException | None:
