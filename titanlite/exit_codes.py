@@ -55,7 +55,7 @@ _NO_MEMORY = re.compile(
 
 
 def memory_error_of(error: BaseException | None) -> BaseException | None:
-    """Return the failed allocation that `error` is or was caused by, also below a compiler's error; None without one."""
+    """Return the failed allocation that `error` is or was caused by, also in a compiler; None without one."""
     while error is not None:
         by_torch = type(error) is RuntimeError or type(error).__module__.startswith("torch")
         kinds = {kind.__name__ for kind in type(error).__mro__}

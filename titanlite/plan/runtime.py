@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
@@ -47,7 +47,7 @@ def place(moment: Moment) -> str:
 
 def with_vocabulary(run: RunConfig, tokenizer_size: int) -> RunConfig:
     """Return the run with the size of its vocabulary as a key, so that no plan reads the tokenizer."""
-    size = getattr(run.model_args(tokenizer_size), "vocab_size", None)
+    size = run.model_args(tokenizer_size).vocab_size
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
 
 
@@ -122,16 +122,15 @@ class PeakCheck(Callback):
             logger.info(text)
             return
         logger.warning(
-            f"{text}: more than {APART:.0%} apart, so this plan is wrong. Please report it, with this line, config.toml "
-            f"and logs/rank_{rank}.log of {self._run.job.dump_folder}"
+            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it, with this line and with "
+            f"config.toml and logs/rank_{rank}.log of {self._run.job.dump_folder}"
         )
 
 
 # Out of memory
 
 
-@dataclass(frozen=True)
-class Remedy:
+class Remedy(NamedTuple):
     """Settings with which a run needs less memory."""
 
     #: By key.
@@ -164,20 +163,17 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> l
     """Return what saves memory at the planned peak, the cheapest first. rank None: on the worst rank."""
     peak, found = estimate(run, rank, device).peak.total, []
     for changes, ranks, slower in _candidates(run):
-        try:
-            # A rank of another mesh is another one.
-            same = ranks == run.mesh.world_size and not any(key.endswith("_degree") for key in changes)
-            saves = peak - estimate(changed(run, changes, ranks), rank if same else None, device).peak.total
-        except ConfigError:
-            continue
-        if saves >= _LEAST * peak:
-            found.append(Remedy(changes, None if ranks == run.mesh.world_size else ranks, saves, slower))
+        with contextlib.suppress(ConfigError):  # the run cannot be so
+            other = changed(run, changes, ranks)
+            saves = peak - estimate(other, rank if other.mesh == run.mesh else None, device).peak.total
+            if saves >= _LEAST * peak:
+                found.append(Remedy(changes, ranks, saves, slower))
     return sorted(found, key=lambda one: (one.slower, -one.saves))
 
 
-def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int, float]]:
-    """Yield settings, ranks, and the share of the speed that they cost: rough, and less where traffic is hidden."""
-    t, ac, mesh, ranks = run.training, run.activation_checkpoint, run.mesh, run.mesh.world_size
+def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None, float]]:
+    """Yield settings, other ranks, and the share of the speed that they cost: a rough one."""
+    t, ac, mesh = run.training, run.activation_checkpoint, run.mesh
     same_batch = {"training.global_batch_size": run.batch.global_batch_size} if t.global_batch_size == -1 else {}
     shard, replicate = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
 
@@ -185,41 +181,31 @@ def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int, float]]:
         return {} if t.data_parallel_shard_degree == -1 else {shard: count}
 
     if t.loss_chunks < 8:
-        yield {"training.loss_chunks": 8}, ranks, 0.01
-    if t.prefetch:
-        yield {"training.prefetch": 0}, ranks, 0.02
-    if run.optimizer.implementation == "foreach":
-        yield {"optimizer.implementation": "fused"}, ranks, 0.0
+        yield {"training.loss_chunks": 8}, None, 0.01
+    yield {"training.prefetch": 0}, None, 0.02
+    yield {"training.reshard_after_forward": "always"}, None, 0.03
     if run.optimizer.name == "AdamW":
-        yield {"optimizer.name": "AdamW8bit"}, ranks, 0.03
-    if run.batch.accumulation > 1 and t.gradient_sync == "last":
-        yield {"training.gradient_sync": "every"}, ranks, 0.05
-    if t.reshard_after_forward != "always":
-        yield {"training.reshard_after_forward": "always"}, ranks, 0.03
-    if t.batch_size % 2 == 0:
-        yield {"training.batch_size": t.batch_size // 2, **same_batch}, ranks, 0.05
+        yield {"optimizer.name": "AdamW8bit"}, None, 0.03
+    yield {"training.gradient_sync": "every"}, None, 0.05
+    yield {"training.batch_size": max(t.batch_size // 2, 1), **same_batch}, None, 0.05
     if t.data_parallel_type == "ddp":
-        yield {"training.data_parallel_type": "fsdp", replicate: 1, shard: -1}, ranks, 0.1
+        yield {"training.data_parallel_type": "fsdp", replicate: 1, shard: -1}, None, 0.1
     elif mesh.dp_replicate % 2 == 0:
-        yield {replicate: mesh.dp_replicate // 2, **shards(mesh.dp_shard * 2)}, ranks, 0.05
+        yield {replicate: mesh.dp_replicate // 2, **shards(mesh.dp_shard * 2)}, None, 0.05
     for option in ({"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"}):
         # A step is three forwards; the backward repeats a share of one.
         again = _recomputed(replace_fields(ac, **option)) - _recomputed(ac)
         if again >= 0:
             changes = {f"activation_checkpoint.{name}": value for name, value in option.items()}
-            yield changes, ranks, again / (3 + _recomputed(ac) + again)
-    if not ac.offload:
-        yield {"activation_checkpoint.offload": True}, ranks, 0.1
-    for key, degree in (
-        ("experimental.context_parallel_degree", mesh.context),
-        ("training.tensor_parallel_degree", mesh.tensor),
-    ):
+            yield changes, None, again / (3 + _recomputed(ac) + again)
+    yield {"activation_checkpoint.offload": True}, None, 0.1
+    degrees = {"experimental.context_parallel_degree": mesh.context, "training.tensor_parallel_degree": mesh.tensor}
+    for key, degree in degrees.items():
         if mesh.dp_shard % 2 == 0:
-            yield {key: 2 * degree, **shards(mesh.dp_shard // 2), **same_batch}, ranks, 0.15
+            yield {key: 2 * degree, **shards(mesh.dp_shard // 2), **same_batch}, None, 0.15
     if t.data_parallel_type == "fsdp":
-        yield shards(2 * mesh.dp_shard), 2 * ranks, 0.2
-    if not t.enable_cpu_offload:
-        yield {"training.enable_cpu_offload": True}, ranks, 0.5
+        yield shards(2 * mesh.dp_shard), 2 * mesh.world_size, 0.2
+    yield {"training.enable_cpu_offload": True}, None, 0.5
 
 
 def _recomputed(ac: ActivationCheckpoint) -> float:
@@ -234,56 +220,51 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
 
     error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises nothing.
     """
-    cause = memory_error_of(error) or error
+    cause, figures = memory_error_of(error) or error, dict[str, float]()
     of_host = device == "cuda" and type(cause).__name__ != "OutOfMemoryError" and "CUDA" not in str(cause).upper()
-    head = f"out of memory {'of the GPU' if device == 'cuda' and not of_host else 'of the host'}, in {where}"
     text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is below with its figures
-    lines = [f"{head}: {text}".removesuffix(": ")]
+    lines = [f"out of memory of the {'host' if of_host or device == 'cpu' else 'GPU'}, in {where}: {text}"]
     if cause is not error:
-        lines.append(f"caused by {type(cause).__name__}: {cause}".removesuffix(": "))
-    figures = _allocator(cause, device)
+        lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
-        planned = estimate(run, rank, device)
-        lines += _plan_lines(planned, figures, of_host)
-        lines += _remedy_lines(remedies(run, rank, device))
+        figures = _allocator(cause, device)
+        lines += _plan_lines(estimate(run, rank, device), figures)
+        found = remedies(run, rank, device)[:_REMEDIES]
+        width = max((len(str(one)) for one in found), default=0)
+        lines.append("Any of these saves memory, by the plan:" if found else "By the plan, no single key saves much")
+        lines += [f"  {one!s:<{width}}  saves {human_bytes(one.saves)}, about {one.slower:.0%} slower" for one in found]
     except Exception as failed:  # the error itself is the one to be seen
         lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
         lines.append(f"There is no plan to compare with: {failed}")
-    return "\n".join([*lines, *_fragmented(figures)])
+    if of_host:
+        held = "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
+        lines.append(f"Host memory also holds {held}")
+    unused = figures.get("reserved", 0) - figures.get("allocated", 0)
+    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if unused > figures.get("request", unused) and "expandable_segments:True" not in settings:
+        lines.append(
+            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator join them, at no cost"
+        )
+    return "\n".join(lines)
 
 
-def _plan_lines(planned: RankMemory, figures: Mapping[str, float], of_host: bool) -> list[str]:
+def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
     """Return the plan's parts beside the allocator's figures, and the modules in which most is needed."""
     peak = planned.peak
     parts = {name: peak.parts[name] for name in PARTS if peak.parts.get(name)} | {"in all": peak.total}
     parts |= {f"in host memory: {name}": size for name, size in planned.host.items()}
     rows = [
-        tuple(text for name, size in pair for text in (name, human_bytes(size) if name else ""))
+        [text for name, size in pair for text in (name, human_bytes(size) if name else "")]
         for pair in zip_longest(parts.items(), figures.items(), fillvalue=("", 0))
     ]
     measured = "allocator" if "reserved" in figures else "process"
     columns = (f"planned for rank {planned.rank}, {place(peak)}", "", measured, "")
-    lines = render(Table(columns, rows, (0, 2)), terminal=False).splitlines()
     most: dict[str, Moment] = {}  # blocks are alike
     for moment in sorted(planned.moments, key=lambda one: -one.total):
         most.setdefault(re.sub(r"\d+", "N", moment.module), moment)
     top = [f"{place(moment)} {human_bytes(moment.total)}" for moment in list(most.values())[:4]]
-    lines.append(f"Modules that need most: {', '.join(top)}")
-    if of_host:
-        held = "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
-        lines.append(f"Host memory also holds {held}")
-    return lines
-
-
-def _remedy_lines(found: list[Remedy]) -> list[str]:
-    if not found:
-        return ["No single key saves much: take more ranks, or a smaller model or sequence"]
-    width = max(len(str(one)) for one in found[:_REMEDIES])
-    lines = [
-        f"  {one!s:<{width}}  saves {human_bytes(one.saves)}, about {one.slower:.0%} slower"
-        for one in found[:_REMEDIES]
-    ]
-    return ["Any of these saves memory, by the plan:", *lines]
+    return [render(Table(columns, rows, (0, 2)), terminal=False), f"Modules that need most: {', '.join(top)}"]
 
 
 def _allocator(error: BaseException, device: str) -> dict[str, float]:
@@ -293,9 +274,9 @@ def _allocator(error: BaseException, device: str) -> dict[str, float]:
         import torch
 
         stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
-        for name, key in (("allocated", "allocated"), ("reserved", "reserved")):
-            figures[f"{name}"] = stats.get(f"{key}_bytes.all.current", 0)
-            figures[f"{name}, peak"] = stats.get(f"{key}_bytes.all.peak", 0)
+        for name in ("allocated", "reserved"):
+            figures[name] = stats.get(f"{name}_bytes.all.current", 0)
+            figures[f"{name}, peak"] = stats.get(f"{name}_bytes.all.peak", 0)
         # While the error passes, tensors are freed: its text has the figures of the moment.
         if now := re.search(r"memory ([\d.]+ \S+) is allocated by PyTorch, and ([\d.]+ \S+) is reserved", str(error)):
             figures["allocated"] = _bytes(now[1])
@@ -312,15 +293,3 @@ def _allocator(error: BaseException, device: str) -> dict[str, float]:
 def _bytes(text: str) -> float:
     number, unit = text.split()
     return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit)
-
-
-def _fragmented(figures: Mapping[str, float]) -> list[str]:
-    """Return advice where the allocator holds much that no request fits into."""
-    unused = figures.get("reserved", 0) - figures.get("allocated", 0)
-    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if unused < figures.get("request", unused + 1) or "expandable_segments:True" in settings:
-        return []
-    return [
-        f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator join them, at no cost"
-    ]

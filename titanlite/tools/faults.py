@@ -63,8 +63,8 @@ class Fault:
     """
 
     kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
-    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (signals,
-    #: nan and memory), when a "validation" begins (signals).
+    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (all
+    #: but full), when a "validation" begins (signals).
     event: str = ""
     #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
