@@ -28,13 +28,17 @@ from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
-from titanlite.utils import escape, logger
+from titanlite.utils import Style, escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
+    from titanlite.derive import RunConfig
+    from titanlite.parallel.dist_env import LaunchEnv
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
+#: What `memory_estimation.enabled` plans for on a machine without a GPU, unless `launch.instance_type` is set.
+_PLANNED_GPU = "h100-80g"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -78,6 +82,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         environment = read_launch_env()
         asked, config = check_config(argv, environment.world_size)
+        if config.memory_estimation.enabled:
+            return _show_plan(config, environment)
     except (ConfigError, ParallelismError) as error:
         return print_error(str(error), error.exit_code)
 
@@ -86,6 +92,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
+    from titanlite.plan.plan import with_vocabulary
     from titanlite.preflight import check_machine
     from titanlite.run_text import read_datasets
     from titanlite.runs.logs import FOLDER as LOGS
@@ -94,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
 
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
-    folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
+    folder, watchdog, planned = Path(config.job.dump_folder), HangWatchdog(), config
     traces = str(folder / "comm_traces")
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with StopSignal(at_once=True) as stop:
@@ -115,6 +122,7 @@ def run(argv: Sequence[str]) -> int:
                 check_model(config, datasets.tokenizer.vocab_size)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
+                planned = with_vocabulary(config, datasets.tokenizer.vocab_size)
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
                 opened = DistEnv.open(
                     store=store,
@@ -138,8 +146,49 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
+            if code == exit_codes.OUT_OF_MEMORY:
+                return print_error(_out_of_memory(error, planned, watchdog.where, rank), code)
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
+
+
+def _show_plan(config: RunConfig, environment: LaunchEnv) -> int:
+    """Print the plan of the run, on rank 0. Raises ConfigError."""
+    from titanlite.metrics.console import wants_color
+    from titanlite.plan.hardware import cluster_of
+    from titanlite.plan.plan import make_plan
+    from titanlite.plan.text import plan_text
+
+    if environment.rank == 0:
+        gpu = None
+        if not config.launch.instance_type:
+            import torch
+
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else _PLANNED_GPU
+        each = None if gpu is None else environment.local_world_size
+        plan = make_plan(config, cluster_of(config, gpu=gpu, gpus_per_node=each))
+        color = config.metrics.enable_color_printing
+        style = Style(wants_color(sys.stdout) if color is None else color)
+        print(escape(plan_text(plan, style), colors=True), flush=True)
+    return exit_codes.DONE
+
+
+def _out_of_memory(error: Exception, run: RunConfig, where: str, rank: int) -> str:
+    """Return the message of a run without memory: plan, remedies, and from where it goes on."""
+    import torch
+
+    from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
+    from titanlite.checkpoint.paths import to_path
+    from titanlite.plan.runtime import memory_report
+
+    report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
+    steps, section = list[int](), run.checkpoint
+    if section.enable_checkpoint:
+        with contextlib.suppress(Exception):  # a store that does not answer
+            root = to_path(section.folder)
+            steps = [step for step in steps_in(root) if (step_folder(root, step) / FILE).is_file()]
+    kept = f"The same command resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is saved"
+    return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
 
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
