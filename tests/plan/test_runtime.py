@@ -69,6 +69,7 @@ def test_the_row_of_the_start_report_is_quick_and_stops_nothing(monkeypatch: pyt
     peak = estimate(run).peak
     assert name == "memory" and text.startswith(f"planned {peak.total / GIB:.1f} of 79.1 GiB per GPU, in ")
     assert text.endswith(f"in {peak.phase} of {peak.module}")
+    assert [name for name, _ in start_rows(run, "cuda", peak.total - 1)] == ["memory", "warning"]
     ((_, on_cpu),) = start_rows(run, "cpu", 2 * GIB)
     assert re.match(r"planned [\d.]+ GiB of host memory per rank, in ", on_cpu)
     assert start_rows(planned("hf_debug.toml", 1), "cuda", GIB) == [], "it has no formulas"

@@ -63,7 +63,10 @@ def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]
     each = f"{size / _GIB:,.1f} of {total / _GIB:,.1f} GiB per GPU"
     if device == "cpu":
         each = f"{human_bytes(size)} of host memory per rank"
-    return [("memory", f"planned {each}, in {place(planned.peak)}{of_rank}")]
+    rows = [("memory", f"planned {each}, in {place(planned.peak)}{of_rank}")]
+    if device == "cuda" and size > total:
+        rows.append(("warning", "by the plan this run needs more memory than a GPU has: it will end with code 8"))
+    return rows
 
 
 class PeakCheck(Callback):
