@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.metrics.throughput import device_name, peak_flops
+from titanlite.metrics.throughput import device_name
+from titanlite.plan.hardware import peak_flops
 
 GIB = 2**30
 

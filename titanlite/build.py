@@ -49,7 +49,7 @@ from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.samples import PromptSampler
-from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
+from titanlite.metrics.throughput import Throughput, device_name, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
@@ -67,6 +67,7 @@ from titanlite.parallel.init import fix_workspace, seed_generators, use_determin
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
+from titanlite.plan.hardware import peak_flops
 from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
 from titanlite.rank_checks import check_ranks
 from titanlite.run_callbacks import (

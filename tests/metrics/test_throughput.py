@@ -10,26 +10,23 @@ import torch
 
 from tests.metrics.runs import burn
 from titanlite.metrics import throughput
-from titanlite.metrics.throughput import (
-    Throughput,
-    device_name,
-    peak_flops,
-    read_memory,
-    reset_peak,
-    total_memory_bytes,
-)
+from titanlite.metrics.throughput import Throughput, device_name, read_memory, reset_peak, total_memory_bytes
+from titanlite.plan.hardware import peak_flops
 
 CPU = torch.device("cpu")
 #: TFLOPS; 0: unknown.
 PEAKS = {
+    70.0: ("NVIDIA A10G",),
+    121.0: ("NVIDIA L4",),
     312.0: ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+    362.0: ("NVIDIA L40S",),
     756.0: ("NVIDIA H100 PCIe",),
     835.0: ("NVIDIA H100 NVL",),
     989.0: ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
     2250.0: ("NVIDIA B200",),
     0.0: (
-        *("NVIDIA A10G", "NVIDIA A10", "NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H800"),
-        *("NVIDIA H20", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40S", "AMD Instinct MI300X"),
+        *("NVIDIA A10", "NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H800"),
+        *("NVIDIA H20", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X"),
     ),
 }
 

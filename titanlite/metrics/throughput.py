@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -25,19 +24,6 @@ Kind = Literal["work", "data", "pause"]
 
 _RECENT_STEPS = 50
 _GIB = 1024**3
-
-#: Peak dense bf16 FLOPS (NVIDIA's data sheets, without sparsity) by a pattern over the CUDA device name, most specific
-#: first. Whole words: A100 is neither A10G nor A1000, H200 not GH200. An H100 whose name gives neither its form nor its
-#: memory stays unknown: its forms differ by 30 %. The H200's PCIe form has the compute of the H100 NVL.
-_PEAKS: tuple[tuple[str, float], ...] = (
-    (r"A100", 312e12),
-    (r"H100[ -]NVL", 835e12),
-    (r"H100[ -]PCIe", 756e12),
-    (r"H100[ -](?:\d+GB HBM3|SXM\d?)", 989e12),
-    (r"H200[ -]NVL", 835e12),
-    (r"H200", 989e12),
-    (r"B200", 2.25e15),
-)
 
 
 class Reading(NamedTuple):
@@ -135,13 +121,6 @@ class Throughput:
         self._steps = 0
         self._seconds: defaultdict[Kind, float] = defaultdict(float)
         self._cpu: defaultdict[Kind, float] = defaultdict(float)
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOPS of one device by its CUDA name; None when it is not known, as for a MIG slice."""
-    if re.search(r"\bMIG\b", device_name):
-        return None
-    return next((peak for name, peak in _PEAKS if re.search(rf"\b{name}\b", device_name, re.IGNORECASE)), None)
 
 
 def device_name(device: torch.device) -> str:

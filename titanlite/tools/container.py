@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titanlite.tools.instances import INSTANCES, network_environment
+from titanlite.plan.hardware import INSTANCES
+from titanlite.tools.instances import network_environment
 
 #: As SageMaker's own toolkit has it.
 _PORT = 7777

@@ -19,9 +19,9 @@ from titanlite.config.not_implemented import refused
 from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
+from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.runs.provenance import REMOVED, config_text
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
-from titanlite.tools.instances import INSTANCES, Instance
 from titanlite.utils import Style
 
 How = Literal["print", "write", "submit"]

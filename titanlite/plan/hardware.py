@@ -1,0 +1,230 @@
+"""GPUs, machines and clusters as numbers: the project's only table of peaks. No torch here.
+
+Numbers of a GPU are NVIDIA's data sheets', dense (without sparsity); its memory is the least that torch reports.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.models.spec import names_like
+
+if TYPE_CHECKING:
+    from titanlite.derive import RunConfig
+
+_GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU."""
+
+    #: As "h100-80g": name, form where there are several, and memory in GB.
+    key: str
+    #: Pattern over CUDA's name of the device, in whole words.
+    pattern: str
+    #: Bytes that torch reports.
+    memory: int
+    #: Peak dense FLOPS of matrix products; float8 is None where there is none.
+    bf16: float
+    float8: float | None
+    #: Bytes per second: of the memory; to the other GPUs of the machine, and to the host, each per direction.
+    bandwidth: float
+    link: float
+    pcie: float
+    #: Share of `bf16` that large products reach under the power limit; fitted for A100 and H100 (docs/plan.md).
+    sustained: float = 0.72
+    #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they compute.
+    attention: float = 0.45
+
+
+def _gpu(
+    key: str,
+    pattern: str,
+    gib: float,
+    tflops: tuple[float, float | None],
+    gb_per_s: tuple[float, float, float],
+    *rest: float,
+) -> Gpu:
+    bf16, float8 = tflops
+    speeds = [speed * 1e9 for speed in gb_per_s]
+    return Gpu(key, pattern, int(gib * _GIB), bf16 * 1e12, float8 and float8 * 1e12, *speeds, *rest)
+
+
+#: Most specific pattern first. Whole words: A100 is neither A10G nor A1000, H200 not GH200. An H100 whose name gives
+#: neither its form nor its memory stays unknown: its forms differ by 30 %. The H200's PCIe form computes as the H100
+#: NVL. Links: NVLink, or PCIe where a machine's GPUs have no switch between them (of NVL forms only pairs have).
+GPUS: dict[str, Gpu] = {
+    gpu.key: gpu
+    for gpu in (
+        _gpu("a100-80g", r"A100.*80GB", 79.15, (312, None), (2039, 300, 32), 0.83, 0.55),
+        _gpu("a100-40g", r"A100", 39.39, (312, None), (1555, 300, 32), 0.83, 0.55),
+        _gpu("h100-nvl-94g", r"H100[ -]NVL", 93.1, (835, 1671), (3938, 64, 64)),
+        _gpu("h100-pcie-80g", r"H100[ -]PCIe", 79.1, (756, 1513), (2000, 64, 64)),
+        _gpu("h100-80g", r"H100[ -](?:\d+GB HBM3|SXM\d?)", 79.1, (989, 1979), (3350, 450, 64)),
+        _gpu("h200-nvl-141g", r"H200[ -]NVL", 139.7, (835, 1671), (4800, 64, 64)),
+        _gpu("h200-141g", r"H200", 139.7, (989, 1979), (4800, 450, 64)),
+        _gpu("b200-180g", r"B200", 178.3, (2250, 4500), (8000, 900, 64)),
+        _gpu("l40s-48g", r"L40S", 44.39, (362, 733), (864, 32, 32), 0.6),
+        _gpu("l4-24g", r"L4", 21.95, (121, 242), (300, 32, 32), 0.6),
+        _gpu("a10g-24g", r"A10G", 21.98, (70, None), (600, 32, 32), 0.83),
+    )
+}
+
+
+class Instance(NamedTuple):
+    """One kind of machine on AWS."""
+
+    gpu: str
+    gpus: int
+    #: Memory of one GPU in GB.
+    gpu_memory: int
+    #: EFA devices; 0: plain TCP.
+    efa: int = 0
+    #: EFA reads and writes the GPU's memory.
+    rdma: bool = False
+    #: Gbit/s of the machine's network, per direction.
+    network: int = 0
+
+    @property
+    def gpu_key(self) -> str:
+        """Return its GPU's name in `GPUS`."""
+        return f"{self.gpu.lower()}-{self.gpu_memory}g"
+
+
+#: Size → GPUs, and Gbit/s of g5, g6 and of g6e; sizes without EFA first.
+_SIZES = {
+    "xlarge": (1, 10, 20),
+    "2xlarge": (1, 10, 20),
+    "4xlarge": (1, 25, 20),
+    "8xlarge": (1, 25, 25),
+    "12xlarge": (4, 40, 100),
+    "16xlarge": (1, 25, 35),
+    "24xlarge": (4, 50, 200),
+    "48xlarge": (8, 100, 400),
+}
+_G6E_EFA = {"24xlarge": 2, "48xlarge": 4}
+
+
+def _graphics(name: str, gpu: str, memory: int) -> dict[str, Instance]:
+    def efa(size: str) -> int:
+        return 0 if size in ("xlarge", "2xlarge", "4xlarge") else _G6E_EFA.get(size, 1) if name == "g6e" else 1
+
+    return {
+        f"{name}.{size}": Instance(gpu, gpus, memory, efa(size), network=larger if name == "g6e" else network)
+        for size, (gpus, network, larger) in _SIZES.items()
+    }
+
+
+#: AWS instance types with GPUs, as of 2026, from Amazon's tables of instance types and of EFA.
+INSTANCES: dict[str, Instance] = {
+    **_graphics("g5", "A10G", 24),
+    **_graphics("g6", "L4", 24),
+    **_graphics("g6e", "L40S", 48),
+    "p4d.24xlarge": Instance("A100", 8, 40, 4, rdma=True, network=400),
+    "p4de.24xlarge": Instance("A100", 8, 80, 4, rdma=True, network=400),
+    "p5.48xlarge": Instance("H100", 8, 80, 32, rdma=True, network=3200),
+    "p5e.48xlarge": Instance("H200", 8, 141, 32, rdma=True, network=3200),
+    "p5en.48xlarge": Instance("H200", 8, 141, 16, rdma=True, network=3200),
+    "p6-b200.48xlarge": Instance("B200", 8, 180, 8, rdma=True, network=3200),
+}
+
+#: Network of machines that are not named: bytes/s of each GPU, as of 400 Gbit/s.
+DEFAULT_NETWORK = 50e9
+_DEFAULT_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal machines."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    nodes: int
+    #: Bytes per second and direction between one machine and the others.
+    network: float
+    #: AWS instance type; empty: none is named.
+    instance: str = ""
+    #: Price of one machine for an hour, in any currency.
+    price: float | None = None
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all machines."""
+        return self.gpus_per_node * self.nodes
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return a GPU by its key (as far as it says one: "l4") or by CUDA's name of the device.
+
+    Raises ConfigError with the nearest names.
+    """
+    known = gpu_of_device(name)
+    keys = [key for key in GPUS if key == name.lower()] or [key for key in GPUS if key.startswith(f"{name.lower()}-")]
+    if known is None and len(keys) == 1:
+        known = GPUS[keys[0]]
+    if known is None:
+        several = f"{name} says not which of {', '.join(keys)}" if keys else f"no GPU {name!r} is known"
+        raise _error("gpu", several, "" if keys else names_like(name.lower(), GPUS))
+    return known
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """Return the GPU of CUDA's name of a device; None when it is not known, as for a MIG slice."""
+    if re.search(r"\bMIG\b", device_name):
+        return None
+    named = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.pattern}\b", device_name, re.IGNORECASE))
+    return next(named, None) if device_name.lower() not in GPUS else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak bf16 FLOPS of one device by its CUDA name; None when it is not known, as for a MIG slice."""
+    gpu = gpu_of_device(device_name)
+    return gpu.bf16 if gpu else None
+
+
+def find_instance(name: str) -> Instance:
+    """Return an AWS instance type; SageMaker's names begin with "ml.". Raises ConfigError with the nearest names."""
+    if (found := INSTANCES.get(name.removeprefix("ml."))) is None:
+        raise _error("instance", f"no instance type {name!r} is known", names_like(name, INSTANCES))
+    return found
+
+
+def cluster_of(
+    run: RunConfig,
+    *,
+    gpu: str | None = None,
+    instance: str | None = None,
+    gpus: int | None = None,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+) -> Cluster:
+    """Return the machines of a run: as given, else as section `[launch]` says, for all its ranks.
+
+    gpus: of all machines. Without an instance type the network is 400 Gbit/s for each GPU, and a machine has 8.
+    Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's ranks.
+    """
+    if gpu and instance:
+        raise _error("gpu", f"both a GPU ({gpu}) and an instance type ({instance}) are given", "give one of them")
+    instance = instance or ("" if gpu else run.launch.instance_type)
+    if not (gpu or instance):
+        raise _error("gpu", "no GPU is named", "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type")
+    machine = find_instance(instance) if instance else None
+    found = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
+    size = gpus_per_node or (machine.gpus if machine else run.launch.gpus_per_node or _DEFAULT_GPUS_PER_NODE)
+    total = gpus or (nodes * size if nodes else run.mesh.world_size)
+    network = machine.network / 8 * 1e9 if machine else DEFAULT_NETWORK * size
+    if total < size and nodes in (None, 1):  # a part of one machine
+        size = total
+    if total % size or nodes not in (None, total // size):
+        raise _error("gpus", f"{total} GPUs are no whole machines of {size}" + (f", or not {nodes}" if nodes else ""))
+    if total != run.mesh.world_size:
+        raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
+    return Cluster(found, size, total // size, network, instance)
+
+
+def _error(key: str, message: str, hint: str = "") -> ConfigError:
+    return ConfigError([Problem("", f"--{key}", message, hint)])

@@ -1,0 +1,237 @@
+"""Live tensor bytes of a step by part, watched operator by operator: of a real run on a CPU, or of a run without data.
+
+    meter = MemoryMeter(model, optimizer, blocks, head)
+    step.phase = meter.phase
+    with meter:
+        step(batches, 2, lr)
+    memory = RankMemory(rank, meter.moments())
+
+A storage counts from the operator that made it until nothing refers to it. What it was for is decided at the end, when
+its whole life is known: what outlives its module in the forward was kept for the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from titanlite.plan.parts import PARTS, Moment
+
+#: More moments than these are merged with their neighbours.
+MOST_MOMENTS = 1000
+_FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
+
+
+class _Storage:
+    """The life of a storage."""
+
+    __slots__ = ("born", "died", "nbytes", "part", "ref")
+
+    def __init__(self, nbytes: int, part: str | None, born: int) -> None:
+        self.nbytes, self.part, self.born = nbytes, part, born
+        #: Number of the moment in which it was freed; None: it lives.
+        self.died: int | None = None
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Measures the bytes of all storages that exist in a step.
+
+    model, optimizer: of the run. blocks: names of the model's blocks. head: name of the head.
+    integer: what the host reads from an integer tensor without data; other tensors without data are read as 1.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Collection[str], head: str, integer: int = 1
+    ) -> None:
+        super().__init__()
+        self._optimizer, self._head, self._integer = optimizer, head, integer
+        #: FSDP puts others in their place while weights are gathered; these get the gradients.
+        self._parameters = list(model.parameters())
+        self._live: dict[int, _Storage] = {}
+        self._events: list[tuple[_Storage, int]] = []
+        #: Phase, module, and number of events before it.
+        self._marks: list[tuple[str, str, int]] = [("forward", "", 0)]
+        for tensor in (*self._parameters, *model.buffers()):
+            self.track(tensor, "parameters")
+        for name, module in _units(model, blocks):
+            self._watch(name, module)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        def before(*_: Any) -> None:
+            self.enter("forward", name)
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if name == self._head:
+                self.enter("forward", "loss")
+            for tensor in tree_leaves(output)[:1]:
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.enter("backward", name))
+
+        # Before FSDP gathers the weights.
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, prepend=True)
+
+    def phase(self, name: str) -> None:
+        """Note that a phase of `TrainStep` begins."""
+        if name != "pipeline":
+            self.enter(name, "loss" if name == "backward" else "")
+
+    def enter(self, phase: str, module: str) -> None:
+        """Note that a module runs from now on."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self.track(parameter.grad, "gradients")
+        if self._marks[-1][:2] != (phase, module):
+            self._marks.append((phase, module, len(self._events)))
+
+    def track(self, tensor: Tensor, part: str | None = None, weak: bool = False) -> None:
+        """Count the storages of a tensor. part: what they are for; None: decided later. weak: unless it is known."""
+        if isinstance(tensor, DTensor):
+            return self.track(tensor._local_tensor, part, weak)
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.track(getattr(tensor, name), part, weak)
+            return None
+        storage = tensor.untyped_storage()
+        life = self._live.get(storage._cdata)
+        if life is None:
+            if part is None and tensor.dtype in _FLOAT8:
+                part = "float8"
+            self._add(storage, storage.nbytes(), part)
+        elif part is not None and not (weak and life.part):
+            life.part = part
+        return None
+
+    def _add(self, storage: torch.UntypedStorage, nbytes: int, part: str | None) -> _Storage:
+        key, life = storage._cdata, _Storage(nbytes, part, len(self._marks))
+
+        def gone(_: object) -> None:
+            self._count(life, -life.nbytes)
+            life.died = len(self._marks)
+            if self._live.get(key) is life:
+                del self._live[key]
+
+        life.ref = weakref.ref(storage, gone)
+        self._live[key] = life
+        self._count(life, nbytes)
+        return life
+
+    def _count(self, life: _Storage, delta: int) -> None:
+        self._events.append((life, delta))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # most calls of a run without data; to dispatch it further takes its time
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            kind = args[0].dtype
+            return True if kind == torch.bool else 1.0 if kind.is_floating_point else self._integer
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.track(tensor)
+        if part := _marked(func):
+            given = kwargs or {}
+            for tensor in tree_leaves(given.get("out") if part == "gathered weights" else (args, given)):
+                if isinstance(tensor, Tensor):
+                    self.track(tensor, part, weak=True)
+        return out
+
+    def __enter__(self) -> MemoryMeter:
+        self._resize: Any = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            life, result = self._live.get(storage._cdata), self._resize(storage, nbytes)
+            if life is None:
+                self._add(storage, nbytes, "gathered weights")
+            else:
+                self._count(life, nbytes - life.nbytes)
+                life.nbytes, life.part = nbytes, "gathered weights"
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
+        self._track_state()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+        self._track_state()
+
+    def _track_state(self) -> None:
+        for state in self._optimizer.state.values():
+            for value in tree_leaves(state):
+                if isinstance(value, Tensor):
+                    self.track(value, "optimizer")
+
+    def restart(self) -> None:
+        """Forget what was measured, but not what lives."""
+        self._track_state()
+        self._marks, self._events = [("forward", "", 0)], []
+        for life in self._live.values():
+            life.born = 0
+            self._events.append((life, life.nbytes))
+        self._marks = [("forward", "", len(self._events))]
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Return the peak within each visit of a module since `restart`."""
+        found: list[Moment] = []
+        now: Counter[str] = Counter()
+        total, at = 0, 0
+        ends = [*(mark[2] for mark in self._marks[1:]), len(self._events)]
+        for life, delta in self._events[: self._marks[0][2]]:
+            now[self._part(life)] += delta
+            total += delta
+        at = self._marks[0][2]
+        for (phase, module, _), end in zip(self._marks, ends, strict=True):
+            most, parts = total, dict(now)
+            for life, delta in self._events[at:end]:
+                now[self._part(life)] += delta
+                total += delta
+                if total > most:
+                    most, parts = total, dict(now)
+            at = end
+            found.append(Moment(phase, module, {part: parts.get(part, 0) for part in PARTS}))
+        while len(found) > MOST_MOMENTS:
+            found = [max(found[i : i + 2], key=lambda moment: moment.total) for i in range(0, len(found), 2)]
+        return tuple(found)
+
+    def _part(self, life: _Storage) -> str:
+        if life.part:
+            return life.part
+        phase, module, _ = self._marks[max(life.born - 1, 0)]
+        if module in (self._head, "loss"):
+            return "logits and loss"
+        kept = phase == "forward" and life.died != life.born
+        return "activations" if kept else "working memory"
+
+
+@functools.cache
+def _marked(func: Any) -> str | None:
+    """Return the part of an operator's arguments that is known by the operator."""
+    name = str(func)
+    if name.startswith("fsdp.split_with_sizes_copy"):
+        return "gathered weights"
+    collective = func.namespace == "c10d" and "send" not in name
+    return "communication" if collective or name.startswith(("fsdp.chunk_cat", "fsdp.all_gather_copy_in")) else None
+
+
+def _units(model: nn.Module, blocks: Collection[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks, and the largest modules that hold none."""
+    for key, module in model.named_children():
+        name = prefix + key
+        if name not in blocks and any(block.startswith(f"{name}.") for block in blocks):
+            yield from _units(module, blocks, f"{name}.")
+        else:
+            yield name, module

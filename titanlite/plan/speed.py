@@ -1,0 +1,439 @@
+"""How long a step takes: a roofline over products, memory and links. No torch here.
+
+`docs/plan.md` derives each formula. Times are seconds on the rank that the others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.derive import RunConfig
+from titanlite.parallel.float8_choice import Float8Choice, choose_linears
+from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
+from titanlite.plan.hardware import Cluster
+
+#: Parts of a step, in the order of reports. Traffic is what computing does not hide.
+PARTS = (
+    "matrix products",
+    "attention",
+    "memory traffic",  # norms, RoPE, SwiGLU, residuals, loss
+    "float8 casts",
+    "recomputation",
+    "sharding traffic",  # all-gathers and reduce-scatters of FSDP, all-reduces of copies
+    "tensor traffic",
+    "context traffic",
+    "expert traffic",
+    "host transfers",  # offload
+    "pipeline bubble",
+    "optimizer",
+    "launches",  # the GPU waits for the host
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A predicted step."""
+
+    #: Per GPU.
+    tokens_per_second: float
+    #: The range that the calibration's error leaves.
+    low: float
+    high: float
+    #: Share of the peak in bf16, by the model FLOPs that logs show.
+    mfu: float
+    step_seconds: float
+    #: Name of `PARTS` → seconds of a step; their sum is `step_seconds`.
+    parts: Mapping[str, float]
+    assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What no data sheet says; fitted by `benchmarks/plan_speed.py` on published runs."""
+
+    #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained` share in bf16.
+    float8: float = 0.85
+    #: A product loses as much as so many more columns and rows would cost.
+    edge: float = 150.0
+    #: Share of the memory's bandwidth that kernels reach.
+    memory: float = 0.8
+    #: Passes over the outputs of a block's linears in the forward by the kernels between products; the backward has
+    #: twice as many.
+    passes_eager: float = 6.0
+    passes_compiled: float = 2.5
+    #: Share of a link's and of a network's bandwidth that collectives reach.
+    link: float = 0.75
+    network: float = 0.7
+    #: Computing is slowed for this share of the time in which traffic runs beside it.
+    contention: float = 0.15
+    #: Share of tensor-parallel traffic that remains with asynchronous tensor parallelism.
+    async_tensor: float = 0.4
+
+
+CONSTANTS = Constants()
+#: Largest relative error that `low` and `high` allow for, see docs/plan.md.
+ERROR = 0.15
+
+#: Seconds for which the host prepares the kernels of a block, forward and backward.
+_LAUNCHES_EAGER, _LAUNCHES_COMPILED = 1.5e-3, 0.5e-3
+#: Seconds that a collective takes beside its bytes, and more for each machine.
+_LATENCY, _LATENCY_PER_NODE = 20e-6, 4e-6
+#: Bytes that a loss moves per logit, forward and backward.
+_LOSS_EAGER, _LOSS_COMPILED = 30, 14
+#: Bytes that the update, the norm and the clipping move per parameter.
+_UPDATE_BYTES = 40
+#: Bytes per second of a host's memory, for each GPU's share of it.
+_HOST_MEMORY = 25e9
+#: Backward over forward: products, and attention, which computes its scores again.
+_BACKWARD, _ATTENTION_BACKWARD = 2.0, 2.5
+
+
+def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) -> Speed:
+    """Return the speed of a run's steps. Raises ConfigError for float8 on a GPU that has none."""
+    return _Step(run, cluster, constants).speed()
+
+
+class _Pass(NamedTuple):
+    """Seconds of one micro-batch through the whole model in one direction."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    casts: float = 0.0
+
+    def times(self, factor: float) -> _Pass:
+        return _Pass(*(factor * seconds for seconds in self))
+
+
+class _Step:
+    """One step of a run; sizes are a rank's, of one micro-batch (of a pipeline: of one piece)."""
+
+    def __init__(self, run: RunConfig, cluster: Cluster, constants: Constants) -> None:
+        self.run, self.cluster, self.gpu, self.k = run, cluster, cluster.gpu, constants
+        self.mesh, self.spec = run.mesh, run.spec
+        args = run.model_args()
+        self.args: Any = args if args.vocab_size else replace(args, vocab_size=32000)
+        self.compiled = run.training.compile and "model" in run.compile.components
+        self.in_float8 = run.float8.enable_float8_linear and not run.float8.emulate
+        if self.in_float8 and self.gpu.float8 is None:
+            message = f"{self.gpu.key} has no float8"
+            raise ConfigError(
+                [Problem("", "float8.enable_float8_linear", message, "set it to false, or name another GPU")]
+            )
+        #: Micro-batches of a step, and the tokens of one on this rank.
+        self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
+        rows = run.batch.micro_batch_size / run.pipeline.microbatches
+        self.tokens = rows * run.batch.seq_len / self.mesh.context
+        self.blocks = len(self.spec.block_names(self.args))
+        self.base_flops = self.spec.flops_per_token(self.args, 0)
+        self.attention_flops = self.spec.flops_per_token(self.args, run.batch.seq_len) - self.base_flops
+
+    # Sizes
+
+    @cached_property
+    def choices(self) -> list[Float8Choice]:
+        if self.spec.linears is None:
+            return []
+        plan = self.spec.tensor_plan(self.args) if self.spec.tensor_plan and self.mesh.tensor > 1 else {}
+        return choose_linears(self.spec.linears(self.args), self.run.float8, plan, self.mesh.tensor, self.spec.head)
+
+    @cached_property
+    def width(self) -> int:
+        """Numbers of a token between blocks."""
+        head = next((choice for choice in self.choices if self.spec.head in choice.names), None)
+        return head.size.in_features if head else int(getattr(self.args, "dim", 0))
+
+    @cached_property
+    def vocabulary(self) -> float:
+        """Logits of a token on this rank."""
+        return self.args.vocab_size / self.mesh.tensor
+
+    @cached_property
+    def experts(self) -> tuple[float, float]:
+        """Parameters of all experts, and FLOPs of one token's in the forward: products outside of `choices`."""
+        linears = sum(c.size.in_features * c.size.out_features * len(c.names) for c in self.choices) * self.mesh.tensor
+        flops = max(self.base_flops / 3 - 2 * linears, 0.0)
+        if self.spec.experts is None:
+            return 0.0, flops
+        count = min(self.spec.experts(self.args).values())
+        return flops / 2 * count / getattr(self.args, "top_k", 1), flops
+
+    @cached_property
+    def outputs(self) -> float:
+        """Numbers that the linears of all blocks put out for a token."""
+        found = sum(c.size.out_features * len(c.names) for c in self.choices if self.spec.head not in c.names)
+        if self.spec.experts is not None:
+            per_expert = 2 * getattr(self.args, "ffn_width", 0) + 2 * self.width
+            found += self.blocks * getattr(self.args, "top_k", 1) * per_expert
+        return found
+
+    @cached_property
+    def stage_share(self) -> float:
+        """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
+        if self.mesh.pipeline == 1 or self.spec.pipeline_costs is None:
+            return 1.0
+        experimental, costs = self.run.experimental, self.spec.pipeline_costs(self.args, self.run.batch.seq_len)
+        layout = split_stages(
+            costs,
+            self.mesh.pipeline,
+            experimental.pipeline_parallel_schedule,
+            experimental.pipeline_parallel_split_points,
+        )
+        flops = [
+            sum(costs[name].flops for stage in layout.on(rank) for name in layout.stages[stage])
+            for rank in range(self.mesh.pipeline)
+        ]
+        return max(flops) / sum(flops)
+
+    @cached_property
+    def parameters(self) -> float:
+        """Parameters that this rank's group shards: of its stage, divided by tensor parallelism and experts' ranks."""
+        experts = self.experts[0]
+        dense = self.spec.count_parameters(self.args) - experts
+        return (dense / self.mesh.tensor + experts / self.mesh.expert) * self.stage_share
+
+    # Computing
+
+    def product(self, rows: float, k: float, n: float, float8: bool = False) -> float:
+        """Return the seconds of one product."""
+        peak = self.gpu.bf16 * self.gpu.sustained
+        if float8:
+            peak *= self.k.float8 * self.gpu.float8 / self.gpu.bf16  # type: ignore[operator]
+        elif self.run.training.mixed_precision_param == "float32":
+            peak /= 8
+        edges = 1.0
+        for size in (rows, k, n):
+            edges *= 1 + self.k.edge / size
+        return 2 * rows * k * n * edges / peak
+
+    def moved(self, size: float) -> float:
+        """Return the seconds in which kernels read or write so many bytes."""
+        return size / (self.gpu.bandwidth * self.k.memory)
+
+    @cached_property
+    def block_forward(self) -> _Pass:
+        """All blocks, forward."""
+        products, casts = self.experts[1] * self.tokens / (self.gpu.bf16 * self.gpu.sustained * 0.8), 0.0
+        for choice in self.choices:
+            if self.spec.head in choice.names:
+                continue
+            k, n, count = choice.size.in_features, choice.size.out_features, len(choice.names)
+            float8 = self.in_float8 and choice.converted
+            products += count * self.product(self.tokens, k, n, float8)
+            if float8:
+                weights = 0 if self.run.float8.enable_fsdp_float8_all_gather else k * n
+                casts += count * self.moved((5 if self.compiled else 12) * (self.tokens * k + weights))
+        window = min(getattr(self.args, "window", None) or self.run.batch.seq_len, self.run.batch.seq_len)
+        pairs = 1 - window / (2 * self.run.batch.seq_len)
+        flops = self.attention_flops / 3 * pairs * self.tokens / self.mesh.tensor
+        attention = flops / (self.gpu.bf16 * self.gpu.attention)
+        passes = self.k.passes_compiled if self.compiled else self.k.passes_eager
+        memory = self.moved(passes * 2 * self.tokens * self.outputs)
+        return _Pass(products, attention, memory, casts)
+
+    @cached_property
+    def block_backward(self) -> _Pass:
+        forward = self.block_forward
+        return _Pass(
+            forward.products * _BACKWARD,
+            forward.attention * _ATTENTION_BACKWARD,
+            forward.memory * 2,
+            forward.casts * 1.5,
+        )
+
+    @cached_property
+    def head(self) -> _Pass:
+        """Head and loss, forward; the backward takes twice that."""
+        compiled = self.run.training.compile and "loss" in self.run.compile.components
+        size = (_LOSS_COMPILED if compiled else _LOSS_EAGER) * self.tokens * self.vocabulary
+        return _Pass(self.product(self.tokens, self.width or 1, self.vocabulary), memory=self.moved(size) / 3)
+
+    @cached_property
+    def recomputed(self) -> float:
+        """Share of the blocks that run their forward again."""
+        ac = self.run.activation_checkpoint
+        if ac.mode in ("none", "budget"):
+            return 0.0
+        if ac.mode == "full" or ac.selective_ac_option == "op":
+            return 1.0
+        every = int(ac.selective_ac_option)
+        return (self.blocks // every) / self.blocks
+
+    @property
+    def by_op(self) -> bool:
+        ac = self.run.activation_checkpoint
+        return ac.mode == "selective" and ac.selective_ac_option == "op"
+
+    @cached_property
+    def again(self) -> float:
+        """Seconds of recomputation. By operator: every second product, and all but attention."""
+        f, share = self.block_forward, self.recomputed
+        if self.run.activation_checkpoint.mode == "budget":
+            return (1 - self.run.activation_checkpoint.memory_budget) * (f.memory + f.products / 2)
+        if not self.by_op:
+            return share * sum(f)
+        kinds = [choice for choice in self.choices if self.spec.head not in choice.names]
+        flops = [c.size.in_features * c.size.out_features * len(c.names) for c in kinds]
+        repeated = sum(flops[1::2]) / sum(flops) if kinds and self.spec.experts is None else 0.5
+        return f.products * repeated + f.memory + f.casts * repeated
+
+    # Traffic
+
+    def collective(self, size: float, ranks: int, stride: int) -> float:
+        """Return the seconds of an all-gather or reduce-scatter of `size` bytes in all.
+
+        stride: distance of neighbours in the group, in ranks. A machine's ranks share its network.
+        """
+        if ranks == 1:
+            return 0.0
+        here = max(1, min(ranks, self.cluster.gpus_per_node // stride))
+        nodes = -(-ranks // here)
+        inside = size * (ranks - 1) / ranks / (self.gpu.link * self.k.link) if here > 1 else 0.0
+        # As many groups as `stride` share the machine's network.
+        share = self.cluster.network * here / self.cluster.gpus_per_node * self.k.network
+        between = size * (nodes - 1) / nodes / share
+        return _LATENCY + _LATENCY_PER_NODE * (nodes - 1) + max(inside, between)
+
+    @cached_property
+    def gather_bytes(self) -> float:
+        """Bytes of the whole weights of this rank's stage in the dtype of products."""
+        size = 2.0 if self.run.training.mixed_precision_param == "bfloat16" else 4.0
+        total = self.parameters * size
+        if self.in_float8 and self.run.float8.enable_fsdp_float8_all_gather:
+            total -= self.stage_share * sum(
+                c.size.in_features * c.size.out_features * len(c.names) for c in self.choices if c.converted
+            )
+        return total
+
+    def sharding(self) -> tuple[float, float, float]:
+        """Return the seconds of all gathers of one pass through the model, of the reduction of gradients, and of
+        transfers to and from the host that go with them.
+        """
+        shards, stride = self.mesh.weight_shards, self.mesh.tensor
+        units = max(self.blocks * self.stage_share, 1)
+        gather = units * self.collective(self.gather_bytes / units, shards, stride)
+        size = 2.0 if self.run.training.mixed_precision_reduce == "bfloat16" else 4.0
+        reduce = units * self.collective(self.parameters * size / units, shards, stride)
+        part = 2 * self.parameters * size / shards / units
+        reduce += units * self.collective(part, self.mesh.dp_replicate, stride * shards)
+        host = 4 * self.parameters / shards / self.gpu.pcie if self.run.training.enable_cpu_offload else 0.0
+        return gather, reduce, host
+
+    def tensor_seconds(self) -> float:
+        """Return the seconds of tensor parallelism for one micro-batch: 4 collectives in a block's forward, 4 in its
+        backward, and those of recomputation.
+        """
+        again = self.recomputed * (2 if self.by_op else 4)
+        one = self.collective(2 * self.tokens * self.width, self.mesh.tensor, 1)
+        remains = self.k.async_tensor if self.run.experimental.enable_async_tensor_parallel else 1.0
+        return self.blocks * (8 + again) * one * remains
+
+    def context_seconds(self) -> float:
+        """Return the seconds of context parallelism: keys and values are gathered, their gradients scattered."""
+        width = 2 * getattr(self.args, "kv_heads", 0) * getattr(self.args, "head_dim", 0) / self.mesh.tensor
+        size = 2 * self.tokens * self.mesh.context * width
+        one = self.collective(size, self.mesh.context, self.mesh.tensor)
+        return self.blocks * (2 + self.recomputed) * one
+
+    def expert_seconds(self) -> float:
+        """Return the seconds of expert parallelism: rows go to the ranks of their experts and back, and gradients."""
+        rows = self.tokens * getattr(self.args, "top_k", 1) * 2 * self.width
+        again = 0 if self.by_op else 2 * self.recomputed
+        return self.blocks * (4 + again) * self.collective(rows, self.mesh.expert, self.mesh.tensor)
+
+    # The step
+
+    def speed(self) -> Speed:
+        parts = dict.fromkeys(PARTS, 0.0)
+        m, share = self.micro_batches, self.stage_share
+        forward = _Pass(*(a + b for a, b in zip(self.block_forward, self.head, strict=True)))
+        backward = _Pass(*(a + 2 * b for a, b in zip(self.block_backward, self.head, strict=True)))
+        for name, one, two in zip(PARTS, forward, backward, strict=False):
+            parts[name] = m * share * (one + two)
+        parts["recomputation"] = m * share * self.again
+        parts["tensor traffic"] = m * share * self.tensor_seconds()
+        parts["context traffic"] = m * share * self.context_seconds()
+        parts["expert traffic"] = m * share * self.expert_seconds()
+        ahead, back = share * sum(forward), share * (sum(backward) + self.again)
+        self._hide(parts, ahead, back)
+        busy = sum(parts.values())
+        launches = _LAUNCHES_COMPILED if self.compiled else _LAUNCHES_EAGER
+        parts["launches"] = max(0.0, m * share * self.blocks * launches - busy)
+        parts["pipeline bubble"] = self._bubble() * (busy + parts["launches"]) / m
+        parts["optimizer"] = self._update()
+        seconds = sum(parts.values())
+        rate = self.run.batch.tokens_per_step / seconds / self.mesh.world_size
+        flops = self.base_flops + self.attention_flops
+        return Speed(
+            rate,
+            rate * (1 - ERROR),
+            rate * (1 + ERROR),
+            rate * flops / self.gpu.bf16,
+            seconds,
+            parts,
+            self._assumptions(),
+        )
+
+    def _hide(self, parts: dict[str, float], forward: float, backward: float) -> None:
+        """Add the traffic that computing does not hide. forward, backward: seconds of computing of one micro-batch."""
+        gather, reduce, host = self.sharding()
+        t, m = self.run.training, self.micro_batches
+        again = t.reshard_after_forward != "never"
+        gathers = m if again else 1
+        reductions = m if t.gradient_sync == "every" else 1
+        units = max(self.blocks * self.stage_share, 1)
+        ahead, back = gather * gathers, gather * gathers * again + reduce * reductions
+        seconds = 0.0
+        for traffic, computing in ((ahead, forward * m), (back, backward * m)):
+            seconds += max(0.0, traffic - computing) + self.k.contention * min(traffic, computing)
+        seconds += (gather * gathers + reduce * reductions) / units  # nothing runs beside the first and the last
+        parts["sharding traffic"] = seconds
+        moved = 0.0
+        if t.enable_cpu_offload:
+            moved += max(0.0, host * gathers - forward * m) + max(
+                0.0, host * (gathers * again + reductions) - backward * m
+            )
+        if self.run.activation_checkpoint.offload:
+            kept = self.kept * m * self.stage_share / self.gpu.pcie
+            moved += max(0.0, kept - forward * m) + max(0.0, kept - backward * m)
+        parts["host transfers"] = moved
+
+    @cached_property
+    def kept(self) -> float:
+        """Bytes that all blocks keep for the backward of one micro-batch, roughly."""
+        inputs = 2 * self.tokens * self.width * self.blocks / self.mesh.tensor
+        whole = 2 * self.tokens * self.outputs * 1.5
+        return inputs + whole * (0.5 if self.by_op else 1 - self.recomputed)
+
+    def _bubble(self) -> float:
+        """Return the idle time of a pipeline's rank, in micro-batches."""
+        ranks, schedule = self.mesh.pipeline, SCHEDULES.get(self.run.experimental.pipeline_parallel_schedule)
+        if ranks == 1 or schedule is None:
+            return 0.0
+        rounds = max(self.run.pipeline.stages // ranks, 1)
+        return (ranks - 1) / rounds / (3 if schedule.splits_backward else 1)
+
+    def _update(self) -> float:
+        owned = self.parameters / self.mesh.weight_shards
+        if self.run.training.enable_cpu_offload:
+            return owned * _UPDATE_BYTES / _HOST_MEMORY
+        return self.moved(owned * _UPDATE_BYTES)
+
+    def _assumptions(self) -> tuple[str, ...]:
+        gpu, cluster = self.gpu, self.cluster
+        found = [
+            f"{gpu.key}: peak {gpu.bf16 / 1e12:.0f} TFLOPS in bf16, of which large products reach {gpu.sustained:.0%}",
+            f"memory {gpu.bandwidth / 1e9:.0f} GB/s, links {gpu.link / 1e9:.0f} GB/s",
+        ]
+        if cluster.nodes > 1:
+            found.append(
+                f"network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine of {cluster.gpus_per_node} GPUs"
+            )
+        if self.in_float8:
+            found.append("the MFU is of the peak in bf16, though products run in float8")
+        found.append("data, checkpoints and validation take no time")
+        return tuple(found)

@@ -1,0 +1,118 @@
+"""Memory of one rank by a trace: the real model and step run at their real sizes, on tensors without data.
+
+`FakeTensorMode` gives every operator's result its shape and no memory, and a fake process group answers every
+collective at once. So a laptop runs a step of rank r of thousands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlite.build import build_model, build_step
+from titanlite.data.loader import Batch
+from titanlite.derive import RunConfig
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.parallel.pipeline import PipelineModel
+from titanlite.plan.meter import MemoryMeter
+from titanlite.plan.parts import RankMemory
+from msgspec.structs import replace as replace_fields
+
+#: Of a model whose flavor leaves the vocabulary to the tokenizer, where there is none.
+_VOCABULARY = 32_000
+
+
+def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
+    """Run a training step of rank `rank` without data, and return its memory by part.
+
+    device: "cuda": as a run on GPUs chooses optimizer and offload; "cpu": as one on CPUs.
+    Compiled modules run eagerly, which keeps more: the result is an upper bound.
+
+    Raises RuntimeError in a process that has a default process group: the trace makes one of its own.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a trace makes a process group of its own, and this process has one: take another process")
+    run = _traced(run, device)
+    with _fake_group(run.mesh.world_size, rank):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
+
+        def make(builder: ModelBuilder) -> nn.Module:
+            model = builder.build_on_meta()
+            with fake:
+                for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+                    part.to_empty(device="cpu")
+            return model
+
+        parts = build_model(run, world, run.model_args().vocab_size or _VOCABULARY, make)
+        with fake:
+            optimizer, step = build_step(run, parts)
+            meter = MemoryMeter(parts.model, optimizer, run.spec.block_names(parts.args), run.spec.head)
+            step.phase = meter.phase
+            with meter:
+                for parameter in parts.model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+                meter.restart()
+                step(_batches(run, parts.args), 2, 1e-3)
+    return RankMemory(rank, meter.moments())
+
+
+def _traced(run: RunConfig, device: str) -> RunConfig:
+    """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add nothing)."""
+    accumulation = run.batch.accumulation if run.mesh.pipeline > 1 else min(run.batch.accumulation, 2)
+    optimizer, activations = run.optimizer, run.activation_checkpoint
+    if device == "cuda" and optimizer.implementation is None:
+        optimizer = replace_fields(optimizer, implementation="fused")
+    if activations.mode == "budget":
+        activations = replace_fields(activations, mode="none")
+    return replace_fields(
+        run,
+        batch=replace(run.batch, accumulation=accumulation),
+        optimizer=optimizer,
+        activation_checkpoint=activations,
+        training=replace_fields(run.training, compile=False),
+        experimental=replace_fields(run.experimental, enable_async_tensor_parallel=False),
+    )
+
+
+def _batches(run: RunConfig, args: Any) -> list[Batch]:
+    rows, whole = run.batch.micro_batch_size, run.batch.seq_len
+    length = whole // run.mesh.context
+
+    def batch() -> Batch:
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
+        return Batch(tokens, torch.zeros_like(tokens), documents)
+
+    return [batch() for _ in range(run.batch.accumulation)]
+
+
+@contextlib.contextmanager
+def _fake_group(size: int, rank: int) -> Iterator[None]:
+    """Enter a default process group of `size` ranks, of which this process is one and the others are nobody."""
+    from torch.distributed import device_mesh
+
+    real: Any = device_mesh.new_group
+
+    def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # A group without this rank takes its time for nothing: of 4,096 ranks a mesh has thousands.
+        return real(ranks, *args, **kwargs) if ranks is None or rank in ranks else dist.GroupMember.NON_GROUP_MEMBER
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        with mock.patch.object(device_mesh, "new_group", own_group):
+            yield
+    finally:
+        dist.destroy_process_group()
