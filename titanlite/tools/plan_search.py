@@ -267,9 +267,7 @@ def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterab
     Raises ConfigError for a config that does not fit the ranks of the cluster.
     """
     work = _Search(argv, cluster, allow)
-    start = work.candidate({})
-    assert start is not None  # else the check of the config has raised
-    base = work.weighed(start)
+    base = work.weighed(Candidate({}, work.run, predict(work.run, cluster)))
     ranked: list[Candidate] = []
     lost: list[Loser] = []
     for extra, modes in _OFFLOADS:
@@ -359,7 +357,7 @@ def lines(result: SearchResult, terminal: bool = False) -> list[str]:
             [
                 str(n),
                 f"{c.rate:,.0f}",
-                f"{c.speed.mfu:.1f}%",
+                f"{c.speed.mfu:.1%}",
                 f"{c.peak / GIB:.1f}",
                 c.layout,
                 size,
