@@ -34,6 +34,8 @@ PREEMPTED_UNSAVED = 6
 #: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be reached. The cause is
 #: there.
 LOST_PEER = 7
+#: The memory of a GPU does not hold the run, by the plan.
+OUT_OF_MEMORY = 8
 #: The same command may go on after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
 #: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers that restart by codes.

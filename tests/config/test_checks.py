@@ -42,9 +42,9 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
 
     assert found(RUN, "--training.setps=3") == ["2 training.batch_size", "command line training.setps"]
     second = RUN.replace('"four"', "4")
-    assert found(second, "--memory_estimation.enabled", "--model.tokenizer_path=/nope") == [
+    assert found(second, "--experimental.enable_compiled_autograd", "--model.tokenizer_path=/nope") == [
         "5 checkpoint.start",
-        "command line memory_estimation.enabled",
+        "command line experimental.enable_compiled_autograd",
         "command line model.tokenizer_path",
     ]
     third = second.replace('"resume"', '"fresh"')
@@ -69,7 +69,7 @@ ASYNC, DDP = "experimental.enable_async_tensor_parallel", "training.data_paralle
 TP, CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
 PP, SPLIT = "experimental.pipeline_parallel_", "experimental.pipeline_parallel_split_points"
 PP2, MICRO = f"{PP}degree=2", f"{PP}microbatches"
-CHUNKS = "training.loss_chunks"
+CHUNKS, FAKE = "training.loss_chunks", "memory_estimation.disable_fake_mode"
 CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ),
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
-    ("not-implemented", "memory_estimation.enabled", "memory_estimation.enabled", "estimate"),
+    ("not-implemented", FAKE, f"memory_estimation.enabled {FAKE}", "a plan needs none"),
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
     ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),
@@ -222,7 +222,7 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     assert (run.mesh.weight_shards, run.warnings) == (4, ()), "all ranks that share weights count"
     check_config(words(f"training.dataset=c4 training.dataset_path={tmp_path}"), 1)
     check_config(words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1)  # all off
-    flags = words("experimental.enable_compiled_autograd memory_estimation.enabled model.tokenizer_path=/nope")
+    flags = words(f"experimental.enable_compiled_autograd memory_estimation.enabled {FAKE} model.tokenizer_path=/nope")
     assert len(refusals(flags)) == 3
     assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
 

@@ -25,7 +25,6 @@ class Missing(NamedTuple):
 
 
 _AUTOGRAD = "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward of each block"
-_MEMORY = Missing("the estimate of memory")
 _KAHAN, _MOMENTS = ("kahan", "compensation_dtype"), ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")]
@@ -35,8 +34,7 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
     ),
-    "memory_estimation.enabled": _MEMORY,
-    "memory_estimation.disable_fake_mode": _MEMORY,
+    "memory_estimation.disable_fake_mode": Missing("an estimate with real tensors", "leave it out: a plan needs none"),
 }
 
 

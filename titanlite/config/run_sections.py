@@ -175,10 +175,11 @@ class Comm(Section, frozen=True):
 
 
 class MemoryEstimation(Section, frozen=True):
-    """An estimate of memory instead of a run."""
+    """A plan instead of a run: memory, speed, time and disk (docs/plan.md)."""
 
     enabled: bool = False
-    """Estimate the memory of the run and exit."""
+    """Print the plan of the run, as `titanlite plan` does, and exit with 0. For the GPUs of this machine or those of
+    launch.instance_type; without both for h100-80g."""
     disable_fake_mode: bool = False
     """Estimate with real tensors."""
 

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,7 +27,6 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.meter import MemoryMeter
 from titanlite.plan.parts import RankMemory
-from msgspec.structs import replace as replace_fields
 
 #: Of a model whose flavor leaves the vocabulary to the tokenizer, where there is none.
 _VOCABULARY = 32_000

@@ -29,6 +29,7 @@ COMMANDS = {
     "runs": "titanlite.tools.runs:add_command",
     "compare": "titanlite.tools.compare:add_command",
     "data": "titanlite.tools.data:add_commands",
+    "plan": "titanlite.tools.plan:add_command",
     "lr": "titanlite.tools.learning_rate:add_command",
     "checkpoint": "titanlite.tools.checkpoint:add_commands",
     "export": "titanlite.tools.checkpoint:add_exchange",

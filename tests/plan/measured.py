@@ -1,0 +1,127 @@
+"""Bytes of a real step on the CPU, by part, and the runs of the table of docs/plan.md."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+from titanlite.build import build
+from titanlite.data.loader import to_device
+from titanlite.derive import RunConfig
+from titanlite.fit import check_config, load_config
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.plan.meter import MemoryMeter
+from titanlite.plan.parts import RankMemory
+
+_BASE = {
+    "model.vocab_size": 4096,
+    "model.overrides.dim": 128,
+    "model.overrides.n_layers": 4,
+    "model.overrides.n_heads": 4,
+    "model.overrides.n_kv_heads": 2,
+    "training.batch_size": 2,
+    "training.seq_len": 256,
+    "training.reshard_after_forward": "default",
+    "training.mixed_precision_param": "bfloat16",
+    "validation.enable": "false",
+}
+_SHARD, _REPLICAS = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
+_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
+_PP, _SCHEDULE = "experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_schedule"
+_MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+_OPTIMIZER, _GLOBAL, _CHUNKS = "optimizer.name", "training.global_batch_size", "training.loss_chunks"
+_EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": 1e9}
+_FLOAT8 = {"float8.enable_float8_linear": "true", "float8.emulate": "true"}
+_MIXTRAL = {"model.name": "mixtral", "model.overrides.ffn_dim": 256}
+_BF16 = {"training.dtype": "bfloat16"}
+
+#: Name → ranks, and flags beside those of every row.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1 rank": (1, {}),
+    "1 rank, AC full": (1, {_MODE: "full"}),
+    "1 rank, AC op": (1, {_MODE: "selective", _OPTION: "op"}),
+    "1 rank, AC every 2nd": (1, {_MODE: "selective", _OPTION: 2}),
+    "1 rank, four micro-batches": (1, {_GLOBAL: 8}),
+    "1 rank, float32": (1, {"training.mixed_precision_param": "float32"}),
+    "1 rank, weights in bf16": (1, _BF16),
+    "1 rank, Adam": (1, {_OPTIMIZER: "Adam"}),
+    "1 rank, AnyPrecisionAdamW, Kahan": (1, {_OPTIMIZER: "AnyPrecisionAdamW", "optimizer.kahan": "true", **_BF16}),
+    "1 rank, AdamW8bit": (1, {_OPTIMIZER: "AdamW8bit"}),
+    "1 rank, Muon": (1, {_OPTIMIZER: "Muon"}),
+    "1 rank, fused AdamW": (1, {"optimizer.implementation": "fused"}),
+    "1 rank, step in backward": (1, _EARLY),
+    "1 rank, loss in 4 chunks": (1, {_CHUNKS: 4}),
+    "1 rank, float8 tensorwise": (1, _FLOAT8),
+    "1 rank, float8 rowwise, AC op": (
+        1,
+        {**_FLOAT8, "float8.recipe_name": "rowwise", _MODE: "selective", _OPTION: "op"},
+    ),
+    "1 rank, masked documents": (1, {"data.mask_documents": "true"}),
+    "1 rank, mixture": (1, _MIXTRAL),
+    "1 rank, mixture, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
+    "fsdp 2": (2, {}),
+    "fsdp 2, four micro-batches": (2, {_GLOBAL: 16}),
+    "fsdp 2, four micro-batches, reduced each": (2, {_GLOBAL: 16, "training.gradient_sync": "every"}),
+    "fsdp 2, always freed, prefetch 1, AC full": (
+        2,
+        {"training.reshard_after_forward": "always", "training.prefetch": 1, _MODE: "full"},
+    ),
+    "fsdp 2, never freed": (2, {"training.reshard_after_forward": "never"}),
+    "fsdp 2, float8 gathered": (
+        2,
+        {
+            **_FLOAT8,
+            "float8.enable_fsdp_float8_all_gather": "true",
+            "float8.precompute_float8_dynamic_scale_for_fsdp": "true",
+        },
+    ),
+    "fsdp 2, step in backward": (2, _EARLY),
+    "ddp 2": (2, {_REPLICAS: 2, _SHARD: 1}),
+    "tp 2": (2, {_TP: 2}),
+    "tp 2, whole logits": (2, {_TP: 2, "training.enable_loss_parallel": "false"}),
+    "cp 2": (2, {_CP: 2}),
+    "pp 2, 1F1B": (2, {_PP: 2, _SCHEDULE: "1F1B"}),
+    "pp 2, GPipe": (2, {_PP: 2, _SCHEDULE: "GPipe"}),
+    "pp 2, Interleaved1F1B": (2, {_PP: 2, _SCHEDULE: "Interleaved1F1B"}),
+    "pp 2, ZBVZeroBubble": (2, {_PP: 2, _SCHEDULE: "ZBVZeroBubble"}),
+    "mixture, experts over 2": (2, {**_MIXTRAL, "parallelism.expert_parallel_degree": 2}),
+    "fsdp 4": (4, {}),
+    "fsdp 4, AC full, Muon": (4, {_MODE: "full", _OPTIMIZER: "Muon"}),
+    "hsdp 2 x 2": (4, {_REPLICAS: 2, _SHARD: 2}),
+    "tp 2, fsdp 2, AC op, chunks": (4, {_TP: 2, _SHARD: 2, _MODE: "selective", _OPTION: "op", _CHUNKS: 4}),
+    "cp 2, fsdp 2, AC every 2nd": (4, {_CP: 2, _SHARD: 2, _MODE: "selective", _OPTION: 2}),
+    "pp 2, fsdp 2": (4, {_PP: 2, _SHARD: 2}),
+}
+
+
+def config_of(case: str) -> tuple[int, list[str]]:
+    """Return the ranks and the flags of a case."""
+    ranks, flags = CASES[case]
+    return ranks, [f"--{key}={value}" for key, value in {**_BASE, **flags}.items()]
+
+
+def planned(case: str) -> RunConfig:
+    """Return the run of a case as the plan reads it."""
+    ranks, flags = config_of(case)
+    return check_config(["--job.config_file=debug_model.toml", *flags], ranks, training=False)[1]
+
+
+def measure(world: DistEnv, case: str) -> RankMemory:
+    """Train two steps of a run with its real components, and measure the second. Every rank calls it."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = load_config("debug_model.toml", world.size, [*config_of(case)[1], f"--job.dump_folder={folder}"])
+        parts = build(run, world)
+        try:
+            step = parts.train_step
+            step(to_device(parts.loader.next_step(), world.device), 1, 1e-3)
+            meter = MemoryMeter(parts.model, parts.optimizer, run.spec.block_names(parts.args), run.spec.head)
+            step.phase = meter.phase
+            batches = to_device(parts.loader.next_step(), world.device)
+            for tensor in (t for batch in batches for t in batch if t is not None):
+                meter.track(tensor)
+            meter.restart()
+            with meter:
+                step(batches, 2, 1e-3)
+            return RankMemory(world.rank, meter.moments())
+        finally:
+            parts.close()

@@ -1,0 +1,239 @@
+"""What a run needs of its machines: memory, time, disk and money. No torch, but for an exact plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace as replace_fields
+
+from titanlite.checkpoint.schedule import is_milestone
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.sections import Checkpoint
+from titanlite.derive import RunConfig
+from titanlite.plan.hardware import Cluster
+from titanlite.plan.memory import NoFormula, estimate
+from titanlite.plan.parts import RankMemory
+from titanlite.plan.speed import Speed, predict
+
+GIB = 1024**3
+#: Share of the peak that CUDA's allocator holds beyond live tensors: rounding of blocks, and gaps between them.
+FRAGMENTATION = 0.05
+#: Bytes of a GPU outside of the allocator: CUDA's context with the kernels of torch, and the buffers of NCCL.
+CONTEXT = round(1.5 * GIB)
+#: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's libraries.
+PROCESS = 3 * GIB
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Checkpoints of a run."""
+
+    #: Bytes of one: weights, optimizer state and averages.
+    checkpoint: int
+    #: Most of them at one time, with the one that is being written; None: the length of the run is not known.
+    count: int | None
+
+    @property
+    def total(self) -> int | None:
+        """Bytes of the whole folder."""
+        return None if self.count is None else self.count * self.checkpoint
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Needs of one run on one cluster."""
+
+    run: RunConfig
+    cluster: Cluster
+    #: Of the rank that needs most.
+    memory: RankMemory
+    #: The memory is of a trace, not of formulas.
+    exact: bool
+    speed: Speed
+    #: Name → bytes of host memory of one machine.
+    host: Mapping[str, int]
+    #: None: the run saves no checkpoints.
+    disk: Disk | None
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of a GPU that hold no live tensor, see docs/plan.md."""
+        return self.needed - self.memory.peak.total
+
+    @property
+    def needed(self) -> int:
+        """Bytes of GPU memory at the peak."""
+        return needed_bytes(self.memory)
+
+    @property
+    def margin(self) -> int:
+        """Bytes of GPU memory that stay free at the peak; negative: that are missing."""
+        return self.cluster.gpu.memory - self.needed
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest GPU has the memory."""
+        return self.margin >= 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Time for all steps without validation and saves; None: the number of steps is not known."""
+        return None if self.run.steps is None else self.run.steps * self.speed.step_seconds
+
+    @property
+    def cost(self) -> float | None:
+        """Price of all machines for that time; None: one of both is not known."""
+        if self.cluster.price is None or self.seconds is None:
+            return None
+        return self.cluster.price * self.cluster.nodes * self.seconds / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON has it; docs/plan.md explains the names. Unknown numbers are null, others finite."""
+        peak, speed, disk = self.memory.peak, self.speed, self.disk
+        slow, fast = speed.low / speed.tokens_per_second, speed.high / speed.tokens_per_second
+        return {
+            "model": self.run.model.title,
+            "world_size": self.run.mesh.world_size,
+            "gpu": self.cluster.gpu.key,
+            "nodes": self.cluster.nodes,
+            "exact": self.exact,
+            "fits": self.fits,
+            "rank": self.memory.rank,
+            "peak_gib": peak.total / GIB,
+            "phase": peak.phase,
+            "module": peak.module,
+            "parts": in_gib(peak.parts),
+            "overhead_gib": self.overhead / GIB,
+            "needed_gib": self.needed / GIB,
+            "usable_gib": self.cluster.gpu.memory / GIB,
+            "margin_gib": self.margin / GIB,
+            "margin_percent": 100 * self.margin / self.cluster.gpu.memory,
+            "host_parts": in_gib(self.host),
+            "checkpoint_gib": disk and disk.checkpoint / GIB,
+            "checkpoints": disk and disk.count,
+            "disk_gib": disk and disk.total and disk.total / GIB,
+            "tokens_per_step": self.run.batch.tokens_per_step,
+            "steps": self.run.steps,
+            "step_seconds": speed.step_seconds,
+            "step_parts": dict(speed.parts),
+            "hours": None if self.seconds is None else self.seconds / 3600,
+            "cost": self.cost,
+            "tokens_per_second": speed.tokens_per_second,
+            "tokens_per_second_range": [speed.low, speed.high],
+            "mfu": speed.mfu,
+            "mfu_range": [speed.mfu * slow, speed.mfu * fast],
+            "assumptions": list(speed.assumptions),
+        }
+
+
+def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
+    """Return the same parts in GiB."""
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def needed_bytes(memory: RankMemory) -> int:
+    """Return the memory of a GPU at the peak: live tensors, and what the allocator, CUDA and NCCL take."""
+    return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT
+
+
+def make_plan(run: RunConfig, cluster: Cluster, exact: bool = False, *, rank: int | None = None) -> Plan:
+    """Plan a run on a cluster of as many GPUs as its mesh has ranks.
+
+    exact: trace the step of the real code, which takes tens of seconds and torch. rank: None: the one that needs most
+    memory, by formula.
+
+    Raises ConfigError for a model that has no formulas, unless exact, and for a rank that does not exist.
+    """
+    run = with_vocabulary(run)
+    if rank is not None and not 0 <= rank < run.mesh.world_size:
+        message = f"expected one of 0 … {run.mesh.world_size - 1}, got {rank}"
+        raise ConfigError([Problem("command line", "--rank", message, code="bad-flag")])
+    try:
+        memory = estimate(run, rank)
+    except NoFormula as error:
+        if not exact:
+            hint = "--exact traces a step of the code instead"
+            raise ConfigError([Problem("", "model.name", str(error), hint)]) from None
+        memory = RankMemory(rank or 0, ())
+    if exact:
+        from titanlite.plan.trace import trace
+
+        memory = trace(run, memory.rank)
+    speed = predict(run, cluster)
+    disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
+    return Plan(run, cluster, memory, exact, speed, _host(run, cluster, memory), disk)
+
+
+def with_vocabulary(run: RunConfig) -> RunConfig:
+    """Return the run with `model.vocab_size`, of the tokenizer if the flavor has none. Raises DataError."""
+    if run.model_args().vocab_size is not None:
+        return run
+    from titanlite.data.tokenizer import load_tokenizer
+
+    size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
+    return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
+
+
+def _host(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:
+    """Return the host memory of one machine by part, in bytes."""
+    data, peak = run.data, memory.peak.parts
+    # Inputs and labels in 64 bits. A stream holds two prepared steps back.
+    step = 16 * run.batch.micro_batch_size * run.batch.accumulation * run.batch.seq_len
+    parts = {"processes": PROCESS, **memory.host, "loaders": (data.prefetch + 2) * step}
+    if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
+        held = [(peak | memory.host).get(name, 0) for name in ("parameters", "optimizer")]
+        parts["copy of an asynchronous save"] = sum(held)
+    return {name: size * min(cluster.gpus_per_node, run.mesh.world_size) for name, size in parts.items()}
+
+
+# Checkpoints
+
+
+def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
+    """Return the size of a checkpoint and how many there are at one time."""
+    args, section = run.model_args(), run.checkpoint
+    parameters = run.spec.count_parameters(args)
+    size = parameters * (_ITEMSIZE[run.training.dtype] + 4 * bool(run.optimizer.ema_decay))
+    count = kept_at_once(section, run.steps, step_seconds, run.validation.enable)
+    return Disk(size + optimizer_bytes(run, args, parameters), count)
+
+
+def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
+    """Return the state of the whole model's optimizer, that of AdamW for one of your own. Norms count as matrices."""
+    settings, weight = run.optimizer, _ITEMSIZE[run.training.dtype]
+    rest = settings.kahan * _ITEMSIZE[settings.compensation_dtype]
+    if settings.name == "AnyPrecisionAdamW":
+        return parameters * (_ITEMSIZE[settings.momentum_dtype] + _ITEMSIZE[settings.variance_dtype] + rest)
+    if settings.name == "AdamW8bit":  # two codes, and two scales in float32 for each block of 256
+        return parameters * (2 + rest) + parameters // 32
+    if settings.name == "Muon":
+        costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
+        return 8 * parameters - 4 * sum(costs[name].parameters for name in run.spec.block_names(args) if name in costs)
+    return 2 * weight * parameters
+
+
+def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float, validated: bool) -> int | None:
+    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: the run's length is not known.
+
+    step_seconds: turns an interval in seconds into steps. validated: checkpoints have a validation loss, without which
+    one more is kept.
+    """
+    latest = max(section.keep_latest_k, 1 if validated else 2)
+    if steps is None:
+        bounded = section.keep_latest_k and not section.keep_every and not section.milestones
+        return latest + section.keep_best + 1 if bounded else None
+    interval = section.interval if section.interval_type == "steps" else max(1, round(section.interval / step_seconds))
+    powers = section.milestones == "powers_of_two"
+    milestones = (2**n for n in range(steps.bit_length())) if powers else section.milestones
+    saved = {steps, *range(interval, steps + 1, interval), *(step for step in milestones if step <= steps)}
+    if section.enable_first_step_checkpoint:
+        saved.add(1)
+    if not section.keep_latest_k:
+        return len(saved)
+    every = section.keep_every
+    stay = {step for step in saved if (every and step % every == 0) or is_milestone(step, section.milestones)}
+    stay |= set(sorted(saved)[-latest - 1 :])  # with the one that is being written
+    return min(len(stay) + section.keep_best, len(saved))

@@ -1,0 +1,141 @@
+"""`titanlite plan`: does a run fit its GPUs, how fast is it, what does it need besides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from titanlite import exit_codes
+from titanlite.config.checks import contradictions
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.derive import RunConfig, smallest_world, with_steps
+from titanlite.fit import fitted
+from titanlite.plan.hardware import GPUS, cluster_of, find_gpu, find_instance
+from titanlite.plan.memory import estimate
+from titanlite.plan.plan import make_plan, needed_bytes
+from titanlite.plan.text import gpu_table, plan_text
+from titanlite.tools import at_least
+from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.utils import Style
+
+#: Most GPUs in the search for the fewest that do.
+_MOST = 4096
+#: Of a machine that is not named, as in `cluster_of`.
+_GPUS_PER_NODE = 8
+
+
+def add_command(commands: Commands) -> None:
+    """Add `titanlite plan` to argparse."""
+    code = exit_codes.OUT_OF_MEMORY
+    parser = commands.add_parser(
+        "plan",
+        help="predict memory, speed, time and disk of a config, without a GPU",
+        description="Predict what a run needs: memory of each GPU by part, host memory, disk, speed, time and cost. "
+        "Without a word on the hardware: that of [launch], else the fewest GPUs of each kind that the run fits. "
+        f"{FLAGS}",
+        epilog=f"Exit status: 0 when the run fits, {code} when it does not, 2 for a wrong config. docs/plan.md",
+        allow_abbrev=False,
+    )
+    add_files(parser)
+    add = parser.add_argument
+    add("--gpus", type=at_least(1), metavar="N", help="GPUs over all machines")
+    add("--gpu", metavar="NAME", help="kind of GPU, as h100-80g")
+    add("--instance", metavar="TYPE", help="kind of machine on AWS, as p5.48xlarge")
+    add("--nodes", type=at_least(1), metavar="N", help="machines")
+    add("--exact", action="store_true", help="trace a step of the real code instead of formulas (tens of seconds)")
+    add("--rank", type=at_least(0), metavar="N", help="rank whose memory is shown (default: the one that needs most)")
+    add("--tokens", type=_tokens, metavar="N", help="length of the run in tokens, as 15T or 300B")
+    add("--price", type=float, metavar="X", help="price of one machine for an hour")
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
+    parser.set_defaults(run=_run)
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
+    number = match and float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ")
+    if not number or number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of tokens as 15T, got {text!r}")
+    return round(number)
+
+
+def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    config, problems = read([*files_of(arguments), *flags], defer=True)
+    if problems := problems or contradictions(config):
+        raise ConfigError(problems)
+    launch = config.sections.launch
+    instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
+    size = find_instance(instance).gpus if instance else launch.gpus_per_node
+    nodes = arguments.nodes or (launch.nodes if size else None)
+    ranks = arguments.gpus or (nodes and nodes * (size or _GPUS_PER_NODE))
+    if not ranks or not (arguments.gpu or instance):
+        return _for_each_gpu(config, ranks, arguments, style)
+    run = _lasting(fitted(config, ranks), arguments)
+    names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
+    cluster = replace(cluster_of(run, **names), price=arguments.price)
+    plan = make_plan(run, cluster, arguments.exact, rank=arguments.rank)
+    if arguments.html:
+        from titanlite.tools.plan_report import plan_page
+
+        arguments.html.write_text(plan_page(plan), encoding="utf-8")
+    text = as_json(plan.as_json()) if arguments.json else plan_text(plan, style)
+    return text, exit_codes.DONE if plan.fits else exit_codes.OUT_OF_MEMORY
+
+
+def as_json(value: object) -> str:
+    """Return a value as the commands print JSON; a number that is not finite is an error."""
+    return json.dumps(value, indent=2, allow_nan=False)
+
+
+def _lasting(run: RunConfig, arguments: argparse.Namespace) -> RunConfig:
+    """Return the run with the length of --tokens."""
+    return with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step)) if arguments.tokens else run
+
+
+def _for_each_gpu(
+    config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace, style: Style
+) -> tuple[str, int]:
+    """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it fits."""
+    for name in ("exact", "html", "rank"):
+        if getattr(arguments, name) not in (None, False):
+            hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
+            raise ConfigError([Problem("command line", f"--{name}", "is for one cluster", hint, code="bad-flag")])
+    runs = {run.mesh.world_size: _lasting(run, arguments) for run in _sizes(config, ranks)}
+    needs = {size: needed_bytes(estimate(run)) for size, run in runs.items()}
+    plans, missing = [], []
+    for gpu in [find_gpu(arguments.gpu)] if arguments.gpu else GPUS.values():
+        size = next((size for size, need in needs.items() if need <= gpu.memory), None)
+        if size is None:
+            missing.append(gpu)
+        else:
+            cluster = replace(cluster_of(runs[size], gpu=gpu.key, gpus=size), price=arguments.price)
+            plans.append(make_plan(runs[size], cluster))
+    code = exit_codes.DONE if plans else exit_codes.OUT_OF_MEMORY
+    if arguments.json:
+        return as_json([plan.as_json() for plan in plans]), code
+    return gpu_table(plans, missing, needs, style), code
+
+
+def _sizes(config: LoadedConfig, ranks: int | None) -> Iterator[RunConfig]:
+    """Yield the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from the fewest."""
+    if ranks:
+        yield fitted(config, ranks)
+        return
+    size, found = smallest_world(config), False
+    problem = None
+    while size <= _MOST:
+        try:
+            yield fitted(config, size)
+            found = True
+        except ConfigError as error:
+            problem = problem or error
+        size *= 2
+    if problem and not found:
+        raise problem
