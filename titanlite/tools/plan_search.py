@@ -24,7 +24,8 @@ from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded, divisors
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.plan import GIB, make_plan
+from titanlite.plan.memory import estimate
+from titanlite.plan.plan import GIB, needed_bytes
 from titanlite.plan.speed import Speed, predict
 from titanlite.utils import Table, counted, render
 
@@ -32,8 +33,8 @@ from titanlite.utils import Table, counted, render
 MARGIN = 0.05
 #: A gain below this share is none: settings are compared by a model whose own error is larger.
 LEAST_GAIN = 0.02
-#: Models below so many parameters get no pipeline: FSDP serves them.
-PIPELINE_PARAMETERS = 20e9
+#: Models below so many parameters get no pipeline: FSDP serves them. Most ranks of one.
+PIPELINE_PARAMETERS, MOST_STAGES = 20e9, 16
 #: Most tokens of a micro-batch, and fewest of a sequence's part on a rank.
 MOST_TOKENS, LEAST_TOKENS = 32768, 8192
 #: Pieces of the loss where the whole does not fit.
@@ -171,7 +172,7 @@ class _Search:
 
     def weighed(self, candidate: Candidate) -> Candidate:
         """Return it with its peak."""
-        return replace(candidate, peak=make_plan(candidate.run, self.cluster).needed)
+        return replace(candidate, peak=needed_bytes(estimate(candidate.run)))
 
     def meshes(self) -> Iterator[_Mesh]:
         """Yield the config's own degrees of parallelism, then all powers of two that the ranks allow."""
@@ -179,14 +180,14 @@ class _Search:
         yield _Mesh({}, mesh.dp_degree, length // mesh.context, mesh.pipeline > 1)
         spec, args = self.run.spec, self.run.model_args(None)
         args = replace(args, vocab_size=args.vocab_size or 1)
-        pipelines = _powers(self.cluster.gpus) if spec.count_parameters(args) >= PIPELINE_PARAMETERS else [1]
+        pipelines = _powers(MOST_STAGES) if spec.count_parameters(args) >= PIPELINE_PARAMETERS else [1]
         tensors, contexts = _powers(self.cluster.gpus_per_node), _powers(max(length // LEAST_TOKENS, 1))
         experts = divisors(math.gcd(*spec.experts(args).values())) if spec.experts else [1]
         for pipeline, tensor, context, expert in itertools.product(pipelines, tensors, contexts, experts):
             readers, rest = divmod(self.cluster.gpus, pipeline * tensor * context)
             if rest or total % readers:
                 continue
-            for replicate in [n for n in _powers(readers) if readers % n == 0]:
+            for replicate in [n for n in _powers(readers if pipeline == 1 else 1) if readers % n == 0]:
                 shard = readers // replicate
                 if shard > 1 < replicate and shard * tensor * context < self.cluster.gpus_per_node:
                     continue  # a machine with several copies sends more to the others than one with a single copy
@@ -222,40 +223,45 @@ class _Search:
         chunks = max(self.run.training.loss_chunks, CHUNKS)
         return self.candidate({**candidate.changes, _CHUNKS: chunks}) or candidate
 
-    def fastest(self, mesh: _Mesh, ac: Changes, extra: Changes) -> Candidate | Loser | None:
-        """Return the fastest settings that fit; if none do, the fastest with what is missing; None: none are valid."""
-        variants = self.variants(mesh, ac, extra)
-        if not variants:
+    def leanest(self, mesh: _Mesh, ac: Changes, extra: Changes) -> Loser | None:
+        """Return what is missing on a mesh with the settings that need least memory; None: they fit, or none do."""
+        if not (variants := self.variants(mesh, ac, extra)):
             return None
         leanest = self.weighed(self.in_chunks(variants[0]))
-        if (missing := leanest.peak - self.limit) > 0:
-            size = counted(leanest.run.batch.micro_batch_size // leanest.run.pipeline.microbatches, "sequences")
-            with_ = f"with micro-batches of {size} and the loss in {leanest.run.training.loss_chunks} pieces"
-            return Loser(max(variants, key=_rate), f"does not fit: {missing / GIB:.1f} GiB too much {with_}", missing)
+        missing = leanest.peak - self.limit
+        size = counted(leanest.run.batch.micro_batch_size // leanest.run.pipeline.microbatches, "sequences")
+        with_ = f"with micro-batches of {size} and the loss in {leanest.run.training.loss_chunks} pieces"
+        reason = f"does not fit: {missing / GIB:.1f} GiB too much {with_}"
+        return Loser(max(variants, key=_rate), reason, missing) if missing > 0 else None
+
+    def fastest(self, variants: Sequence[Candidate], least: float) -> Candidate | None:
+        """Return the fastest settings that fit, of those faster than `least`."""
         for whole in sorted(variants, key=_rate, reverse=True):
-            for candidate in (whole, self.in_chunks(whole)):
+            for candidate in (whole, self.in_chunks(whole)) if whole.rate > least else ():
                 if (weighed := self.weighed(candidate)).peak <= self.limit:
                     return weighed
-        return leanest
+        return None
 
     def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
-        """Return what fits, best first, and what is left out; a mesh too slow without recomputation has no reason."""
+        """Return what fits, best first, and what is left out: without a reason if it is slower at any rate."""
         found: dict[str, Candidate] = {}
         lost: list[Loser] = []
-        bounds = [
-            (max(variants, key=_rate), mesh)
-            for mesh in self.meshes()
-            if (variants := self.variants(mesh, modes[0], extra))
+        meshes = [
+            (max(fast, key=_rate), mesh) for mesh in self.meshes() if (fast := self.variants(mesh, modes[0], extra))
         ]
-        for bound, mesh in sorted(bounds, key=lambda pair: -pair[0].rate):
-            if len(found) >= top and bound.rate < sorted(map(_rate, found.values()))[-top]:
+        for bound, mesh in sorted(meshes, key=lambda pair: -pair[0].rate):
+            least = sorted(map(_rate, found.values()))[-top] if len(found) >= top else 0.0
+            if bound.rate < least:
                 lost.append(Loser(bound))
-                continue
-            for best in (self.fastest(mesh, ac, extra) for ac in modes):
-                if isinstance(best, Loser):
-                    lost.append(best)
-                elif best and (best.layout not in found or best.order < found[best.layout].order):
-                    found[best.layout] = best
+            elif nothing := self.leanest(mesh, modes[-1], extra):
+                lost.append(replace(nothing, candidate=bound))
+            else:
+                for ac in modes:
+                    best = self.fastest(self.variants(mesh, ac, extra), least)
+                    if best is None:
+                        lost += filter(None, [self.leanest(mesh, ac, extra)])
+                    elif best.layout not in found or best.order < found[best.layout].order:
+                        found[best.layout] = best
         return sorted(found.values(), key=lambda candidate: candidate.order), lost
 
 
