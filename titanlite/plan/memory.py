@@ -6,15 +6,14 @@ docs/plan.md derives each formula. `titanlite.plan.trace` runs the real code ins
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titanlite.derive import RunConfig
 from titanlite.models.llama import LlamaArgs
-from titanlite.plan.blocks import ModuleMemory, Shape, block_ops, head_ops, measure
-from titanlite.plan.parts import Moment, RankMemory
+from titanlite.plan.blocks import ModuleMemory, Peak, Shape, block_ops, head_ops, measure
+from titanlite.plan.parts import PARTS, Moment, RankMemory
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -89,7 +88,12 @@ class _Step:
         self.unreduced: dict[Group, int] = {}
         self.gathered: set[Group] = set()
         self.has_gradient: set[Group] = set()
+        #: Reduced gradients that replicas have summed; torch holds them until the backward ends.
+        self.replicated = 0
         self.groups = self._groups()
+        #: In the order they run; the last norm counts with the head.
+        self.modules = sorted((name for group in self.groups for name in group.modules), key=self._position)
+        self.group_of = {name: group for group in self.groups for name in group.modules}
 
     # What the run consists of
 
@@ -98,13 +102,14 @@ class _Step:
         a = self.args
         units = self.run.spec.fsdp_groups(a)
         if self.run.training.fsdp_units == "root":
-            units = [tuple(name for unit in units for name in unit)]
+            units = [sum(units, ())]
         given = self.run.training.reshard_after_forward
         found = []
         for index, unit in enumerate(units):
             reshards = index < len(units) - 2 if given == "default" else given != "never"
             weights = tuple(weight for name in unit for weight in self._weights(name))
-            found.append(Group(unit, weights, reshards))
+            modules = sorted((name for name in unit if name != "norm"), key=self._position)
+            found.append(Group(tuple(modules), weights, reshards))
         return found
 
     def _weights(self, module: str) -> list[Weight]:
@@ -135,64 +140,60 @@ class _Step:
     def _optimizer_bytes(self, weight: Weight) -> int:
         return 2 * self.master * weight.local(self.shards, self.shard)
 
-    def _emit(self, phase: str, module: str, more: dict[str, int]) -> None:
-        parts = {name: self.state[name] + more.get(name, 0) for name in {**self.state, **more}}
-        self.moments.append(Moment(phase, module, {name: size for name, size in parts.items() if size}))
+    def _emit(self, phase: str, module: str, *more: dict[str, int]) -> None:
+        parts = sum(map(Counter, more), self.state.copy())
+        self.moments.append(Moment(phase, module, {name: parts[name] for name in PARTS if parts[name]}))
 
     def _forward(self) -> None:
-        previous = 0  # the buffer of the last all-gather lives until the next one
-        for group in sorted(self.groups, key=lambda group: min(map(self._position, group.modules))):
-            first = self._gather("forward", group, previous) if group not in self.gathered else previous
-            previous = first
-            for module in sorted(group.modules, key=self._position):
-                cost = self._cost(module)
-                if cost is None:
-                    continue
-                self._emit(
-                    "forward",
-                    self._label(module),
-                    {**self._working(module, cost.forward.total, cost.kept), "communication": previous},
-                )
-                self._keep(module, cost, 1)
-            if group.reshards:
+        buffer = 0  # the buffer of an all-gather lives until the next one
+        for module in self.modules:
+            group = self.group_of[module]
+            if group not in self.gathered:
+                buffer = self._gather("forward", group, buffer)
+            cost = self._cost(module)
+            working = self._working(module, cost.forward.total)
+            if module == "output" and self.run.training.loss_chunks == 1:
+                # The loss comes after the model's forward, whose end frees the buffer.
+                logits = self.shape.tokens * (self.args.n_vocab // self.shape.tp + self.args.dim) * self.low
+                self._emit("forward", module, {"logits and loss": logits, "communication": buffer})
+                buffer = 0
+            self._emit("forward", module, working, {"activations": cost.kept, "communication": buffer})
+            self.state["activations"] += cost.kept
+            if group.reshards and module == group.modules[-1]:
                 self._free(group)
 
     def _backward(self, reduces: bool) -> None:
         ahead = reduced = 0
-        order = [group for group in self.groups if "output" not in group.modules or len(self.groups) == 1]
-        head = next(group for group in self.groups if "output" in group.modules)
-        groups = [head, *reversed(order)] if len(self.groups) > 1 else self.groups
-        for index, group in enumerate(groups):
-            if group not in self.gathered:
-                self._gather("backward", group, ahead, begun=bool(ahead))
-            following = groups[index + 1] if index + 1 < len(groups) else None
-            ahead = self._buffer(following) if following and following not in self.gathered else 0
-            made = 0
-            for module in sorted(group.modules, key=self._position, reverse=True):
-                cost = self._cost(module)
-                if cost is None:
-                    continue
-                self._keep(module, cost, -1)
-                self._emit(
-                    "backward",
-                    self._label(module),
-                    {
-                        **self._working(module, cost.backward.working, cost.kept),
-                        "communication": ahead + reduced + made + cost.backward.weights,
-                    },
-                )
-                made += cost.weights
-            self._free(group)
-            reduced = self._reduce(group, made, ahead, reduced, reduces)
+        made = Counter[Group]()
+        order = sorted(self.groups, key=lambda group: self.modules.index(group.modules[-1]))
+        for module in reversed(self.modules):
+            group, cost = self.group_of[module], self._cost(module)
+            if module == group.modules[-1]:
+                if group not in self.gathered:
+                    self._gather("backward", group, ahead, begun=bool(ahead))
+                following = order[order.index(group) - 1]  # the first has none before it
+                ahead = self._buffer(following) if following is not order[-1] and following not in self.gathered else 0
+            self.state["activations"] -= cost.kept
+            # The gradient of a tied weight is added to the other one, outside of both.
+            weights = cost.backward.weights + (made[group] if module == "tok_embeddings" else 0)
+            communication = ahead + reduced + sum(made.values()) + weights
+            working = self._working(module, cost.backward.working)
+            self._emit("backward", module, working, {"activations": cost.kept, "communication": communication})
+            made[group] += cost.weights if module != "tok_embeddings" or not made[group] else 0
+            if module == group.modules[0]:
+                self._free(group)
+                reduced = self._reduce(group, made.pop(group), ahead, reduced, reduces)
+        self.state["communication"] -= self.replicated
+        self.replicated = 0
 
     def _gather(self, phase: str, group: Group, held: int, begun: bool = False) -> int:
         """Gather a group's weights; return the size of the buffer."""
         buffer = self._buffer(group)
         self.gathered.add(group)
         if not begun:
-            self._emit(phase, self._label(group.modules[0]), {"communication": held + buffer + buffer // self.shards})
+            self._emit(phase, group.modules[0], {"communication": held + buffer + buffer // self.shards})
         self.state["gathered weights"] += self._whole(group)
-        self._emit(phase, self._label(group.modules[0]), {"communication": buffer})
+        self._emit(phase, group.modules[0], {"communication": buffer})
         return buffer
 
     def _buffer(self, group: Group) -> int:
@@ -210,7 +211,7 @@ class _Step:
         """Reduce a group's gradients; return the size of the buffer, which lives until the next one."""
         numbers = sum(weight.rows * weight.width for weight in group.weights)
         padded = sum(weight.padded(self.shards) for weight in group.weights)
-        module = self._label(group.modules[0])
+        module = group.modules[0]
         before = self.unreduced.pop(group, 0)
         self.state["communication"] -= before
         if not reduces:
@@ -229,6 +230,9 @@ class _Step:
         if group not in self.has_gradient:
             self.has_gradient.add(group)
             self.state["gradients"] += padded // self.shards * self.master
+        elif self.run.mesh.dp_replicate > 1:
+            self.replicated += part
+            self.state["communication"] += part
         return whole
 
     # Modules
@@ -237,25 +241,13 @@ class _Step:
         order = {"tok_embeddings": -1, "norm": self.args.n_layers, "output": self.args.n_layers + 1}
         return order[module] if module in order else int(module.rpartition(".")[2])
 
-    def _label(self, module: str) -> str:
-        return "output" if module == "norm" else module
-
-    def _cost(self, module: str) -> ModuleMemory | None:
-        """Return what a module needs; the norm counts with the head."""
-        if module == "norm":
-            return None
+    def _cost(self, module: str) -> ModuleMemory:
+        """Return what a module needs."""
         if module == "output":
             return _head(self.shape, self.run.training.loss_chunks)
         if module == "tok_embeddings":
-            hidden = self.shape.tokens * self.args.dim * self.low
-            return ModuleMemory(
-                0,
-                0,
-                _peak(hidden),
-                _peak(hidden, self.args.n_vocab * self.args.dim * self.low),
-                self.args.n_vocab * self.args.dim * self.low,
-                hidden,
-            )
+            hidden, table = self.shape.tokens * self.args.dim * self.low, self.args.n_vocab * self.args.dim * self.low
+            return ModuleMemory(0, 0, Peak(hidden), Peak(hidden, table), table, hidden)
         return _block(self.shape, self._mode(self._position(module)))
 
     def _mode(self, index: int) -> str:
@@ -266,18 +258,8 @@ class _Step:
             return "op"
         return "none" if (index + 1) % int(ac.selective_ac_option) else "full"
 
-    def _working(self, module: str, working: int, kept: int) -> dict[str, int]:
-        part = "logits and loss" if module == "output" else "working memory"
-        return {part: working, "activations": kept}
-
-    def _keep(self, module: str, cost: ModuleMemory, sign: int) -> None:
-        self.state["activations"] += sign * cost.kept
-
-
-def _peak(working: int, weights: int = 0):
-    from titanlite.plan.blocks import Peak
-
-    return Peak(working, weights)
+    def _working(self, module: str, size: int) -> dict[str, int]:
+        return {"logits and loss" if module == "output" else "working memory": size}
 
 
 def _block_weights(a: LlamaArgs, tp: int) -> Iterator[Weight]:
