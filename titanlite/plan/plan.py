@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.sections import Checkpoint
 from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.memory import NoFormula, estimate
+from titanlite.plan.memory import NoFormula, estimate, worst_rank
 from titanlite.plan.parts import RankMemory
 from titanlite.plan.speed import Speed, predict
 
@@ -90,10 +91,22 @@ class Plan:
             return None
         return self.cluster.price * self.cluster.nodes * self.seconds / 3600
 
+    @property
+    def mfu_range(self) -> tuple[float, float]:
+        """Shares of the peak at the low and the high end of the speed."""
+        speed = self.speed
+        return speed.mfu * speed.low / speed.tokens_per_second, speed.mfu * speed.high / speed.tokens_per_second
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """One sentence for each number that neither the config nor the hardware's data sheet gives."""
+        overhead = f"{FRAGMENTATION:.0%} of the peak for the allocator's gaps, {CONTEXT / GIB:g} GiB for CUDA and NCCL"
+        host = f"{PROCESS / GIB:g} GiB of host memory for each rank's process, text not counted"
+        return (*self.speed.assumptions, overhead, host)
+
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON has it; docs/plan.md explains the names. Unknown numbers are null, others finite."""
         peak, speed, disk = self.memory.peak, self.speed, self.disk
-        slow, fast = speed.low / speed.tokens_per_second, speed.high / speed.tokens_per_second
         return {
             "model": self.run.model.title,
             "world_size": self.run.mesh.world_size,
@@ -124,8 +137,8 @@ class Plan:
             "tokens_per_second": speed.tokens_per_second,
             "tokens_per_second_range": [speed.low, speed.high],
             "mfu": speed.mfu,
-            "mfu_range": [speed.mfu * slow, speed.mfu * fast],
-            "assumptions": list(speed.assumptions),
+            "mfu_range": list(self.mfu_range),
+            "assumptions": list(self.assumptions),
         }
 
 
@@ -151,20 +164,26 @@ def make_plan(run: RunConfig, cluster: Cluster, exact: bool = False, *, rank: in
     if rank is not None and not 0 <= rank < run.mesh.world_size:
         message = f"expected one of 0 … {run.mesh.world_size - 1}, got {rank}"
         raise ConfigError([Problem("command line", "--rank", message, code="bad-flag")])
-    try:
-        memory = estimate(run, rank)
-    except NoFormula as error:
-        if not exact:
-            hint = "--exact traces a step of the code instead"
-            raise ConfigError([Problem("", "model.name", str(error), hint)]) from None
-        memory = RankMemory(rank or 0, ())
     if exact:
         from titanlite.plan.trace import trace
 
-        memory = trace(run, memory.rank)
+        with suppress(NoFormula):
+            rank = worst_rank(run) if rank is None else rank
+        memory = trace(run, rank or 0)
+    else:
+        memory = formula(run, rank)
     speed = predict(run, cluster)
     disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
     return Plan(run, cluster, memory, exact, speed, _host(run, cluster, memory), disk)
+
+
+def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
+    """Return the memory of a rank by formulas, None: of the one that needs most. Raises ConfigError where none exist."""
+    try:
+        return estimate(run, rank)
+    except NoFormula as error:
+        hint = "--exact traces a step of the code instead"
+        raise ConfigError([Problem("", "model.name", str(error), hint)]) from None
 
 
 def with_vocabulary(run: RunConfig) -> RunConfig:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from titanlite.plan.hardware import Gpu
 from titanlite.plan.parts import PARTS
 from titanlite.plan.plan import GIB, Plan
-from titanlite.utils import Style, Table, counted, human_count, human_time, render
+from titanlite.utils import Style, Table, counted, human_bytes, human_count, human_time, render
 
 _BAR = 24
 _MONTH = 30 * 86400
@@ -17,7 +17,7 @@ def plan_text(plan: Plan, style: Style) -> str:
     """Return the plan: verdict, memory by part, speed, time and disk."""
     good = style.good if plan.fits else style.warn
     rows = [f"  {label:<12} {text}" for label, text in plan_rows(plan)]
-    notes = [style.dim(f"  - {text}") for text in plan.speed.assumptions]
+    notes = [style.dim(f"  - {text}") for text in plan.assumptions]
     return "\n".join([good(verdict(plan)), "", memory_table(plan, style), "", *rows, style.dim("  assumed:"), *notes])
 
 
@@ -32,10 +32,11 @@ def verdict(plan: Plan) -> str:
 def memory_table(plan: Plan, style: Style) -> str:
     """Return the parts at the peak, with a bar for each: its share of the GPU's memory."""
     usable, peak = plan.cluster.gpu.memory, plan.memory.peak.parts
-    parts = {name: peak[name] for name in (*PARTS, *peak) if peak.get(name)}
+    digits = 2 if plan.memory.peak.total >= GIB else 4
+    parts = {name: peak[name] for name in PARTS if round(peak.get(name, 0) / GIB, digits)}
     rows = [*parts.items(), ("allocator overhead", plan.overhead), ("needed", plan.needed), ("usable", usable)]
     bars = ("█" * min(round(_BAR * size / usable), 2 * _BAR) for _, size in rows)
-    numbers = ((name, f"{size / GIB:.2f}", f"{size / usable:.1%}") for name, size in rows)
+    numbers = ((name, f"{size / GIB:.{digits}f}", f"{size / usable:.1%}") for name, size in rows)
     shown = [(*number, bar) for number, bar in zip(numbers, bars, strict=True)]
     how = "traced" if plan.exact else "by formula"
     return render(Table((f"rank {plan.memory.rank}, {how}", "GiB", "share", ""), shown, left=(0, 3)), style.color)
@@ -46,9 +47,9 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     speed, run, nodes, peak = plan.speed, plan.run, plan.cluster.nodes, plan.memory.peak
     where = f" of {peak.module}" if peak.module else ""
     yield "peak", f"in the {peak.phase}{where}"
-    low, high = (speed.mfu * rate / speed.tokens_per_second for rate in (speed.low, speed.high))
+    mfu, low, high = (f"{100 * share:.1f}" for share in (speed.mfu, *plan.mfu_range))
     rates = f"{speed.tokens_per_second:,.0f} tokens/s per GPU ({speed.low:,.0f} to {speed.high:,.0f})"
-    yield "speed", f"{rates}, MFU {speed.mfu:.1f} % ({low:.1f} to {high:.1f})"
+    yield "speed", f"{rates}, MFU {mfu} % ({low} to {high})"
     yield "step", f"{run.batch.tokens_per_step:,} tokens in {speed.step_seconds:.3g} s: {_largest(plan)}"
     if run.steps is not None and plan.seconds is not None:
         tokens = human_count(run.steps * run.batch.tokens_per_step)
@@ -60,9 +61,8 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     each = "" if nodes == 1 else f" on each of {nodes} machines"
     yield "host memory", f"{sum(plan.host.values()) / GIB:.1f} GiB{each}: {parts}"
     if disk := plan.disk:
-        each = f"{disk.checkpoint / GIB:.1f} GiB each"
-        many = "" if disk.total is None else f", {disk.count} at one time: {disk.total / GIB:,.1f} GiB of disk"
-        yield "checkpoints", each + many
+        most = "" if disk.total is None else f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
+        yield "checkpoints", f"{human_bytes(disk.checkpoint)} each{most}"
 
 
 def _largest(plan: Plan) -> str:
@@ -75,21 +75,21 @@ def _time(seconds: float) -> str:
     return human_time(seconds) if seconds < _MONTH else f"{seconds / 86400:,.0f} days"
 
 
-def gpu_table(plans: Sequence[Plan], missing: Sequence[Gpu], needs: Mapping[int, int], style: Style) -> str:
+def gpu_table(plans: Sequence[Plan], missing: Sequence[tuple[Gpu, str]], needs: Mapping[int, int], style: Style) -> str:
     """Return a row for each kind of GPU.
 
-    plans: on the fewest that the run fits. missing: GPUs that no number of `needs` fits. needs: number → bytes of each.
+    plans: on the fewest that the run fits. missing: GPUs that cannot train it, and why. needs: number → bytes of each.
     """
     rows = []
     for plan in plans:
         speed, free = plan.speed, plan.margin / plan.cluster.gpu.memory
-        numbers = f"{speed.tokens_per_second:,.0f}", f"{speed.mfu:.1f}"
+        numbers = f"{speed.tokens_per_second:,.0f}", f"{100 * speed.mfu:.1f}"
         time = "–" if plan.seconds is None else _time(plan.seconds)
         memory = f"{plan.cluster.gpu.memory / GIB:.1f}", f"{plan.cluster.gpus:,}", f"{plan.needed / GIB:.1f}"
         rows.append((plan.cluster.gpu.key, *memory, f"{free:.0%}", *numbers, time))
     least, fewest = min((need, size) for size, need in needs.items())
-    for gpu in missing:
-        rows.append((gpu.key, f"{gpu.memory / GIB:.1f}", "none", f"{least / GIB:.1f}", *["–"] * 4))
+    for gpu, why in missing:
+        rows.append((gpu.key, f"{gpu.memory / GIB:.1f}", "none", f"{least / GIB:.1f}", *["–"] * 3, why))
     columns = ("GPU", "GiB", "fewest", "needed GiB", "free", "tokens/s each", "MFU %", "time")
     sizes = ", ".join(f"{size:,}" for size in needs)
     end = f"The fewest of {sizes} GPUs that the run fits; it needs least, {least / GIB:.1f} GiB, on {fewest:,}."

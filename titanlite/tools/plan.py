@@ -18,8 +18,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.derive import RunConfig, smallest_world, with_steps
 from titanlite.fit import fitted
 from titanlite.plan.hardware import GPUS, cluster_of, find_gpu, find_instance
-from titanlite.plan.memory import estimate
-from titanlite.plan.plan import make_plan, needed_bytes
+from titanlite.plan.plan import formula, make_plan, needed_bytes, with_vocabulary
 from titanlite.plan.text import gpu_table, plan_text
 from titanlite.tools import at_least
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
@@ -107,16 +106,18 @@ def _for_each_gpu(
         if getattr(arguments, name) not in (None, False):
             hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
             raise ConfigError([Problem("command line", f"--{name}", "is for one cluster", hint, code="bad-flag")])
-    runs = {run.mesh.world_size: _lasting(run, arguments) for run in _sizes(config, ranks)}
-    needs = {size: needed_bytes(estimate(run)) for size, run in runs.items()}
+    runs = {run.mesh.world_size: with_vocabulary(_lasting(run, arguments)) for run in _sizes(config, ranks)}
+    needs = {size: needed_bytes(formula(run)) for size, run in runs.items()}
     plans, missing = [], []
     for gpu in [find_gpu(arguments.gpu)] if arguments.gpu else GPUS.values():
         size = next((size for size, need in needs.items() if need <= gpu.memory), None)
-        if size is None:
-            missing.append(gpu)
-        else:
+        try:
+            if size is None:
+                raise ConfigError([Problem("", "", "too little memory")])
             cluster = replace(cluster_of(runs[size], gpu=gpu.key, gpus=size), price=arguments.price)
             plans.append(make_plan(runs[size], cluster))
+        except ConfigError as error:  # float8 on a GPU without it is one, too
+            missing.append((gpu, error.problems[0].message))
     code = exit_codes.DONE if plans else exit_codes.OUT_OF_MEMORY
     if arguments.json:
         return as_json([plan.as_json() for plan in plans]), code
