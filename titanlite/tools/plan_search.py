@@ -24,10 +24,9 @@ from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded, divisors
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.memory import estimate
-from titanlite.plan.plan import GIB, needed_bytes
+from titanlite.plan.plan import GIB, formula, needed_bytes, with_vocabulary
 from titanlite.plan.speed import Speed, predict
-from titanlite.utils import Table, counted, render
+from titanlite.utils import Style, Table, counted, render
 
 #: Share of a GPU's memory that must stay free: the formulas are that good at best.
 MARGIN = 0.05
@@ -154,7 +153,9 @@ class _Mesh(NamedTuple):
 class _Search:
     def __init__(self, argv: Sequence[str], cluster: Cluster, allow: Iterable[str]) -> None:
         self.cluster, self.found = cluster, dict[frozenset[tuple[str, Any]], Candidate | None]()
-        self.config, self.run = check_loaded(*read(argv), cluster.gpus, training=False)
+        config, run = check_loaded(*read(argv, defer=True), cluster.gpus, training=False)
+        self.run = with_vocabulary(run)
+        self.config = replace(config, sections=replace_fields(config.sections, model=self.run.model))
         self.float8 = "float8" in allow and cluster.gpu.float8 is not None
         self.limit = round(cluster.gpu.memory * (1 - MARGIN))
 
@@ -172,14 +173,13 @@ class _Search:
 
     def weighed(self, candidate: Candidate) -> Candidate:
         """Return it with its peak."""
-        return replace(candidate, peak=needed_bytes(estimate(candidate.run)))
+        return replace(candidate, peak=needed_bytes(formula(candidate.run)))
 
     def meshes(self) -> Iterator[_Mesh]:
         """Yield the config's own degrees of parallelism, then all powers of two that the ranks allow."""
         mesh, length, total = self.run.mesh, self.run.batch.seq_len, self.run.batch.global_batch_size
         yield _Mesh({}, mesh.dp_degree, length // mesh.context, mesh.pipeline > 1)
-        spec, args = self.run.spec, self.run.model_args(None)
-        args = replace(args, vocab_size=args.vocab_size or 1)
+        spec, args = self.run.spec, self.run.model_args()
         pipelines = _powers(MOST_STAGES) if spec.count_parameters(args) >= PIPELINE_PARAMETERS else [1]
         tensors, contexts = _powers(self.cluster.gpus_per_node), _powers(max(length // LEAST_TOKENS, 1))
         experts = divisors(math.gcd(*spec.experts(args).values())) if spec.experts else [1]
@@ -230,8 +230,9 @@ class _Search:
         leanest = self.weighed(self.in_chunks(variants[0]))
         missing = leanest.peak - self.limit
         size = counted(leanest.run.batch.micro_batch_size // leanest.run.pipeline.microbatches, "sequences")
-        with_ = f"with micro-batches of {size} and the loss in {leanest.run.training.loss_chunks} pieces"
-        reason = f"does not fit: {missing / GIB:.1f} GiB too much {with_}"
+        with_ = f"micro-batches of {size} and the loss in {leanest.run.training.loss_chunks} pieces"
+        mode = leanest.layout.rpartition(", ")[2]
+        reason = f"does not fit: {missing / GIB:.1f} GiB too much even with {mode}, {with_}"
         return Loser(max(variants, key=_rate), reason, missing) if missing > 0 else None
 
     def fastest(self, variants: Sequence[Candidate], least: float) -> Candidate | None:
@@ -270,7 +271,7 @@ def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterab
 
     top: how many to rank. allow: "float8": also where the config has none.
 
-    Raises ConfigError for a config that does not fit the ranks of the cluster.
+    Raises ConfigError for a config that does not fit the ranks of the cluster, and for a model without formulas.
     """
     work = _Search(argv, cluster, allow)
     base = work.weighed(Candidate({}, work.run, predict(work.run, cluster)))
@@ -347,7 +348,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def lines(result: SearchResult, terminal: bool = False) -> list[str]:
+def lines(result: SearchResult, style: Style) -> list[str]:
     """Return the ranked settings, the best as a file, and the reasons of the others."""
     found, base, cluster = result.ranked, result.base, result.cluster
     batch, over = base.run.batch, base.peak - cluster.gpu.memory
@@ -371,7 +372,7 @@ def lines(result: SearchResult, terminal: bool = False) -> list[str]:
             ]
         )
     columns = ["", "tokens/s per GPU", "MFU", "peak GiB", "layout", "micro-batch", "further changes"]
-    out = [head, "", render(Table(columns, rows, left=(4, 6)), terminal), ""]
+    out = [head, "", render(Table(columns, rows, left=(4, 6)), style.color), ""]
     if result.config_is_best:
         out += [f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more"]
     else:
