@@ -7,7 +7,7 @@ alone, by the rules of autograd: a saved tensor dies with the last node that sav
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from titanlite.models.llama import LlamaArgs
@@ -189,6 +189,16 @@ class Shape:
     size: int
     tp: int = 1
 
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states between products; tensor-parallel ranks divide the sequence there."""
+        return self.tokens // self.tp * self.args.dim * self.size
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the hidden states of all tokens."""
+        return self.tokens * self.args.dim * self.size
+
     def linear(self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = ()) -> Op:
         """A product of all tokens with a weight [rows, columns], this rank's part of it."""
         size = self.size
@@ -206,83 +216,87 @@ class Shape:
         forward, backward = (12 * n, 10 * n) if low else (4 * n, 4 * n)
         return Op(name, n * self.size, (x,), (), 0, forward, backward)
 
+    def gather(self, name: str, x: str) -> list[Op]:
+        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`."""
+        return [Op(name, self.whole, (x,), forward=self.whole, backward=self.whole)]
+
+    def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> list[Op]:
+        """Add up the ranks' products, each keeping its part of the sequence: put in order by rank, then reduced."""
+        return [Op(name, self.hidden, (x,), (), 0, self.whole, self.whole, 0, "other", holds=holds)]
+
 
 def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
     """Return the operators of a decoder block, and the size of its input "x"."""
     a, heads, groups = s.args, s.args.n_heads // s.tp, s.args.kv_heads // s.tp
-    k, hidden = a.head_dim, s.tokens * a.dim * s.size
-    ops = [
-        s.norm("n1", "x", s.tokens, a.dim),
-        s.linear("q", "n1", heads * k, a.dim),
-        s.linear("k", "n1", groups * k, a.dim),
-        s.linear("v", "n1", groups * k, a.dim),
+    k, rows, n1, q, key = a.head_dim, s.tokens // s.tp, "n1", "q", "k"
+    ops = [s.norm("n1", "x", rows, a.dim)]
+    if s.tp > 1:
+        ops += s.gather(n1 := "n1 whole", "n1")
+    ops += [
+        s.linear("q", n1, heads * k, a.dim),
+        s.linear("k", n1, groups * k, a.dim),
+        s.linear("v", n1, groups * k, a.dim),
     ]
-    q, key = "q", "k"
     if a.qk_norm:
-        ops += [s.norm("qn", "q", s.tokens * heads, k), s.norm("kn", "k", s.tokens * groups, k)]
-        q, key = "qn", "kn"
+        ops += [s.norm(q := "qn", "q", s.tokens * heads, k), s.norm(key := "kn", "k", s.tokens * groups, k)]
+    attention = ("qr", "kr", "v")
     ops += [
         s.rotation("qr", q, heads * k),
         s.rotation("kr", key, groups * k),
-        Op("y", s.tokens * heads * k * s.size, *2 * (("qr", "kr", "v"),), 4 * s.tokens * heads, kind="attention"),
-        s.linear("o", "y", a.dim, heads * k, holds=("n1", "qr", "kr", "v")),
-        Op("h", hidden, ("x", "o"), passes=True),
-        s.norm("n2", "h", s.tokens, a.dim),
+        Op("y", s.tokens * heads * k * s.size, attention, (*attention, "y"), 4 * s.tokens * heads, kind="attention"),
+        s.linear("o", "y", a.dim, heads * k, holds=("n1", n1, *attention)),
     ]
-    ops[-4] = _saving_itself(ops[-4])
+    if s.tp > 1:
+        ops += s.scatter("o part", "o", ("n1",))
+    ops += [Op("h", s.hidden, ("x", ops[-1].name), passes=True), s.norm("n2", "h", rows, a.dim)]
     ops += feed_forward_ops(s)
-    ops.append(Op("out", hidden, ("h", "f"), passes=True, holds=("x",)))
-    return ops, {"x": hidden}
-
-
-def _saving_itself(op: Op) -> Op:
-    return replace(op, saves=(*op.saves, op.name))
+    ops.append(Op("out", s.hidden, ("h", ops[-1].name), passes=True, holds=("x",)))
+    return ops, {"x": s.hidden}
 
 
 def feed_forward_ops(s: Shape) -> list[Op]:
-    """Return the operators of SwiGLU, from "n2" to "f"."""
-    width, dim = s.args.ffn_width // s.tp, s.args.dim
-    size = s.tokens * width * s.size
-    return [
-        s.linear("g", "n2", width, dim),
-        s.linear("u", "n2", width, dim),
-        # Its backward makes both gradients, and once more a tensor of the same size.
-        Op("m", size, ("g", "u"), ("g", "u")),
-        s.linear("f", "m", dim, width, holds=("n2",)),
+    """Return the operators of SwiGLU, from "n2" to the last one's output."""
+    width, dim, x = s.args.ffn_width // s.tp, s.args.dim, "n2"
+    ops = s.gather(x := "n2 whole", "n2") if s.tp > 1 else []
+    ops += [
+        s.linear("g", x, width, dim),
+        s.linear("u", x, width, dim),
+        # Its backward makes both gradients, and each has a second tensor of the same size beside it.
+        Op("m", s.tokens * width * s.size, ("g", "u"), ("g", "u")),
+        s.linear("f", "m", dim, width, holds=("n2", x)),
     ]
+    return [*ops, *s.scatter("f part", "f", ("n2",))] if s.tp > 1 else ops
+
+
+def embedding(s: Shape) -> ModuleMemory:
+    """Return the memory of the embedding, which keeps nothing but tokens."""
+    table = s.args.n_vocab // s.tp * s.args.dim * s.size
+    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result.
+    forward, backward = (s.hidden, s.hidden) if s.tp == 1 else (2 * s.whole + s.hidden, 2 * s.whole + s.hidden)
+    return ModuleMemory(0, 0, Peak(forward), Peak(backward, table), table, s.hidden)
 
 
 def head_ops(s: Shape, chunks: int) -> tuple[list[Op], dict[str, int]]:
     """Return the operators of last norm, head and loss, and the size of their input "x"."""
-    vocab, dim, size = s.args.n_vocab, s.args.dim, s.size
-    hidden = s.tokens * dim * size
-    ops = [s.norm("n", "x", s.tokens, dim)]
+    vocab, dim, size, n = s.args.n_vocab // s.tp, s.args.dim, s.size, "n"
+    ops = [s.norm("n", "x", s.tokens // s.tp, dim)]
+    if s.tp > 1:
+        ops += s.gather(n := "n whole", "n")
     if chunks > 1:
-        rows = -(-s.tokens // chunks)
-        table = vocab * dim
-        # A chunk's logits, their float32 copy, probabilities and two gradients; or its gradient and its product.
-        logits = rows * vocab * (size + 12)
-        product = rows * vocab * size + table * size
-        sums = 4 * table + (0 if size == 4 else table * size)
-        ops.append(
-            Op(
-                "loss",
-                4,
-                ("n",),
-                (),
-                hidden + table * size,
-                max(4 * table + max(logits, product), sums) - table * size,
-                0,
-                table * size,
-                holds=("x", "n"),
-            )
-        )
-        return ops, {"x": hidden}
+        rows, table = -(-s.tokens // chunks), vocab * dim
+        # Of one chunk: logits, their float32 copy, probabilities, the gradients of both, in the end that of logits.
+        logits = rows * vocab * (size + 12 if size == 2 else 12)
+        kept = s.whole + table * size
+        # A chunk's gradient and its product with x; or the sum and its copy in the dtype of the weight.
+        forward = max(4 * table + max(logits, rows * vocab * size + table * size) - table * size, 4 * table)
+        return [*ops, Op("loss", 4, (n,), (), kept, forward, 0, table * size, holds=("x", "n"))], {"x": s.hidden}
     logits = s.tokens * vocab
-    ops.append(s.linear("logits", "n", vocab, dim))
+    ops.append(s.linear("logits", n, vocab, dim))
     last = "logits"
     if size == 2:
-        ops.append(Op("float", 4 * logits, ("logits",)))
-        last = "float"
-    ops += [Op("p", 4 * logits, (last,), ("p",)), Op("loss", 4, ("p",), holds=("logits", last, "x", "n"))]
-    return ops, {"x": hidden}
+        ops.append(Op(last := "float", 4 * logits, ("logits",)))
+    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
+    own = ("p",) if s.tp == 1 else ("p", "logits")
+    ops.append(Op("p", 4 * logits, (last,), own, passes=s.tp > 1))
+    ops.append(Op("loss", 4, ("p",), holds=("logits", last, "x", "n")))
+    return ops, {"x": s.hidden}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from titanlite.derive import RunConfig
 from titanlite.models.llama import LlamaArgs
-from titanlite.plan.blocks import ModuleMemory, Peak, Shape, block_ops, head_ops, measure
+from titanlite.plan.blocks import ModuleMemory, Shape, block_ops, embedding, head_ops, measure
 from titanlite.plan.parts import PARTS, Moment, RankMemory
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -246,8 +246,7 @@ class _Step:
         if module == "output":
             return _head(self.shape, self.run.training.loss_chunks)
         if module == "tok_embeddings":
-            hidden, table = self.shape.tokens * self.args.dim * self.low, self.args.n_vocab * self.args.dim * self.low
-            return ModuleMemory(0, 0, Peak(hidden), Peak(hidden, table), table, hidden)
+            return embedding(self.shape)
         return _block(self.shape, self._mode(self._position(module)))
 
     def _mode(self, index: int) -> str:
