@@ -35,10 +35,11 @@ class Gpu:
     bandwidth: float
     link: float
     pcie: float
-    #: Share of `bf16` that large products reach under the power limit; fitted for A100 and H100 (docs/plan.md).
-    sustained: float = 0.72
+    #: Share of `bf16` that large products reach under the power limit; fitted for A100 and H100,
+    #: taken for the others (docs/plan.md).
+    sustained: float = 0.597
     #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they compute.
-    attention: float = 0.45
+    attention: float = 0.278
 
 
 def _gpu(
@@ -60,17 +61,17 @@ def _gpu(
 GPUS: dict[str, Gpu] = {
     gpu.key: gpu
     for gpu in (
-        _gpu("a100-80g", r"A100.*80GB", 79.15, (312, None), (2039, 300, 32), 0.83, 0.55),
-        _gpu("a100-40g", r"A100", 39.39, (312, None), (1555, 300, 32), 0.83, 0.55),
+        _gpu("a100-80g", r"A100.*80GB", 79.15, (312, None), (2039, 300, 32), 0.748, 0.557),
+        _gpu("a100-40g", r"A100", 39.39, (312, None), (1555, 300, 32), 0.748, 0.557),
         _gpu("h100-nvl-94g", r"H100[ -]NVL", 93.1, (835, 1671), (3938, 64, 64)),
         _gpu("h100-pcie-80g", r"H100[ -]PCIe", 79.1, (756, 1513), (2000, 64, 64)),
         _gpu("h100-80g", r"H100[ -](?:\d+GB HBM3|SXM\d?)", 79.1, (989, 1979), (3350, 450, 64)),
         _gpu("h200-nvl-141g", r"H200[ -]NVL", 139.7, (835, 1671), (4800, 64, 64)),
         _gpu("h200-141g", r"H200", 139.7, (989, 1979), (4800, 450, 64)),
         _gpu("b200-180g", r"B200", 178.3, (2250, 4500), (8000, 900, 64)),
-        _gpu("l40s-48g", r"L40S", 44.39, (362, 733), (864, 32, 32), 0.6),
-        _gpu("l4-24g", r"L4", 21.95, (121, 242), (300, 32, 32), 0.6),
-        _gpu("a10g-24g", r"A10G", 21.98, (70, None), (600, 32, 32), 0.83),
+        _gpu("l40s-48g", r"L40S", 44.39, (362, 733), (864, 32, 32)),
+        _gpu("l4-24g", r"L4", 21.95, (121, 242), (300, 32, 32)),
+        _gpu("a10g-24g", r"A10G", 21.98, (70, None), (600, 32, 32), 0.748, 0.557),
     )
 }
 

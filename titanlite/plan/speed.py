@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -56,22 +57,24 @@ class Constants:
     """What no data sheet says; fitted by `benchmarks/plan_speed.py` on published runs."""
 
     #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained` share in bf16.
-    float8: float = 0.85
+    float8: float = 0.95
     #: A product loses as much as so many more columns and rows would cost.
-    edge: float = 150.0
+    edge: float = 153.0
     #: Share of the memory's bandwidth that kernels reach.
-    memory: float = 0.8
+    memory: float = 0.65
     #: Passes over the outputs of a block's linears in the forward by the kernels between products; the backward has
     #: twice as many.
-    passes_eager: float = 6.0
-    passes_compiled: float = 2.5
+    passes_eager: float = 6.33
+    passes_compiled: float = 2.88
     #: Share of a link's and of a network's bandwidth that collectives reach.
-    link: float = 0.75
-    network: float = 0.7
+    link: float = 0.8
+    network: float = 0.8
     #: Computing is slowed for this share of the time in which traffic runs beside it.
-    contention: float = 0.15
+    contention: float = 0.131
     #: Share of tensor-parallel traffic that remains with asynchronous tensor parallelism.
     async_tensor: float = 0.4
+    #: Attention is slower by this share for each doubling of the ranks that share a sequence.
+    context: float = 0.185
 
 
 CONSTANTS = Constants()
@@ -135,11 +138,15 @@ class _Step:
     # Sizes
 
     @cached_property
+    def plan(self) -> dict[str, str]:
+        return self.spec.tensor_plan(self.args) if self.spec.tensor_plan else {}
+
+    @cached_property
     def choices(self) -> list[Float8Choice]:
         if self.spec.linears is None:
             return []
-        plan = self.spec.tensor_plan(self.args) if self.spec.tensor_plan and self.mesh.tensor > 1 else {}
-        return choose_linears(self.spec.linears(self.args), self.run.float8, plan, self.mesh.tensor, self.spec.head)
+        linears, tensor = self.spec.linears(self.args), self.mesh.tensor
+        return choose_linears(linears, self.run.float8, self.plan if tensor > 1 else {}, tensor, self.spec.head)
 
     @cached_property
     def width(self) -> int:
@@ -226,24 +233,41 @@ class _Step:
             products += count * self.product(self.tokens, k, n, float8)
             if float8:
                 weights = 0 if self.run.float8.enable_fsdp_float8_all_gather else k * n
-                casts += count * self.moved((5 if self.compiled else 12) * (self.tokens * k + weights))
+                casts += count * self.cast(self.tokens * self.cast_inputs(choice) + weights)
         window = min(getattr(self.args, "window", None) or self.run.batch.seq_len, self.run.batch.seq_len)
         pairs = 1 - window / (2 * self.run.batch.seq_len)
         flops = self.attention_flops / 3 * pairs * self.tokens / self.mesh.tensor
-        attention = flops / (self.gpu.bf16 * self.gpu.attention)
+        attention = flops / (self.gpu.bf16 * self.gpu.attention) * (1 + self.k.context * math.log2(self.mesh.context))
         passes = self.k.passes_compiled if self.compiled else self.k.passes_eager
         memory = self.moved(passes * 2 * self.tokens * self.outputs)
         return _Pass(products, attention, memory, casts)
 
+    def cast(self, numbers: float) -> float:
+        """Return the seconds of casting so many numbers to float8: their maximum, and the cast."""
+        return self.moved((5 if self.compiled else 12) * numbers)
+
+    def cast_inputs(self, choice: Float8Choice) -> float:
+        """Return how many of a token's numbers are cast for the input of a linear. Compiled linears with the same
+        input share the cast; under tensor parallelism each rank casts its tokens before it gathers them.
+        """
+        k, name = choice.size.in_features, choice.names[0]
+        plan = self.plan
+        if plan.get(name) != "colwise":
+            return k
+        module = name.rpartition(".")[0]
+        takers = [
+            c for c in self.choices if c.names[0].rpartition(".")[0] == module and plan.get(c.names[0]) == "colwise"
+        ]
+        return k / self.mesh.tensor / (len(takers) if self.compiled else 1)
+
     @cached_property
     def block_backward(self) -> _Pass:
-        forward = self.block_forward
-        return _Pass(
-            forward.products * _BACKWARD,
-            forward.attention * _ATTENTION_BACKWARD,
-            forward.memory * 2,
-            forward.casts * 1.5,
-        )
+        """All blocks, backward. In float8 it casts the gradients of outputs, and copies inputs to the other order."""
+        forward, casts = self.block_forward, 0.0
+        for c in self.choices if self.in_float8 else ():
+            if c.converted:
+                casts += len(c.names) * self.cast(self.tokens * (c.size.out_features + self.cast_inputs(c) / 2))
+        return _Pass(forward.products * _BACKWARD, forward.attention * _ATTENTION_BACKWARD, forward.memory * 2, casts)
 
     @cached_property
     def head(self) -> _Pass:
@@ -328,6 +352,8 @@ class _Step:
         backward, and those of recomputation.
         """
         again = self.recomputed * (2 if self.by_op else 4)
+        if self.in_float8 and self.run.float8.recipe_name == "tensorwise":
+            again -= 1  # two gathers of the forward send half the bytes
         one = self.collective(2 * self.tokens * self.width, self.mesh.tensor, 1)
         remains = self.k.async_tensor if self.run.experimental.enable_async_tensor_parallel else 1.0
         return self.blocks * (8 + again) * one * remains

@@ -1,0 +1,230 @@
+"""Fit the constants of `titanlite.plan.speed` on published runs, and print the errors as a table of docs/plan.md.
+
+    python benchmarks/plan_speed.py          # predictions with the library's constants
+    python benchmarks/plan_speed.py --fit    # fitted constants too, and errors when each run is left out of the fit
+
+Only numbers are taken from the sources. What they leave open is assumed: runs on A100 are eager, on machines of 8 with
+200 Gbit/s for each GPU; FSDP alone gathers float8 weights in float8; pipelines have 8 micro-batches. "H100 500 W" has
+memory of 2.4 TB/s, as its source says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from titanlite.derive import RunConfig
+from titanlite.fit import check_config
+from titanlite.plan.hardware import DEFAULT_NETWORK, GPUS, Cluster, Gpu
+from titanlite.plan.speed import CONSTANTS, ERROR, Constants, predict
+
+TITAN_2024 = "torchtitan, benchmarks/llama3_h100_202412"
+TITAN_2025 = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06"
+TITAN_A100 = "torchtitan, docs/performance.md of 2024"
+TRAINY = "torchtitan, benchmarks/llama3_8b_h200_2025-06"
+AWS = "AWS, torchtitan on SageMaker, 2024"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One published run."""
+
+    source: str
+    gpu: str
+    gpus: int
+    config: str
+    #: Keys and values of a command line.
+    flags: str
+    #: Per second and GPU.
+    tokens: float
+
+    def run(self) -> RunConfig:
+        argv = [
+            f"--job.config_file={self.config}.toml",
+            "--training.global_batch_size=-1",
+            "--training.gradient_sync=last",
+        ]
+        for flag in self.flags.split():
+            name, _, value = flag.partition("=")
+            argv += [SHORT[name].format(value)] if name in SHORT else [f"--{flag}"]
+        return check_config(" ".join(argv).split(), self.gpus, training=False)[1]
+
+
+#: Short names of keys.
+SHORT = {
+    "batch": "--training.batch_size={}",
+    "seq": "--training.seq_len={}",
+    "compile": "--training.compile=true",
+    "eager": "--training.compile=false",
+    "float8": "--float8.enable_float8_linear=true",
+    "gather8": "--float8.enable_fsdp_float8_all_gather=true --float8.precompute_float8_dynamic_scale_for_fsdp=true",
+    "none": "--activation_checkpoint.mode=none",
+    "full": "--activation_checkpoint.mode=full",
+    "op": "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op",
+    "layer": "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2",
+    "tp": "--training.tensor_parallel_degree={}",
+    "cp": "--experimental.context_parallel_degree={}",
+    "pp": "--experimental.pipeline_parallel_degree={} --experimental.pipeline_parallel_microbatches=8",
+    "interleaved": "--experimental.pipeline_parallel_schedule=Interleaved1F1B",
+    "async": "--experimental.enable_async_tensor_parallel=true",
+}
+
+_G, _P = "H100 500 W", "h100-80g"
+_8B, _70B, _405B = "llama3_1_8b", "llama3_1_70b", "llama3_1_405b"
+_F8 = "compile float8 gather8"
+_T8, _4D = "compile full batch=16 seq=8192 tp=8", "compile float8 async full seq={} batch={} tp=8 pp=8"
+POINTS = (
+    Point(TITAN_2024, _G, 8, _8B, "eager op batch=2 seq=8192", 5762),
+    Point(TITAN_2024, _G, 8, _8B, "compile op batch=2 seq=8192", 6667),
+    Point(TITAN_2024, _G, 8, _8B, f"{_F8} op batch=2 seq=8192", 8532),
+    Point(TITAN_2024, _G, 128, _8B, "eager op batch=2 seq=8192", 5605),
+    Point(TITAN_2024, _G, 128, _8B, "compile op batch=2 seq=8192", 6514),
+    Point(TITAN_2024, _G, 128, _8B, f"{_F8} op batch=2 seq=8192", 8380),
+    Point(TITAN_2024, _G, 8, _8B, f"{_F8} full batch=1 seq=32768", 3890),
+    Point(TITAN_2024, _G, 8, _8B, f"{_F8} full batch=1 seq=65536 cp=2", 2540),
+    Point(TITAN_2024, _G, 8, _8B, f"{_F8} full batch=1 seq=131072 cp=4", 1071),
+    Point(TITAN_2024, _G, 8, _8B, f"{_F8} full batch=1 seq=262144 cp=8", 548),
+    Point(TITAN_2024, _G, 256, _70B, f"{_T8} float8", 829),
+    Point(TITAN_2024, _G, 256, _70B, f"{_T8} float8 async", 876),
+    Point(TITAN_2024, _G, 512, _405B, _4D.format(8192, 32), 100),
+    Point(TITAN_2024, _G, 512, _405B, f"{_4D.format(8192, 32)} interleaved", 128),
+    Point(TITAN_2024, _G, 512, _405B, _4D.format(32768, 8), 76),
+    Point(TITAN_2024, _G, 512, _405B, f"{_4D.format(65536, 8)} cp=2", 47),
+    Point(TITAN_2024, _G, 512, _405B, f"{_4D.format(131072, 8)} cp=4", 31),
+    Point(TITAN_2024, _G, 512, _405B, f"{_4D.format(262144, 8)} cp=8", 16),
+    Point(TITAN_2025, _G, 256, _70B, _T8, 597.3),
+    Point(TITAN_2025, _G, 256, _70B, f"{_T8} async", 652.4),
+    Point(TITAN_2025, _G, 256, _70B, f"{_T8} float8", 809.8),
+    Point(TITAN_2025, _G, 256, _70B, f"{_T8} float8 async", 942.4),
+    Point(TITAN_2025, _G, 64, _8B, "compile op batch=12 seq=8192 tp=8", 4378),
+    Point(TITAN_2025, _G, 64, _8B, "compile op batch=12 seq=8192 tp=8 async", 4809.4),
+    Point(TITAN_2025, _G, 64, _8B, "compile op batch=12 seq=8192 tp=8 float8", 5078.1),
+    Point(TITAN_2025, _G, 64, _8B, "compile op batch=12 seq=8192 tp=8 float8 async", 5570.1),
+    Point(TITAN_A100, _G, 128, _405B, "eager full batch=2 seq=8192 tp=8", 109),
+    Point(TITAN_A100, _G, 128, _405B, "compile float8 full batch=2 seq=8192 tp=8", 177),
+    Point(TITAN_A100, _G, 128, _405B, "compile float8 full batch=2 seq=8192 tp=8 async", 185),
+    Point(AWS, _P, 32, _8B, "eager op batch=1 seq=8192", 6475),
+    Point(AWS, _P, 32, _8B, "compile op batch=1 seq=8192", 7166),
+    Point(AWS, _P, 32, _8B, "compile op batch=1 seq=8192 float8", 8624),
+    Point(AWS, _P, 32, _8B, f"{_F8} op batch=1 seq=8192", 8950),
+    Point(TRAINY, "h200-141g", 32, _8B, f"{_F8} op batch=2 seq=8192", 10938),
+    Point(TRAINY, "h200-141g", 64, _8B, f"{_F8} op batch=2 seq=8192", 10753),
+    Point(TITAN_A100, "a100-80g", 64, _8B, "eager layer batch=1 seq=8192", 2904),
+    Point(TITAN_A100, "a100-80g", 64, _8B, "eager op batch=1 seq=8192", 2973),
+    Point(TITAN_A100, "a100-80g", 64, _70B, "eager full batch=1 seq=8192", 331),
+    Point(TITAN_A100, "a100-80g", 64, "llama2_13b", "eager none batch=2 seq=4096", 2162),
+    Point(TITAN_A100, "a100-80g", 64, "llama2_13b", "eager layer batch=2 seq=4096", 1914),
+    Point(TITAN_A100, "a100-80g", 64, "llama2_13b", "eager op batch=2 seq=4096", 1904),
+    Point(TITAN_A100, "a100-80g", 64, "llama2_70b", "eager op batch=1 seq=4096", 355),
+    Point(TITAN_A100, "a100-80g", 64, "llama2_70b", "eager full batch=2 seq=4096", 353),
+)
+#: Fitted beside `Constants`: shares of the peak by kind of GPU; attention under 500 W is slower as products are.
+_H100, _A100 = GPUS["h100-80g"], GPUS["a100-80g"]
+SHARES = {
+    "h100 sustained": _H100.sustained,
+    "h100 attention": _H100.attention,
+    "h100 at 500 W": 0.972,
+    "a100 sustained": _A100.sustained,
+    "a100 attention": _A100.attention,
+}
+#: No share of a bandwidth or of power is above these.
+MOST = {"link": 0.95, "memory": 0.95, "network": 0.95, "contention": 0.5, "h100 at 500 W": 1.0}
+
+
+def gpu_of(point: Point, shares: Mapping[str, float]) -> Gpu:
+    if point.gpu.startswith("a100"):
+        return replace(_A100, sustained=shares["a100 sustained"], attention=shares["a100 attention"])
+    sustained, attention = shares["h100 sustained"], shares["h100 attention"]
+    if point.gpu == _G:
+        less = shares["h100 at 500 W"]
+        return replace(_H100, bandwidth=2.4e12, sustained=sustained * less, attention=attention * less)
+    return replace(GPUS[point.gpu], sustained=sustained, attention=attention)
+
+
+def rate(point: Point, run: RunConfig, values: Mapping[str, float]) -> float:
+    """Return the predicted tokens per second and GPU."""
+    gpu = gpu_of(point, values)
+    network = 8 * (25e9 if point.gpu.startswith("a100") else DEFAULT_NETWORK)
+    constants = Constants(**{name: value for name, value in values.items() if name not in SHARES})
+    return predict(run, Cluster(gpu, 8, point.gpus // 8, network), constants).tokens_per_second
+
+
+class Fit:
+    """Least squares of logarithms, with each value kept near its start."""
+
+    #: Standard deviations of logarithms: of a prediction, and of a value around its start.
+    error, prior = 0.07, 0.2
+
+    def __init__(self) -> None:
+        self.runs = [point.run() for point in POINTS]
+        self.start = {**asdict(CONSTANTS), **SHARES}
+        self.names = list(self.start)
+
+    def values(self, x: np.ndarray) -> dict[str, float]:
+        found = {name: self.start[name] * math.exp(move) for name, move in zip(self.names, x, strict=True)}
+        return {name: min(value, MOST.get(name, value)) for name, value in found.items()}
+
+    def errors(self, x: np.ndarray) -> np.ndarray:
+        values = self.values(x)
+        return np.array([math.log(rate(p, run, values) / p.tokens) for p, run in zip(POINTS, self.runs, strict=True)])
+
+    def slopes(self, x: np.ndarray, found: np.ndarray) -> np.ndarray:
+        step = 0.02
+        moved = [self.errors(x + step * axis) - found for axis in np.eye(len(x))]
+        return np.stack(moved, axis=1) / step
+
+    def solve(self, x: np.ndarray, found: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+        """Return the next values: one step of Gauss and Newton."""
+        a = slopes.T @ slopes / self.error**2 + np.eye(len(x)) / self.prior**2
+        b = slopes.T @ found / self.error**2 + x / self.prior**2
+        return x - np.clip(np.linalg.solve(a, b), -0.3, 0.3)
+
+    def fit(self, turns: int = 6) -> np.ndarray:
+        x = np.zeros(len(self.names))
+        for _ in range(turns):
+            found = self.errors(x)
+            x = self.solve(x, found, self.slopes(x, found))
+        return x
+
+    def left_out(self, x: np.ndarray) -> list[float]:
+        """Return each point's relative error after a step of the fit without it, from the fit with all."""
+        found, result = self.errors(x), []
+        slopes = self.slopes(x, found)
+        for i, (point, run) in enumerate(zip(POINTS, self.runs, strict=True)):
+            rest = [j for j in range(len(POINTS)) if j != i]
+            values = self.values(self.solve(x, found[rest], slopes[rest]))
+            result.append(rate(point, run, values) / point.tokens - 1)
+        return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="fit the constants, and leave each run out once")
+    fitting = parser.parse_args().fit
+    fit = Fit()
+    x = fit.fit() if fitting else np.zeros(len(fit.names))
+    values = fit.values(x)
+    left = fit.left_out(x) if fitting else [math.nan] * len(POINTS)
+    if fitting:
+        print("\n".join(f"{name}: {fit.start[name]:.3g} -> {value:.3g}" for name, value in values.items()), "\n")
+    print("| run | GPUs | published | predicted | error | left out |\n|---|---|---|---|---|---|")
+    errors = []
+    for point, run, loo in zip(POINTS, fit.runs, left, strict=True):
+        found = rate(point, run, values)
+        errors.append(found / point.tokens - 1)
+        shown = "" if math.isnan(loo) else f"{loo:+.1%}"
+        numbers = f"{point.tokens:,.0f} | {found:,.0f} | {errors[-1]:+.1%} | {shown}"
+        print(f"| {point.config} {point.flags} | {point.gpus} x {point.gpu} | {numbers} |")
+    for name, some in (("all", errors), ("left out", left)) if fitting else (("all", errors),):
+        sizes = sorted(map(abs, some))
+        near = sum(size <= ERROR for size in sizes)
+        middle, largest = sizes[len(sizes) // 2], sizes[-1]
+        print(f"\n{name}: median {middle:.1%}, largest {largest:.1%}, within {ERROR:.0%}: {near} of {len(sizes)}")
+
+
+if __name__ == "__main__":
+    main()
