@@ -164,7 +164,8 @@ def _show_plan(config: RunConfig, environment: LaunchEnv) -> int:
         each = None if gpu is None else environment.local_world_size
         plan = make_plan(config, cluster_of(config, gpu=gpu, gpus_per_node=each))
         color = config.metrics.enable_color_printing
-        print(escape(plan_text(plan, Style(wants_color(sys.stdout) if color is None else color)), colors=True), flush=True)
+        style = Style(wants_color(sys.stdout) if color is None else color)
+        print(escape(plan_text(plan, style), colors=True), flush=True)
     return exit_codes.DONE
 
 

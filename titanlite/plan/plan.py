@@ -178,7 +178,7 @@ def make_plan(run: RunConfig, cluster: Cluster, exact: bool = False, *, rank: in
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
-    """Return the memory of a rank by formulas, None: of the one that needs most. Raises ConfigError where none exist."""
+    """Return the memory of a rank by formulas; None: of the one that needs most. Raises ConfigError if none exist."""
     try:
         return estimate(run, rank)
     except NoFormula as error:
@@ -198,13 +198,12 @@ def with_vocabulary(run: RunConfig) -> RunConfig:
 
 def _host(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:
     """Return the host memory of one machine by part, in bytes."""
-    data, peak = run.data, memory.peak.parts
+    data, held = run.data, {**memory.peak.parts, **memory.host}
     # Inputs and labels in 64 bits. A stream holds two prepared steps back.
     step = 16 * run.batch.micro_batch_size * run.batch.accumulation * run.batch.seq_len
     parts = {"processes": PROCESS, **memory.host, "loaders": (data.prefetch + 2) * step}
     if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
-        held = [(peak | memory.host).get(name, 0) for name in ("parameters", "optimizer")]
-        parts["copy of an asynchronous save"] = sum(held)
+        parts["copy of an asynchronous save"] = held.get("parameters", 0) + held.get("optimizer", 0)
     return {name: size * min(cluster.gpus_per_node, run.mesh.world_size) for name, size in parts.items()}
 
 
@@ -245,8 +244,8 @@ def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float, va
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
         return latest + section.keep_best + 1 if bounded else None
     interval = section.interval if section.interval_type == "steps" else max(1, round(section.interval / step_seconds))
-    powers = section.milestones == "powers_of_two"
-    milestones = (2**n for n in range(steps.bit_length())) if powers else section.milestones
+    given = section.milestones
+    milestones = [2**n for n in range(steps.bit_length())] if given == "powers_of_two" else given
     saved = {steps, *range(interval, steps + 1, interval), *(step for step in milestones if step <= steps)}
     if section.enable_first_step_checkpoint:
         saved.add(1)

@@ -80,7 +80,7 @@ def gpu_table(plans: Sequence[Plan], missing: Sequence[tuple[Gpu, str]], needs: 
 
     plans: on the fewest that the run fits. missing: GPUs that cannot train it, and why. needs: number → bytes of each.
     """
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for plan in plans:
         speed, free = plan.speed, plan.margin / plan.cluster.gpu.memory
         numbers = f"{speed.tokens_per_second:,.0f}", f"{100 * speed.mfu:.1f}"

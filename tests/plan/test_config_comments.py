@@ -1,0 +1,75 @@
+"""The comments of train_configs/ on hardware are those of the plan; `python tests/plan/test_config_comments.py --write`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanlite.fit import check_config
+from titanlite.plan.hardware import cluster_of
+from titanlite.plan.plan import GIB, make_plan
+
+FOLDER = Path(__file__).parents[2] / "train_configs"
+#: File → the hardware that it names. hf_debug.toml has no formulas.
+HARDWARE = {
+    **dict.fromkeys(("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]),
+    **{f"llama3_8b_level{level}": [(8, "h100-80g")] for level in ("1_default", "2_compile", "3_float8")},
+    "llama3_8b_level4_float8_all_gather": [(8, "h100-80g")],
+    "llama2_7b": [(8, "a100-40g")],
+    "llama2_13b": [(8, "a100-80g")],
+    **dict.fromkeys(("llama2_70b", "llama3_70b", "llama3_1_70b"), [(32, "h100-80g")]),
+    "llama3_1_405b": [(256, "h200-141g")],
+    "llama3_2_1b": [(1, "l40s-48g")],
+    "llama3_2_3b": [(8, "a100-40g"), (2, "a100-80g")],
+    "mixtral_8x7b": [(16, "h100-80g")],
+    "debug_model": [(2, "l4-24g")],
+    "sft_debug": [(2, "l4-24g")],
+}
+
+
+def comment(name: str) -> str:
+    """Return the lines on hardware: what is needed, and how full each GPU is. All of it fits."""
+    needs, lines = [], []
+    for gpus, kind in HARDWARE[name]:
+        argv = [f"--job.config_file={FOLDER / name}.toml"]
+        run = check_config(argv, gpus, training=False)[1]
+        plan = make_plan(run, cluster_of(run, gpu=kind, gpus=gpus))
+        assert plan.fits, f"{name} on {gpus} x {kind}: {plan.needed / GIB:.1f} GiB"
+        needs.append(f"{gpus if gpus > 1 else 'one'} GPU{'s' * (gpus > 1)} of {kind.split('-')[-1][:-1]} GB")
+        size = f"{plan.needed / GIB:.1f} GiB of {plan.cluster.gpu.memory / GIB:.1f}"
+        lines.append(f"# Fits {gpus} x {kind}: {size} per GPU, by `titanlite plan`.\n")
+    return f"# Hardware: {', or '.join(needs)}.\n{''.join(lines)}"
+
+
+def stated(text: str) -> str:
+    """Return the lines of a file on hardware, up to the end of the paragraph."""
+    found = re.search(r"^# Hardware: .*\n(# .*\n)*", text, re.MULTILINE)
+    return found[0] if found else ""
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_a_file_says_how_much_of_its_gpus_it_takes(name: str) -> None:
+    assert stated((FOLDER / f"{name}.toml").read_text()) == comment(name), __doc__
+
+
+def test_every_file_says_it() -> None:
+    assert {file.stem for file in FOLDER.glob("*.toml")} - set(HARDWARE) == {"hf_debug"}
+
+
+def write() -> None:
+    """Put the comment into each file; into one that has none after the first paragraph of comments."""
+    for name in HARDWARE:
+        file = FOLDER / f"{name}.toml"
+        text = file.read_text()
+        old = stated(text)
+        if not old:
+            text = text.replace("\n\n", "\n#\n# Hardware: .\n\n", 1)
+            old = stated(text)
+        file.write_text(text.replace(old, comment(name), 1))
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    write()
