@@ -105,20 +105,9 @@ def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
     assert f"{loser.missing / GIB:.1f} GiB too much" in loser.reason
 
 
-def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
-    least = min(needed_bytes_of(base, ac_offload=offload) for offload in (False, True))
-    found = search([f"--job.config_file={base}"], with_memory(least / GIB * 0.75))
-    assert found.ranked and all(candidate.changes.keys() & OFFLOAD for candidate in found.ranked)
+def test_nothing_is_proposed_where_nothing_fits(base: str) -> None:
     nothing = search([f"--job.config_file={base}"], with_memory(2))
     assert not nothing.ranked and "nothing fits" in lines(nothing, Style(False))[1]
-
-
-def needed_bytes_of(base: str, ac_offload: bool) -> int:
-    from titanlite.plan.plan import formula
-
-    argv = [f"--job.config_file={base}", "--training.loss_chunks=8"]
-    argv += ["--activation_checkpoint.offload"] * ac_offload
-    return needed_bytes(formula(check_config(argv, 4, training=False)[1]))
 
 
 def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(base: str, result: SearchResult) -> None:
@@ -158,4 +147,4 @@ def test_the_platforms_said_to_train_a_model_fit_it() -> None:
 
 def test_sharding_recomputation_and_offload_make_room_for_larger_models() -> None:
     sizes = [plan_tables.width(flags, 2048) ** 3 for flags in plan_tables.RUNGS.values()]
-    assert sizes == sorted(sizes) and sizes[1] >= 4 * sizes[0] and sizes[-1] >= 20 * sizes[0]
+    assert sizes == sorted(sizes) and sizes[1] >= 4 * sizes[0]
