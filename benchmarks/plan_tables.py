@@ -62,12 +62,15 @@ def plan(config: str, gpus: int, gpu: str, flags: Sequence[str]) -> Plan:
     return make_plan(run, cluster_of(run, gpu=gpu, gpus=gpus))
 
 
-def platforms() -> Iterator[tuple[str, int, str, Plan, Plan, str | None]]:
-    """Yield model, GPUs, GPU, the plan on them and on half, and the first remedy with which half is enough, if any."""
+def platforms() -> Iterator[tuple[str, int, str, Plan, dict[str, Plan]]]:
+    """Yield model, GPUs, GPU, the plan on them, and on half of them by remedy, up to the first that is enough."""
     for config, gpus, gpu in PLATFORMS:
-        half = {name: plan(config, gpus // 2, gpu, (*SETTINGS, *flags)) for name, flags in REMEDIES.items()}
-        remedy = next((name for name, found in half.items() if found.fits), None)
-        yield config.removesuffix(".toml"), gpus, gpu, plan(config, gpus, gpu, SETTINGS), half[remedy or ""], remedy
+        halves: dict[str, Plan] = {}
+        for name, flags in REMEDIES.items():
+            halves[name] = plan(config, gpus // 2, gpu, (*SETTINGS, *flags))
+            if halves[name].fits:
+                break
+        yield config.removesuffix(".toml"), gpus, gpu, plan(config, gpus, gpu, SETTINGS), halves
 
 
 def width(flags: Sequence[str], tokens: int) -> int:
@@ -101,15 +104,20 @@ def ladder(tokens: int) -> dict[str, int]:
     return found
 
 
+def shown(found: Plan) -> str:
+    """Return the memory that a plan needs, and whether it is there."""
+    return (
+        f"{found.needed / GIB:.1f} of {found.cluster.gpu.memory / GIB:.1f}, {'fits' if found.fits else 'does not fit'}"
+    )
+
+
 def main() -> None:
     """Print both tables."""
-    print("| model | GPUs | needed, of GiB | half of them | with |\n|---|---|---|---|---|")
-    for model, gpus, gpu, whole, half, remedy in platforms():
-        needed = f"{whole.needed / GIB:.1f} of {whole.cluster.gpu.memory / GIB:.1f}"
-        words = f"{half.needed / GIB:.1f}, {'fits' if half.fits else 'does not fit'}"
-        print(
-            f"| {model} | {gpus} x {gpu} | {needed} {'fits' if whole.fits else 'DOES NOT FIT'} | {words} | {remedy} |"
-        )
+    print("| model | GPUs | needed, GiB | half of them, as it is | half of them, with |\n|---|---|---|---|---|")
+    for model, gpus, gpu, whole, halves in platforms():
+        name, last = list(halves.items())[-1]
+        with_ = f"{name}: {shown(last)}" if name else ""
+        print(f"| {model} | {gpus} x {gpu} | {shown(whole)} | {shown(halves[''])} | {with_} |")
     lengths = (2048, 8192)
     tables = [ladder(tokens) for tokens in lengths]
     print("\n| 8 x A100 40 GB |" + "".join(f" {n:,} tokens per GPU | to DDP |" for n in lengths))
