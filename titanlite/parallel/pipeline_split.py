@@ -131,16 +131,17 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     # to the last stage.
     pieces = [range(start, end) for start, end in itertools.pairwise([*blocks, len(costs)])]
     pieces[0] = range(pieces[0].stop)
-    flops = [sum(costs[i].flops for i in piece) for piece in pieces]
-    weights = [sum(costs[i].parameters for i in piece) for piece in pieces]
+    flops = tuple(sum(costs[i].flops for i in piece) for piece in pieces)
+    weights = tuple(sum(costs[i].parameters for i in piece) for piece in pieces)
     most = _smallest_maximum(flops, flops, stages)[0]
     _, firsts = _smallest_maximum(weights, flops, stages, limit=most)
     return [blocks[first] for first in firsts]
 
 
+@functools.lru_cache(maxsize=256)  # a search of settings asks again and again
 def _smallest_maximum(
-    sizes: Sequence[int], limited: Sequence[int], stages: int, limit: float = math.inf
-) -> tuple[float, list[int]]:
+    sizes: tuple[int, ...], limited: tuple[int, ...], stages: int, limit: float = math.inf
+) -> tuple[float, tuple[int, ...]]:
     """Return the smallest possible largest sum of `sizes` over contiguous stages, and where each but the first begins.
 
     limited, limit: no stage's sum of `limited` may be above it.
@@ -162,4 +163,4 @@ def _smallest_maximum(
         return found
 
     largest, begins = best(len(sizes), stages)
-    return largest, list(begins[1:])
+    return largest, begins[1:]

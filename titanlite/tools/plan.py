@@ -22,7 +22,7 @@ from titanlite.plan.plan import formula, make_plan, needed_bytes, with_vocabular
 from titanlite.plan.text import gpu_table, plan_text
 from titanlite.tools import at_least
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style
+from titanlite.utils import Style, atomic_write
 
 #: Most GPUs in the search for the fewest that do.
 _MOST = 4096
@@ -54,6 +54,9 @@ def add_command(commands: Commands) -> None:
     add("--price", type=float, metavar="X", help="price of one machine for an hour")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
+    add("--search", action="store_true", help="propose the fastest settings that fit, as a file to lay over the config")
+    add("--allow", action="append", choices=("float8",), default=[], help="--search: change numerics, too")
+    add("--write", type=Path, metavar="FILE", help="--search: write the best settings there")
     parser.set_defaults(run=_run)
 
 
@@ -79,6 +82,14 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     run = _lasting(fitted(config, ranks), arguments)
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = replace(cluster_of(run, **names), price=arguments.price)
+    if arguments.search:
+        from titanlite.tools import plan_search
+
+        result = plan_search.search([*files_of(arguments), *flags], cluster, allow=arguments.allow)
+        if arguments.write and result.ranked:
+            atomic_write(arguments.write, plan_search.overlay(result, result.ranked[0]))
+        found = as_json(plan_search.as_json(result)) if arguments.json else "\n".join(plan_search.lines(result, style))
+        return found, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
     plan = make_plan(run, cluster, arguments.exact, rank=arguments.rank)
     if arguments.html:
         from titanlite.tools.plan_report import plan_page
@@ -102,7 +113,7 @@ def _for_each_gpu(
     config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace, style: Style
 ) -> tuple[str, int]:
     """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it fits."""
-    for name in ("exact", "html", "rank"):
+    for name in ("exact", "html", "rank", "search"):
         if getattr(arguments, name) not in (None, False):
             hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
             raise ConfigError([Problem("command line", f"--{name}", "is for one cluster", hint, code="bad-flag")])

@@ -1,0 +1,150 @@
+"""`titanlite plan --search`, and the platforms that are said to train a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plan_tables
+from titanlite import exit_codes
+from titanlite.config.keys import sections
+from titanlite.fit import check_config
+from titanlite.plan.hardware import Cluster, find_gpu
+from titanlite.plan.plan import GIB, make_plan, needed_bytes
+from titanlite.tools.cli import main
+from titanlite.tools.plan_search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
+from titanlite.utils import Style
+
+CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+H100 = Cluster(find_gpu("h100-80g"), 4, 1, 200e9)
+#: Quick to search, yet large enough that memory and recomputation matter.
+BASE = f"""
+[job]
+extends = ["{CONFIGS / "llama3_2_1b.toml"}"]
+[training]
+batch_size = 1
+global_batch_size = 32
+seq_len = 8192
+[activation_checkpoint]
+mode = "full"
+"""
+FIXED = ("model.", "optimizer.", "lr_scheduler.", "training.dtype", "training.mixed", "training.seq_len", "float8.")
+OFFLOAD = {"activation_checkpoint.offload", "training.enable_cpu_offload"}
+Search = Callable[..., SearchResult]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("search") / "base.toml"
+    file.write_text(BASE)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def result(base: str) -> SearchResult:
+    return search([f"--job.config_file={base}"], H100)
+
+
+def with_memory(gib: float) -> Cluster:
+    return replace(H100, gpu=replace(H100.gpu, memory=round(gib * GIB)))
+
+
+def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result: SearchResult) -> None:
+    best, *rest = result.ranked
+    assert not result.config_is_best and best.rate > 1.2 * result.base.rate
+    assert all(other.rate <= best.rate * 1.006 for other in rest)
+    for candidate in result.ranked:
+        plan = make_plan(candidate.run, H100)
+        assert plan.needed == candidate.peak <= H100.gpu.memory * (1 - MARGIN)
+        assert plan.speed.tokens_per_second == candidate.rate
+
+
+def test_a_search_keeps_batch_and_numerics_and_offloads_nothing_without_need(result: SearchResult) -> None:
+    for candidate in result.ranked:
+        assert candidate.run.batch.tokens_per_step == 32 * 8192
+        assert not [key for key in candidate.changes if key.startswith(FIXED) or key in OFFLOAD]
+
+
+def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
+    result: SearchResult, base: str, tmp_path: Path
+) -> None:
+    for candidate in result.ranked:
+        (tmp_path / "overlay.toml").write_text(overlay(result, candidate))
+        run = check_config(["--job.config_file", base, str(tmp_path / "overlay.toml")], 4, training=False)[1]
+        for name in [*sections(), "mesh", "batch", "pipeline", "schedule"]:
+            assert name in ("job", "model") or getattr(run, name) == getattr(candidate.run, name)
+
+
+def test_losers_have_reasons(result: SearchResult) -> None:
+    shipped = result.losers[0]
+    assert shipped.candidate is result.base and shipped.reason.endswith("of a step for recomputation")
+    tensor = next(loser for loser in result.losers if loser.candidate.run.mesh.tensor == 4)
+    assert tensor.reason.endswith("of a step for tensor traffic")
+    text = "\n".join(lines(result, Style(False)))
+    assert tensor.reason in text and overlay(result, result.ranked[0]) in text + "\n"
+
+
+def test_settings_that_are_best_already_are_said_to_be(result: SearchResult, base: str, tmp_path: Path) -> None:
+    (tmp_path / "best.toml").write_text(overlay(result, result.ranked[0]))
+    again = search(["--job.config_file", base, str(tmp_path / "best.toml")], H100)
+    assert again.config_is_best and again.ranked[0].changes == {}
+    assert f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%}" in "\n".join(
+        lines(again, Style(False))
+    )
+
+
+def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
+    cluster = with_memory(16)
+    found = search([f"--job.config_file={base}"], cluster)
+    loser = next(loser for loser in found.losers if "AC none" in loser.candidate.layout and loser.missing)
+    assert loser.candidate.rate > found.ranked[0].rate
+    assert f"{loser.missing / GIB:.1f} GiB too much" in loser.reason
+
+
+def test_nothing_is_proposed_where_nothing_fits(base: str) -> None:
+    nothing = search([f"--job.config_file={base}"], with_memory(2))
+    assert not nothing.ranked and "nothing fits" in lines(nothing, Style(False))[1]
+
+
+def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(base: str, result: SearchResult) -> None:
+    argv = [f"--job.config_file={base}"]
+    allowed = search(argv, H100, allow=("float8",)).ranked[0]
+    assert allowed.changes["float8.enable_float8_linear"] is True and allowed.rate > result.ranked[0].rate
+    a100 = search(argv, replace(H100, gpu=find_gpu("a100-80g")), allow=("float8",))
+    assert not any(key.startswith("float8.") for candidate in a100.ranked for key in candidate.changes)
+
+
+def test_the_command_writes_the_best_settings(
+    base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], result: SearchResult
+) -> None:
+    argv = ["plan", base, "--gpus", "4", "--gpu", "h100-80g", "--search", "--json", "--write", str(tmp_path / "o.toml")]
+    assert main(argv) == exit_codes.DONE
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ranked"][0]["overlay"] == (tmp_path / "o.toml").read_text() == overlay(result, result.ranked[0])
+    assert shown["config"]["fits"] and not shown["config_is_best"] and shown["losers"][0]["reason"]
+
+
+@pytest.mark.slow
+def test_a_trace_confirms_the_best_settings_for_8b_on_8_gpus() -> None:
+    from titanlite.plan.trace import trace
+
+    found = search(["--job.config_file=llama3_8b.toml"], replace(H100, gpus_per_node=8))
+    best = found.ranked[0]
+    measured = needed_bytes(trace(best.run))
+    assert measured <= H100.gpu.memory
+    assert best.peak == pytest.approx(measured, rel=0.1)
+
+
+def test_the_platforms_said_to_train_a_model_fit_it() -> None:
+    for config, gpus, gpu in plan_tables.PLATFORMS:
+        plan = plan_tables.plan(config, gpus, gpu, plan_tables.SETTINGS)
+        assert plan.fits, f"{config} on {gpus} x {gpu}: {plan.needed / GIB:.1f} GiB"
+
+
+def test_sharding_recomputation_and_offload_make_room_for_larger_models() -> None:
+    sizes = [plan_tables.width(flags, 2048) ** 3 for flags in plan_tables.RUNGS.values()]
+    assert sizes == sorted(sizes) and sizes[1] >= 4 * sizes[0]

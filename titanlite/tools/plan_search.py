@@ -1,0 +1,415 @@
+"""`titanlite plan --search`: the fastest settings that fit, as files to lay over a config.
+
+Model, optimizer, global batch and sequence length stay. The search varies how the ranks divide the work, what is
+recomputed, the micro-batch, chunks of the loss, compilation, and how often gradients are reduced; float8 only where the
+config has it or the user allows it, offload only where nothing else fits. `titanlite.fit` decides what is valid, and
+the planner's formulas give memory and speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace as replace_fields
+
+from titanlite.config.errors import COMMAND_LINE, ConfigError
+from titanlite.config.keys import keys
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.toml import quote
+from titanlite.derive import RunConfig
+from titanlite.fit import check_loaded, divisors
+from titanlite.plan.hardware import Cluster
+from titanlite.plan.plan import GIB, formula, needed_bytes, with_vocabulary
+from titanlite.plan.speed import Speed, predict
+from titanlite.utils import Style, Table, counted, render
+
+#: Share of a GPU's memory that must stay free: the formulas are that good at best.
+MARGIN = 0.05
+#: A gain below this share is none: settings are compared by a model whose own error is larger.
+LEAST_GAIN = 0.02
+#: Models below so many parameters get no pipeline: FSDP serves them. Most ranks of one.
+PIPELINE_PARAMETERS, MOST_STAGES = 20e9, 16
+#: Most tokens of a micro-batch, and fewest of a sequence's part on a rank.
+MOST_TOKENS, LEAST_TOKENS = 32768, 8192
+#: Pieces of the loss where the whole does not fit.
+CHUNKS = 8
+#: Most combinations of dimensions that the report names.
+MOST_KINDS = 8
+
+Changes = dict[str, Any]
+
+_TP, _EP = "training.tensor_parallel_degree", "parallelism.expert_parallel_degree"
+_CP, _PP = "experimental.context_parallel_degree", "experimental.pipeline_parallel_degree"
+_REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
+_SCHEDULE = "experimental.pipeline_parallel_schedule"
+_PIECES = "experimental.pipeline_parallel_microbatches"
+_BATCH, _GLOBAL, _CHUNKS = "training.batch_size", "training.global_batch_size", "training.loss_chunks"
+_SYNC, _RESHARD, _COMPILE = "training.gradient_sync", "training.reshard_after_forward", "training.compile"
+_MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+_AC_OFFLOAD, _CPU_OFFLOAD = "activation_checkpoint.offload", "training.enable_cpu_offload"
+_FLOAT8, _GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
+_SCALES = "float8.precompute_float8_dynamic_scale_for_fsdp"
+
+_NONE, _FULL = {_MODE: "none"}, {_MODE: "full"}
+#: From what recomputes nothing to what keeps least.
+AC_MODES: tuple[Changes, ...] = (
+    _NONE,
+    {_MODE: "selective", _OPTION: "4"},
+    {_MODE: "selective", _OPTION: "2"},
+    {_MODE: "selective", _OPTION: "op"},
+    _FULL,
+)
+#: Keys that the columns of the table do not tell.
+_SHOWN = {_SCHEDULE, _CHUNKS, _SYNC, _RESHARD, _COMPILE, _AC_OFFLOAD, _CPU_OFFLOAD, _FLOAT8, _GATHER}
+#: Tried in turn until something fits.
+_OFFLOADS: tuple[tuple[Changes, tuple[Changes, ...]], ...] = (
+    ({_AC_OFFLOAD: False, _CPU_OFFLOAD: False}, AC_MODES),
+    ({_AC_OFFLOAD: True, _CPU_OFFLOAD: False}, (_FULL,)),
+    ({_AC_OFFLOAD: False, _CPU_OFFLOAD: True}, AC_MODES),
+    ({_AC_OFFLOAD: True, _CPU_OFFLOAD: True}, (_FULL,)),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Settings of a run that are valid, with what the planner predicts of them."""
+
+    #: Key → value, where it differs from the config, in the order of files.
+    changes: Mapping[str, Any]
+    run: RunConfig
+    speed: Speed
+    #: Bytes of the fullest GPU, with what lies outside of tensors; 0: not computed yet.
+    peak: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.speed.tokens_per_second
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Sort the best first: among speeds within half a percent the fewest changes, then the least memory."""
+        return -round(math.log(self.rate) / 0.005), len(self.changes), self.peak
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Dimension of the mesh → ranks, where there are several."""
+        mesh = self.run.mesh
+        sizes = {"replicate": mesh.dp_replicate, "shard": mesh.dp_shard, "context": mesh.context}
+        sizes |= {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "expert": mesh.expert}
+        return {name: degree for name, degree in sizes.items() if degree > 1}
+
+    @property
+    def layout(self) -> str:
+        """The degrees in words, and what is recomputed."""
+        ac, degrees = self.run.activation_checkpoint, self.degrees or {"rank": 1}
+        mode = f"{ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else ac.mode
+        return f"{', '.join(f'{name} {degree}' for name, degree in degrees.items())}, AC {mode}"
+
+
+@dataclass(frozen=True)
+class Loser:
+    """Settings that were left out, and why."""
+
+    candidate: Candidate
+    reason: str = ""
+    #: Bytes over the limit with the leanest settings of the same mesh and AC mode.
+    missing: int = 0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The outcome of a search."""
+
+    cluster: Cluster
+    base: Candidate
+    #: Those that fit, best first: the best of each mesh and AC mode.
+    ranked: tuple[Candidate, ...]
+    losers: tuple[Loser, ...]
+    #: Valid settings whose speed was predicted.
+    tried: int
+
+    @property
+    def config_is_best(self) -> bool:
+        """Whether the config as it is fits, and nothing is faster by a share that the model can tell."""
+        return bool(self.ranked) and self.ranked[0] is self.base
+
+
+class _Mesh(NamedTuple):
+    """Degrees of parallelism."""
+
+    changes: Changes
+    #: Ranks that read different data, and tokens of a sequence on one rank.
+    readers: int
+    part: int
+    is_pipeline: bool
+
+
+class _Search:
+    def __init__(self, argv: Sequence[str], cluster: Cluster, allow: Iterable[str]) -> None:
+        self.cluster, self.found = cluster, dict[frozenset[tuple[str, Any]], Candidate | None]()
+        config, run = check_loaded(*read(argv, defer=True), cluster.gpus, training=False)
+        self.run = with_vocabulary(run)
+        self.config = replace(config, sections=replace_fields(config.sections, model=self.run.model))
+        self.float8 = "float8" in allow and cluster.gpu.float8 is not None
+        self.limit = round(cluster.gpu.memory * (1 - MARGIN))
+
+    def candidate(self, changes: Changes) -> Candidate | None:
+        """Return the config with changes; None: it is not valid."""
+        given = {key: changes[key] for key in keys() if key in changes and changes[key] != self.config.value(key)}
+        name = frozenset(given.items())
+        if name not in self.found:
+            try:
+                run = check_loaded(changed(self.config, given), [], self.cluster.gpus, training=False)[1]
+                self.found[name] = Candidate(given, run, predict(run, self.cluster))
+            except ConfigError:
+                self.found[name] = None
+        return self.found[name]
+
+    def weighed(self, candidate: Candidate) -> Candidate:
+        """Return it with its peak."""
+        return replace(candidate, peak=needed_bytes(formula(candidate.run)))
+
+    def meshes(self) -> Iterator[_Mesh]:
+        """Yield the config's own degrees of parallelism, then all powers of two that the ranks allow."""
+        mesh, length, total = self.run.mesh, self.run.batch.seq_len, self.run.batch.global_batch_size
+        yield _Mesh({}, mesh.dp_degree, length // mesh.context, mesh.pipeline > 1)
+        spec, args = self.run.spec, self.run.model_args()
+        pipelines = _powers(MOST_STAGES) if spec.count_parameters(args) >= PIPELINE_PARAMETERS else [1]
+        tensors, contexts = _powers(self.cluster.gpus_per_node), _powers(max(length // LEAST_TOKENS, 1))
+        experts = divisors(math.gcd(*spec.experts(args).values())) if spec.experts else [1]
+        for pipeline, tensor, context, expert in itertools.product(pipelines, tensors, contexts, experts):
+            readers, rest = divmod(self.cluster.gpus, pipeline * tensor * context)
+            if rest or total % readers:
+                continue
+            for replicate in [n for n in _powers(readers if pipeline == 1 else 1) if readers % n == 0]:
+                shard = readers // replicate
+                if shard > 1 < replicate and shard * tensor * context < self.cluster.gpus_per_node:
+                    continue  # a machine with several copies sends more to the others than one with a single copy
+                degrees = {_TP: tensor, _CP: context, _EP: expert, _PP: pipeline, _REPLICATE: replicate, _SHARD: -1}
+                for schedule in ("1F1B", "Interleaved1F1B") if pipeline > 1 else ("1F1B",):
+                    changes = {**degrees, _SCHEDULE: schedule, "training.data_parallel_type": "fsdp"}
+                    yield _Mesh(changes, readers, length // context, pipeline > 1)
+
+    def batches(self, mesh: _Mesh) -> Iterator[Changes]:
+        """Yield the micro-batches, the smallest first; the global batch stays."""
+        total = self.run.batch.global_batch_size
+        share = total // mesh.readers
+        for size in [n for n in _powers(max(MOST_TOKENS // mesh.part, 1)) if share % n == 0]:
+            if mesh.is_pipeline:
+                yield {_BATCH: share, _PIECES: share // size, _GLOBAL: total, _SYNC: "last"}
+                continue
+            for sync in ("every", "last") if size < share else ("last",):
+                yield {_BATCH: size, _GLOBAL: total, _SYNC: sync}
+
+    def variants(self, mesh: _Mesh, ac: Changes, extra: Changes) -> list[Candidate]:
+        """Return the valid settings on a mesh with the loss in one piece, the leanest first."""
+        float8 = [{}, {_FLOAT8: True}, {_FLOAT8: True, _GATHER: True, _SCALES: True}][: 3 if self.float8 else 1]
+        reshards = ("default",) if mesh.is_pipeline else ("default", "never")
+        product = itertools.product(self.batches(mesh), reshards, float8)
+        fixed = {**mesh.changes, **ac, **extra, _COMPILE: True}
+        found = (
+            self.candidate({**fixed, **batch, _RESHARD: reshard, **numbers}) for batch, reshard, numbers in product
+        )
+        return [candidate for candidate in found if candidate]
+
+    def in_chunks(self, candidate: Candidate) -> Candidate:
+        """Return it with the loss in chunks; itself where the config has chunks, or they are not valid."""
+        chunks = max(self.run.training.loss_chunks, CHUNKS)
+        return self.candidate({**candidate.changes, _CHUNKS: chunks}) or candidate
+
+    def leanest(self, mesh: _Mesh, ac: Changes, extra: Changes) -> Loser | None:
+        """Return what is missing on a mesh with the settings that need least memory; None: they fit, or none do."""
+        if not (variants := self.variants(mesh, ac, extra)):
+            return None
+        leanest = self.weighed(self.in_chunks(variants[0]))
+        missing = leanest.peak - self.limit
+        size = counted(leanest.run.batch.micro_batch_size // leanest.run.pipeline.microbatches, "sequences")
+        with_ = f"micro-batches of {size} and the loss in {leanest.run.training.loss_chunks} pieces"
+        mode = leanest.layout.rpartition(", ")[2]
+        reason = f"does not fit: {missing / GIB:.1f} GiB too much even with {mode}, {with_}"
+        return Loser(max(variants, key=_rate), reason, missing) if missing > 0 else None
+
+    def fastest(self, variants: Sequence[Candidate], least: float) -> Candidate | None:
+        """Return the fastest settings that fit, of those faster than `least`."""
+        for whole in sorted(variants, key=_rate, reverse=True):
+            for candidate in (whole, self.in_chunks(whole)) if whole.rate > least else ():
+                if (weighed := self.weighed(candidate)).peak <= self.limit:
+                    return weighed
+        return None
+
+    def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
+        """Return what fits, best first, and what is left out: without a reason if it is slower at any rate."""
+        found: dict[str, Candidate] = {}
+        lost: list[Loser] = []
+        meshes = [
+            (max(fast, key=_rate), mesh) for mesh in self.meshes() if (fast := self.variants(mesh, modes[0], extra))
+        ]
+        for bound, mesh in sorted(meshes, key=lambda pair: -pair[0].rate):
+            least = sorted(map(_rate, found.values()))[-top] if len(found) >= top else 0.0
+            if bound.rate < least:
+                lost.append(Loser(bound))
+            elif nothing := self.leanest(mesh, modes[-1], extra):
+                lost.append(replace(nothing, candidate=bound))
+            else:
+                for ac in modes:
+                    best = self.fastest(self.variants(mesh, ac, extra), least)
+                    if best is None:
+                        lost += filter(None, [self.leanest(mesh, ac, extra)])
+                    elif best.layout not in found or best.order < found[best.layout].order:
+                        found[best.layout] = best
+        return sorted(found.values(), key=lambda candidate: candidate.order), lost
+
+
+def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterable[str] = ()) -> SearchResult:
+    """Search the settings of a command line's config for a cluster.
+
+    top: how many to rank. allow: "float8": also where the config has none.
+
+    Raises ConfigError for a config that does not fit the ranks of the cluster, and for a model without formulas.
+    """
+    work = _Search(argv, cluster, allow)
+    base = work.weighed(Candidate({}, work.run, predict(work.run, cluster)))
+    ranked: list[Candidate] = []
+    lost: list[Loser] = []
+    for extra, modes in _OFFLOADS:
+        if not ranked:
+            ranked, lost = work.attempt(extra, modes, top)
+    if base.peak <= cluster.gpu.memory:
+        better = [other for other in ranked if other.rate > base.rate * (1 + LEAST_GAIN)]
+        ranked = [*better, base, *(other for other in ranked if other not in better and other.changes)]
+    losers = list(_losers(base, ranked, lost, top)) if ranked else []
+    return SearchResult(cluster, base, tuple(ranked[:top]), tuple(losers), sum(map(bool, work.found.values())))
+
+
+def _losers(base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser], top: int) -> Iterator[Loser]:
+    """Yield the config itself, what would be faster and does not fit, and the best of other kinds of meshes."""
+    winner = ranked[0]
+    if base not in ranked[:top]:
+        yield Loser(base, slower(base, winner))
+    seen: set[str] = set()
+    for loser in sorted(lost, key=lambda loser: loser.missing):
+        mode = loser.candidate.layout.rpartition(", ")[2]
+        if loser.missing and loser.candidate.rate > winner.rate and mode not in seen:
+            seen.add(mode)
+            yield loser
+    kinds = {frozenset(candidate.degrees) for candidate in ranked[:top]}
+    others = [*ranked[top:], *(loser.candidate for loser in lost if not loser.missing)]
+    for candidate in sorted(others, key=lambda candidate: candidate.order):
+        if candidate is not base and (kind := frozenset(candidate.degrees)) not in kinds and len(kinds) < MOST_KINDS:
+            kinds.add(kind)
+            yield Loser(candidate, slower(candidate, winner))
+
+
+def slower(loser: Candidate, winner: Candidate) -> str:
+    """Return by how much settings are slower, and in which part of a step."""
+    parts = {name: seconds - winner.speed.parts.get(name, 0.0) for name, seconds in loser.speed.parts.items()}
+    name = max(parts, key=lambda name: parts[name])
+    return f"{1 - loser.rate / winner.rate:.1%} slower: {parts[name]:+.2f} s of a step for {name}"
+
+
+# What a user sees
+
+
+def overlay(result: SearchResult, candidate: Candidate) -> str:
+    """Return the changes of a candidate as a file to lay over the config."""
+    cluster = result.cluster
+    machines = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.key}"
+    memory = f"{candidate.peak / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
+    lines = [f"# titanlite plan --search, {machines}: {candidate.rate:,.0f} tokens/s per GPU, {memory}."]
+    section = ""
+    for key, value in candidate.changes.items():
+        first, _, name = key.partition(".")
+        lines += ["", f"[{first}]"] if first != section else []
+        lines.append(f"{name} = {quote(value)}")
+        section = first
+    return "\n".join([*lines, ""])
+
+
+def as_json(result: SearchResult) -> dict[str, Any]:
+    """Return the result as JSON has it."""
+
+    def shown(candidate: Candidate) -> dict[str, Any]:
+        peak = candidate.peak / GIB if candidate.peak else None
+        numbers = {"tokens_per_second": candidate.rate, "mfu": candidate.speed.mfu, "peak_gib": peak}
+        return {"layout": candidate.layout, "changes": dict(candidate.changes), **numbers}
+
+    return {
+        "config_is_best": result.config_is_best,
+        "config": shown(result.base) | {"fits": result.base.peak <= result.cluster.gpu.memory},
+        "ranked": [shown(candidate) | {"overlay": overlay(result, candidate)} for candidate in result.ranked],
+        "losers": [shown(loser.candidate) | {"reason": loser.reason} for loser in result.losers],
+        "tried": result.tried,
+    }
+
+
+def lines(result: SearchResult, style: Style) -> list[str]:
+    """Return the ranked settings, the best as a file, and the reasons of the others."""
+    found, base, cluster = result.ranked, result.base, result.cluster
+    batch, over = base.run.batch, base.peak - cluster.gpu.memory
+    head = f"{result.tried:,} settings for {counted(batch.global_batch_size, 'sequences')} of {batch.seq_len:,} tokens"
+    head += f" a step, on {counted(cluster.nodes, 'machines')} with {cluster.gpus_per_node} {cluster.gpu.key}"
+    if not found:
+        return [head, "nothing fits, with offload neither: take more GPUs, or GPUs with more memory"]
+    rows = []
+    for n, c in enumerate(found, 1):
+        size = f"{c.run.batch.micro_batch_size // c.run.pipeline.microbatches}"
+        keys_ = [f"{key.rpartition('.')[2]} = {quote(c.changes[key])}" for key in c.changes if key in _SHOWN]
+        rows.append(
+            [
+                str(n),
+                f"{c.rate:,.0f}",
+                f"{c.speed.mfu:.1%}",
+                f"{c.peak / GIB:.1f}",
+                c.layout,
+                size,
+                ", ".join(keys_) or "-",
+            ]
+        )
+    columns = ["", "tokens/s per GPU", "MFU", "peak GiB", "layout", "micro-batch", "further changes"]
+    out = [head, "", render(Table(columns, rows, left=(4, 6)), style.color), ""]
+    if result.config_is_best:
+        out += [f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more"]
+    else:
+        state = f", which does not fit by {over / GIB:.1f} GiB" if over > 0 else ""
+        out += [
+            f"{found[0].rate / base.rate - 1:+.1%} over the config as it is{state}, with this file laid over it:",
+            "",
+        ]
+        out += overlay(result, found[0]).splitlines()
+    out += ["", "left out:"] if result.losers else []
+    for loser in result.losers:
+        out.append(f"  {loser.candidate.rate:>6,.0f} tokens/s, {loser.candidate.layout}: {loser.reason}")
+    return out
+
+
+class _Variant(LoadedConfig):
+    """A config that nobody reads as a file, which saves half the time of its check."""
+
+    def to_toml(self) -> str:
+        return ""
+
+
+def changed(config: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
+    """Return the config as if flags of a command line made these changes."""
+    sections = {key.partition(".")[0]: dict[str, Any]() for key in changes}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    new = {name: replace_fields(getattr(config.sections, name), **values) for name, values in sections.items()}
+    sources = {**config.sources, **dict.fromkeys(changes, COMMAND_LINE)}
+    return _Variant(replace_fields(config.sections, **new), sources, config.files, config.notes, config.deferred)
+
+
+def _powers(most: int) -> list[int]:
+    """Return 1, 2, 4, … up to `most`."""
+    return [2**n for n in range(most.bit_length())]
+
+
+def _rate(candidate: Candidate) -> float:
+    return candidate.rate
