@@ -28,17 +28,14 @@ from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
-from titanlite.utils import Style, escape, logger
+from titanlite.utils import escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
     from titanlite.derive import RunConfig
-    from titanlite.parallel.dist_env import LaunchEnv
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
-#: What `memory_estimation.enabled` plans for on a machine without a GPU, unless `launch.instance_type` is set.
-_PLANNED_GPU = "h100-80g"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -83,7 +80,11 @@ def run(argv: Sequence[str]) -> int:
         environment = read_launch_env()
         asked, config = check_config(argv, environment.world_size)
         if config.memory_estimation.enabled:
-            return _show_plan(config, environment)
+            from titanlite.plan.text import print_plan
+
+            if environment.rank == 0:
+                print_plan(config, environment.local_world_size)
+            return exit_codes.DONE
     except (ConfigError, ParallelismError) as error:
         return print_error(str(error), error.exit_code)
 
@@ -149,27 +150,6 @@ def run(argv: Sequence[str]) -> int:
             if code == exit_codes.OUT_OF_MEMORY:
                 return print_error(_out_of_memory(error, planned, watchdog.where, rank), code)
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
-    return exit_codes.DONE
-
-
-def _show_plan(config: RunConfig, environment: LaunchEnv) -> int:
-    """Print the plan of the run, on rank 0. Raises ConfigError."""
-    from titanlite.metrics.console import wants_color
-    from titanlite.plan.hardware import cluster_of
-    from titanlite.plan.plan import make_plan
-    from titanlite.plan.text import plan_text
-
-    if environment.rank == 0:
-        gpu = None
-        if not config.launch.instance_type:
-            import torch
-
-            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else _PLANNED_GPU
-        each = None if gpu is None else environment.local_world_size
-        plan = make_plan(config, cluster_of(config, gpu=gpu, gpus_per_node=each))
-        color = config.metrics.enable_color_printing
-        style = Style(wants_color(sys.stdout) if color is None else color)
-        print(escape(plan_text(plan, style), colors=True), flush=True)
     return exit_codes.DONE
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from titanlite.plan.hardware import Gpu
+from titanlite.derive import RunConfig
+from titanlite.metrics.console import wants_color
+from titanlite.plan.hardware import Gpu, cluster_of
 from titanlite.plan.parts import PARTS
-from titanlite.plan.plan import GIB, Plan
-from titanlite.utils import Style, Table, counted, human_bytes, human_count, human_time, render
+from titanlite.plan.plan import GIB, Plan, make_plan
+from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, human_time, render
 
 _BAR = 24
 _MONTH = 30 * 86400
+#: What a run without a GPU is planned for.
+_WITHOUT_GPU = "h100-80g"
 
 
 def plan_text(plan: Plan, style: Style) -> str:
@@ -19,6 +24,18 @@ def plan_text(plan: Plan, style: Style) -> str:
     rows = [f"  {label:<12} {text}" for label, text in plan_rows(plan)]
     notes = [style.dim(f"  - {text}") for text in plan.assumptions]
     return "\n".join([good(verdict(plan)), "", memory_table(plan, style), "", *rows, style.dim("  assumed:"), *notes])
+
+
+def print_plan(run: RunConfig, gpus_per_node: int) -> None:
+    """Print the plan of a run on this machine's GPUs, or on those of `launch.instance_type`. Raises ConfigError."""
+    gpu = None
+    if not run.launch.instance_type:
+        import torch
+
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else _WITHOUT_GPU
+    plan = make_plan(run, cluster_of(run, gpu=gpu, gpus_per_node=None if gpu is None else gpus_per_node))
+    color = run.metrics.enable_color_printing
+    print(escape(plan_text(plan, Style(wants_color(sys.stdout) if color is None else color)), colors=True), flush=True)
 
 
 def verdict(plan: Plan) -> str:
