@@ -122,9 +122,11 @@ def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
 def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     run = planned("debug_model.toml", 1, "--model.vocab_size=2048")
     on_host = memory_report(run, too_large(), "start", 0, "cpu")
-    assert re.search(r"^out of memory of the host, in start: .*DefaultCPUAllocator", on_host)
+    assert re.search(r"^out of memory of the host, before the first step: .*DefaultCPUAllocator", on_host)
     assert re.search(r"process\n", on_host) and re.search(r"resident, peak +[\d.]+ .iB\n", on_host)
     assert re.search(r"request +1048576.0 TiB\n", on_host) and "expandable" not in on_host
+    validating = memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
+    assert "leaves out the phase validate: lower validation.batch_size (now 8)" in validating
     beside_a_gpu = memory_report(run, MemoryError(), "save of step 2", 0, "cuda")
     assert beside_a_gpu.startswith("out of memory of the host, in save of step 2")
     assert "checkpoint.async_mode" in beside_a_gpu
