@@ -160,7 +160,7 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> l
     """Return what saves memory at the planned peak, the cheapest first. rank None: on the worst rank."""
     peak, found = estimate(run, rank, device).peak.total, []
     for changes, ranks, slower in _candidates(run):
-        with contextlib.suppress(ConfigError):  # the run cannot be so
+        with contextlib.suppress(ValueError):  # a ConfigError: the run cannot be so; or there are no formulas for it
             other = changed(run, changes, ranks)
             saves = peak - estimate(other, rank if other.mesh == run.mesh else None, device).peak.total
             if saves >= _LEAST * peak:
