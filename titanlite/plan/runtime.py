@@ -160,7 +160,7 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> l
     """Return what saves memory at the planned peak, the cheapest first. rank None: on the worst rank."""
     peak, found = estimate(run, rank, device).peak.total, []
     for changes, ranks, slower in _candidates(run):
-        with contextlib.suppress(ConfigError):  # the run cannot be so
+        with contextlib.suppress(ValueError):  # a ConfigError: the run cannot be so; or there are no formulas for it
             other = changed(run, changes, ranks)
             saves = peak - estimate(other, rank if other.mesh == run.mesh else None, device).peak.total
             if saves >= _LEAST * peak:
@@ -220,7 +220,8 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     cause, figures = memory_error_of(error) or error, dict[str, float]()
     of_host = device == "cuda" and type(cause).__name__ != "OutOfMemoryError" and "CUDA" not in str(cause).upper()
     text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is below with its figures
-    lines = [f"out of memory of the {'host' if of_host or device == 'cpu' else 'GPU'}, in {where}: {text}"]
+    when = "before the first step" if where == "start" else f"in {where}"
+    lines = [f"out of memory of the {'host' if of_host or device == 'cpu' else 'GPU'}, {when}: {text}"]
     if cause is not error:
         lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
@@ -233,6 +234,9 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     except Exception as failed:  # the error itself is the one to be seen
         lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
         lines.append(f"There is no plan to compare with: {failed}")
+    if (phase := where.partition(" ")[0]) in _OTHER_PHASES:
+        lower = f": lower validation.batch_size (now {run.validation.batch_size})" if phase == "validate" else ""
+        lines.append(f"The plan is one of training steps, and leaves out the phase {phase}{lower}")
     if of_host:
         held = "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
         lines.append(f"Host memory also holds {held}")
