@@ -346,7 +346,7 @@ class _Step:
         shards, stride = self.mesh.weight_shards, self.mesh.tensor
         units = max(self.blocks * self.stage_share, 1)
         reshard = self.run.training.reshard_after_forward
-        again = shards if reshard in ("default", "always") else 1 if reshard == "never" else reshard
+        again = reshard if isinstance(reshard, int) else 1 if reshard == "never" else shards
         gather, once_more = (
             units * self.collective(self.gather_bytes / units, ranks, stride) for ranks in (shards, again)
         )
