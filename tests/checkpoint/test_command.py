@@ -87,6 +87,12 @@ def test_ls_shows_every_state(run: AnyPath, written: Path, capsys: pytest.Captur
     assert (listed[2]["folder"], listed[2]["bytes"], listed[2]["ranks"]) == (str(root / "step-4"), size, 2)
 
 
+def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no checkpoints" in _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)[0]
+    assert "no such folder" in _lines(capsys, "ls", tmp_path / "none", code=exit_codes.CHECKPOINT)[0]
+    assert "--training.steps=3" in _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CONFIG)[1]
+
+
 def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _lines(capsys, "inspect", run)
     assert lines[0] == str(run / "checkpoint" / "step-4")

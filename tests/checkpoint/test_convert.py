@@ -15,6 +15,7 @@ from torch import nn
 from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
+from tests.processes import python
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.paths import AnyPath
@@ -195,3 +196,29 @@ def test_command_converts_there_and_back(
     assert "save under way" in run(storage.root, back, "--to=checkpoint", code=4) and len(names(back)) == 2
     if not isinstance(back, Path):
         assert "writes to this machine" in run(hf, back / "hf", "--to=hf", code=4)
+
+
+_LARGE = """
+import resource, sys
+from pathlib import Path
+import torch
+from titanlite.tools.convert import convert
+source, target, to = sys.argv[1:]
+convert(Path(source), Path(target + ".warm"), to)
+used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_DATA, (used + (96 << 20),) * 2)
+convert(Path(source + "-large"), Path(target), to, shard_bytes=16 << 20)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("to", ["hf", "torch", "checkpoint"])
+def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -> None:
+    """256 MB of weights are converted by a process that may take 96 MB for it."""
+    small, large = tmp_path / "model", tmp_path / "model-large"
+    args = LlamaArgs(dim=512, n_layers=18, n_heads=4, vocab_size=96)
+    for folder, shape in ((small, ARGS), (large, args)):
+        pool(1).run(_save, folder, shape, "float32")
+    # Freed tensors go back to the system at once, as those of a large model do, instead of staying in pieces.
+    done = python("-c", _LARGE, small, tmp_path / "out", to, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)})
+    assert done.returncode == 0, done.stderr

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,10 +29,10 @@ from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full
 from tests.training.test_run import _run
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import save_hf
+from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
+from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.storage import describe, on_rank_0
 from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
@@ -382,6 +384,28 @@ def test_what_would_harm_or_hide_weights_is_told(pool: Pools, tmp_path: Path, ca
     with pytest.raises(CheckpointError, match="is of another tokenizer: choose another folder"):
         convert(source, tmp_path / "imported", "checkpoint")
     assert open_source(source / "model.safetensors").tokenizer == str(source)
+
+
+def test_a_store_keeps_nothing_of_a_save_that_was_cut_short() -> None:
+    final = StorePath(f"memory://{uuid.uuid4().hex}/step-8-hf")
+    (final / "model-00001-of-00002.safetensors").write_bytes(b"half")
+    assert last_hf_step(final.parent) == -1
+    assert begin_folder(final) == final and not names(final)
+
+
+def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
+    entries = {name: ["float32", [4]] for name in ("a", "b")}
+    files = plan_files({"a": "a", "b": "b"}, entries, {"a": (0,), "b": (0,)})
+    open_before = len(os.listdir("/proc/self/fd"))
+
+    def read(name: str) -> torch.Tensor:
+        if name == "b":
+            raise OSError("full")
+        return torch.zeros(4)
+
+    with pytest.raises(OSError, match="full") as caught:
+        write_files(tmp_path, files, entries, read)
+    assert caught.tb and len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_the_last_save_goes_to_a_store(pool: Pools, storage: Storage, tmp_path: Path) -> None:

@@ -126,6 +126,16 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 
+@pytest.mark.slow
+def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path: Path) -> None:
+    part = {"initial_load_model_only": False, "exclude_from_loading": ["optimizer.*.norm.weight.*"]}
+    moments = pool(1).run(train, RUN, tmp_path, 5, 4, initial_load_path=str(source), **part)[0]["state"]
+    old = Contents(source / "step-4")
+    for name, value in moments.items():
+        anew = name.startswith("norm.weight.")
+        assert not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}")), name
+
+
 def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> None:
     model, optimizer, _ = build_tiny(world, RUN)
     reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
@@ -194,6 +204,11 @@ def test_the_table_names_each_kind_of_difference() -> None:
         "model.layers.0.wq.weight float32[64, 64] int64[64, 64] another dtype",
         "model.layers.1.w1.weight – float32[64, 64] missing",
     ]
+
+
+def test_the_table_is_one_screen() -> None:
+    lines = _refusal(_model(0), _model(30), source="x").splitlines()
+    assert len(lines) <= 24 and "60 missing" in lines[0] and "… and 40 more" in lines[-2]
 
 
 @pytest.mark.parametrize(

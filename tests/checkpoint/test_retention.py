@@ -23,7 +23,7 @@ from titanlite.checkpoint.retention import (
     quarantine,
     unpublish,
 )
-from titanlite.tools.checkpoint import list_checkpoints
+from titanlite.tools.checkpoint import list_checkpoints, remove
 
 
 def _pruned(
@@ -167,6 +167,17 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     assert _pruned(root, 9, bad=(5,), keep_latest_k=3) == [2, 3, 4, 5, 6, 9]
     write(root, 10, validation_loss=3.0)
     assert _pruned(root, 10, keep=(2,), keep_latest_k=1) == [2, 3, 6, 10], "2 is resumed from, 3 is pinned"
+
+
+def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write(root, 1, 2, 3)
+    for go in (lambda: remove([root / "step-1"]), lambda: _pruned(root, 3, keep_latest_k=2)):
+        if not elsewhere.exists():
+            (root / "step-1").rename(elsewhere)
+        (root / "step-1").symlink_to(elsewhere)
+        go()
+        assert names(root) == ["step-2", "step-3"] and names(elsewhere) == ["manifest.json", "shard"]
 
 
 def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:

@@ -25,8 +25,9 @@ from tests.training.harness import build_tiny
 from tests.words import listening
 from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import FORMAT, CheckpointError, read_manifest, steps_in
+from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
+from titanlite.checkpoint.retention import leftovers
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
@@ -200,6 +201,12 @@ def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage)
     assert verify(storage.root / "step-4")[1] == []
 
 
+def test_a_damaged_one_takes_no_place_among_the_latest(pool: Pools, copied: Path) -> None:
+    flip(copied / "step-6" / "__0_0.distcp")
+    pool(2).run(train, RUN, copied, 4, 7, every=7, keep_latest_k=2)
+    assert steps_in(copied) == [3, 6, 7], "with the damaged one as the second of two, the good one would go"
+
+
 def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, copied: Path) -> None:
     """To begin a run anew where one was lost would look like success."""
     flip(copied / "step-3" / "__1_0.distcp")
@@ -335,3 +342,16 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     ):
         assert re.search(told, pool(1).run(refusal, RUN, folder, first, first, **fields)[0])
     assert "no valid checkpoint" in pool(1).run(refusal, RUN, tmp_path / "new", 1, 2, start="resume")[0]
+
+
+def test_a_start_clears_leftovers(pool: Pools, storage: Storage) -> None:
+    for name in (".partial-step-9-0123abcd", ".deleted-step-2-0123abcd"):
+        if isinstance(storage.root, Path):
+            storage.root.mkdir(exist_ok=True)
+        (storage.root / name).write_bytes(b"")
+    if isinstance(storage.root, Path):
+        (storage.root / "step-9").mkdir()
+    (storage.root / "step-9" / "__0_0.distcp").write_bytes(b"half")
+    storage.run(pool(1), train, RUN, storage.root, 1, 2)
+    assert names(storage.root) == ["step-2"] and leftovers(storage.root) == []
+    assert find(storage.root)[1] == [] and parse_manifest(storage.root / "step-2").seconds

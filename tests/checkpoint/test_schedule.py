@@ -41,6 +41,14 @@ def _ask(
     return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
 
 
+def test_steps_cost_no_communication(pool: Pools) -> None:
+    config = Checkpoint(interval=10, milestones=[3, 14], enable_first_step_checkpoint=True)
+    for found in pool(2).run(_ask, config, [1.0] * 25):
+        assert found["due"] == [1, 3, 10, 14, 20] and found["met"] == []
+    config = Checkpoint(interval=10, milestones="powers_of_two")
+    assert pool(2).run(_ask, config, [1.0] * 20)[0]["due"] == [1, 2, 4, 8, 10, 16, 20]
+
+
 def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) -> None:
     config = Checkpoint(interval=100, interval_type="seconds")
     here, there = pool(2).run(_ask, config, [60.0] + [0.5] * 1000)

@@ -6,13 +6,17 @@ import gzip
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.hub_server import HubServer
+from tests.data.test_shards import write_c4
 from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
+from tests.pool import free_port
+from tests.processes import python
 from titanlite import exit_codes
 from titanlite.data.sources import BUNDLED
 from titanlite.tools.faults import Fault
@@ -129,3 +133,21 @@ def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
     (folder,) = saved(tmp_path)
     step = int(folder.removeprefix("step-"))
     assert 0 < step < 2000 and f"stopped after step {step} by {hub.url}/datasets/me/small/train-" in console, console
+
+
+@pytest.mark.slow
+def test_two_agents_train_on_c4_as_one_agent_with_two_ranks(tmp_path: Path) -> None:
+    write_c4(tmp_path / "hub", 4)
+    runs: dict[int, list[tuple[Any, ...]]] = {}
+    with HubServer(tmp_path / "hub") as hub:
+        for agents in (1, 2):
+            folder, port = tmp_path / str(agents), free_port()
+            rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
+            agent = [f"--nnodes={agents}", f"--nproc_per_node={2 // agents}", *rendezvous, "-m", "titanlite", "train"]
+            words = ["-m", "titanlite.torchrun", *agent, *flags(folder, *STREAM[:2], "--training.dataset=c4")]
+            with ThreadPoolExecutor(agents) as pool:
+                variables = hub.environment(tmp_path / "home")
+                done = list(pool.map(lambda _: python(*words, env=variables), range(agents)))  # noqa: B023
+            assert [one.returncode for one in done] == [0] * agents, done[0].stderr
+            runs[agents] = rows(folder)
+    assert runs[1] == runs[2] and len(runs[1]) == STEPS

@@ -17,6 +17,7 @@ from tests.pool import Pools
 from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
 from tests.training.test_run import _losses, _outcome, _trainer
 from titanlite import exit_codes
+from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.config.sections import Checkpoint
@@ -200,8 +201,11 @@ def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(pool:
     assert "model.output.weight on rank 0 does not fit float16" in said and "checkpoint.export_dtype" in said
 
 
-def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str) -> dict[str, Any]:
-    """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`. How that ended."""
+def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
+    """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`. How that ended.
+
+    checked: otherwise saves do not look, as in versions that did not.
+    """
     trainer = _trainer(world, folder, "--no-validation.enable", "--training.steps=8", *flags)
     left = [spoilt]
 
@@ -212,7 +216,13 @@ def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str) -> dict
                 _local(list(trainer.parts.model.parameters())[-1]).data.view(-1)[0] = NAN
 
     trainer.parts.optimizer.register_step_post_hook(spoil)
-    return _outcome(trainer, folder)
+    real = manager.find_nonfinite
+    if not checked:
+        manager.find_nonfinite = lambda *_: ""
+    try:
+        return _outcome(trainer, folder)
+    finally:
+        manager.find_nonfinite = real
 
 
 EVERY_TWO = "--checkpoint.interval=2"
@@ -239,3 +249,21 @@ def test_no_policy_goes_on_with_weights_that_are_not_finite(pool: Pools, tmp_pat
     again = pool(2).run(_spoil_weight, str(tmp_path), 0, *flags)[0]
     assert (again["step"], again["error"]) == (8, "")
     assert saved is None or any(f"resumed from step {saved}" in line for line in again["said"])
+
+
+@pytest.mark.slow
+def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
+    root = tmp_path / "checkpoint"
+    assert steps_in(root) == [2, 4]
+    named = f"--checkpoint.initial_load_path={root}/step-4"
+    other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
+    why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
+    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(f"checkpoint.initial_load_path: {why}")
+    found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
+    assert (found["step"], found["error"]) == (8, "")
+    (passed,) = [line for line in found["said"] if line.startswith("passed over")]
+    assert passed.startswith(f"passed over: {why}") and f"`titanlite checkpoint rm {root}/step-4`" in passed
+    assert any("resumed from step 2" in line for line in found["said"])
+    contents = Contents(root / "step-4")
+    assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), "a good one is there now"

@@ -214,6 +214,25 @@ def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
     assert found == [True, True, "the budget is used up", ["a"], True]
 
 
+@pytest.mark.slow
+def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time\n"
+        "from titanlite.signals import StopSignal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with StopSignal():\n"
+        "    try:\n"
+        "        for _ in range(2):\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            time.sleep(1.2)\n"
+        "    finally:\n"
+        "        time.sleep(60)\n"
+    )
+    done = python("-c", code, env={"TITANLITE_EXIT_CODES": f"{tmp_path}/codes"})
+    assert done.returncode == exit_codes.INTERRUPTED and "SIGINT again" in done.stderr, done.stderr
+    assert (tmp_path / "codes").read_text() == "0 130\n"
+
+
 def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -> None:
     code = (
         "import os, signal, subprocess, sys, time\n"

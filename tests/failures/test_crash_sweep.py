@@ -1,0 +1,78 @@
+"""Killed at each event of a save: the next start resumes the newest published step, and the end is the same."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.failures.runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
+from titanlite import exit_codes
+from titanlite.runs.record import read_entries
+from titanlite.tools.drill import saved_steps
+from titanlite.tools.faults import PUBLISHED, SAVE_EVENTS, Fault
+
+STRUCK = 4
+KEEP = "--checkpoint.keep_latest_k=1"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs without a fault, by the number of their ranks."""
+    found = {}
+    for ranks in (1, 2):
+        folder = found[ranks] = tmp_path_factory.mktemp(f"straight-{ranks}")
+        codes, text = train(flags(folder, KEEP), ranks, folder / "console")
+        assert codes == [exit_codes.DONE] * ranks, text
+        assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
+    return found
+
+
+CASES = [
+    *((1, "disabled", event, 0) for event in SAVE_EVENTS),
+    *((1, "async", event, 0) for event in ("shard half", "publish")),
+    (2, "disabled", "publish", 0),
+    (2, "async", "shard half", 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.soak)
+        for case in [
+            *((1, "async", event, 0) for event in ("manifest begun", "published", "prune half way")),
+            (2, "disabled", "shard half", 1),
+            (2, "async", "published", 0),
+        ]
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mode", "event", "rank"), CASES)
+def test_killed_in_a_save(
+    tmp_path: Path, straight: dict[int, Path], ranks: int, mode: str, event: str, rank: int
+) -> None:
+    arguments = flags(tmp_path, KEEP, f"--checkpoint.async_mode={mode}")
+    codes, text = train(arguments, ranks, tmp_path / "killed", Fault("kill", event, STRUCK, rank))
+    assert codes[rank] == -signal.SIGKILL, text
+    assert all(code in (-signal.SIGKILL, exit_codes.LOST_PEER) for code in codes), text
+    newest = max(saved_steps(tmp_path))
+    if event.startswith("prune"):
+        assert newest >= STRUCK, "an old one goes when a new one is known to be good, which may be a save later"
+    else:
+        assert newest == (STRUCK if event in PUBLISHED else STRUCK - INTERVAL)
+
+    codes, text = train(arguments, ranks, tmp_path / "resumed")
+    assert codes == [exit_codes.DONE] * ranks, text
+    assert re.findall(r"resumed from step (\d+)", text) == [str(newest)]
+    assert "passed over" not in text, "a save that was not finished is no checkpoint"
+    assert rows(tmp_path) == rows(straight[ranks]), "each step once, with the numbers of the run without a fault"
+    assert batches(tmp_path, ranks) == batches(straight[ranks], ranks), "no sequence left out, none twice"
+    assert unequal(tmp_path, straight[ranks]) == []
+    *_, before, start, end = read_entries(tmp_path)
+    assert (start["event"], start["step"], end["state"]) == ("start", newest, "done")
+    # Rank 0 wrote an end, when it was another one that was killed.
+    lost = start["lost"]["steps"] if "lost" in start else before["lost_steps"]
+    assert lost <= (2 if mode == "async" else 1) * INTERVAL
+    assert STEPS in saved_steps(tmp_path)
+    left = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert left == {f"step-{step}" for step in saved_steps(tmp_path)}, "what the kill left is deleted"
