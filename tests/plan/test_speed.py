@@ -132,6 +132,9 @@ def test_features_move_the_speed_as_they_should() -> None:
         of(64, tp(8), "training.compile").parts["tensor traffic"]
         > 2 * (of(64, tp(8), "training.compile", "experimental.enable_async_tensor_parallel").parts["tensor traffic"])
     )
+    gathers = ("default", "8", "never")
+    traffic = [of(16, f"training.reshard_after_forward={x}").parts["sharding traffic"] for x in gathers]
+    assert traffic == sorted(traffic, reverse=True) and traffic[2] < traffic[0]
     assert of(8, "training.enable_cpu_offload").tokens_per_second < base
     assert of(16, "training.data_parallel_replicate_degree=2").parts["sharding traffic"] > 0
     context = of(8, "experimental.context_parallel_degree=2", "training.seq_len=32768")
@@ -148,6 +151,14 @@ def test_the_bubble_is_that_of_the_schedule(schedule: str, microbatches: int, id
     found = of(8, "training.batch_size=16", *(f"experimental.{x}" for x in ("pipeline_parallel_degree=8", *flags)))
     busy = found.step_seconds - found.parts["pipeline bubble"] - found.parts["optimizer"]
     assert found.parts["pipeline bubble"] == pytest.approx(idle * busy)
+
+
+def test_muon_makes_each_matrix_orthogonal_on_one_of_the_ranks() -> None:
+    found = [of(n, "optimizer.name=Muon").parts["optimizer"] - of(n).parts["optimizer"] for n in (8, 32)]
+    d, f = 4096, 14336
+    products = [(2, d, d), (2, 1024, d), (3, d, f)]  # count in a block, rows, columns
+    flops = 32 / 8 * sum(count * 5 * (4 * m * m * n + 2 * m**3) for count, m, n in products)
+    assert found == [pytest.approx(flops / (989e12 * H100.sustained)), pytest.approx(found[0] / 4)]
 
 
 def test_float8_needs_a_gpu_that_has_it() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.derive import RunConfig
+from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
 from titanlite.plan.hardware import Cluster
@@ -89,6 +91,8 @@ _LATENCY, _LATENCY_PER_NODE = 20e-6, 4e-6
 _LOSS_EAGER, _LOSS_COMPILED = 30, 14
 #: Bytes that the update, the norm and the clipping move per parameter.
 _UPDATE_BYTES = 40
+#: Steps of Muon's iteration: products of m x n and n x m, m x m and m x m, m x m and m x n.
+_ITERATIONS = 5
 #: Bytes per second of a host's memory, for each GPU's share of it.
 _HOST_MEMORY = 25e9
 #: Backward over forward: products, and attention, which computes its scores again.
@@ -335,19 +339,23 @@ class _Step:
             )
         return total
 
-    def sharding(self) -> tuple[float, float, float]:
-        """Return the seconds of all gathers of one pass through the model, of the reduction of gradients, and of
+    def sharding(self) -> tuple[float, float, float, float]:
+        """Return the seconds of all gathers of a forward and of a backward, of the reduction of gradients, and of
         transfers to and from the host that go with them.
         """
         shards, stride = self.mesh.weight_shards, self.mesh.tensor
         units = max(self.blocks * self.stage_share, 1)
-        gather = units * self.collective(self.gather_bytes / units, shards, stride)
+        reshard = self.run.training.reshard_after_forward
+        again = reshard if isinstance(reshard, int) else 1 if reshard == "never" else shards
+        gather, once_more = (
+            units * self.collective(self.gather_bytes / units, ranks, stride) for ranks in (shards, again)
+        )
         size = 2.0 if self.run.training.mixed_precision_reduce == "bfloat16" else 4.0
         reduce = units * self.collective(self.parameters * size / units, shards, stride)
         part = 2 * self.parameters * size / shards / units
         reduce += units * self.collective(part, self.mesh.dp_replicate, stride * shards)
         host = 4 * self.parameters / shards / self.gpu.pcie if self.run.training.enable_cpu_offload else 0.0
-        return gather, reduce, host
+        return gather, once_more, reduce, host
 
     def tensor_seconds(self) -> float:
         """Return the seconds of tensor parallelism for one micro-batch: 4 collectives in a block's forward, 4 in its
@@ -408,13 +416,13 @@ class _Step:
 
     def _hide(self, parts: dict[str, float], forward: float, backward: float) -> None:
         """Add the traffic that computing does not hide. forward, backward: seconds of computing of one micro-batch."""
-        gather, reduce, host = self.sharding()
+        gather, once_more, reduce, host = self.sharding()
         t, m = self.run.training, self.micro_batches
         again = t.reshard_after_forward != "never"
         gathers = m if again else 1
         reductions = m if t.gradient_sync == "every" else 1
         units = max(self.blocks * self.stage_share, 1)
-        ahead, back = gather * gathers, gather * gathers * again + reduce * reductions
+        ahead, back = gather * gathers, once_more * gathers + reduce * reductions
         seconds = 0.0
         for traffic, computing in ((ahead, forward * m), (back, backward * m)):
             seconds += max(0.0, traffic - computing) + self.k.contention * min(traffic, computing)
@@ -448,8 +456,23 @@ class _Step:
     def _update(self) -> float:
         owned = self.parameters / self.mesh.weight_shards
         if self.run.training.enable_cpu_offload:
-            return owned * _UPDATE_BYTES / _HOST_MEMORY
-        return self.moved(owned * _UPDATE_BYTES)
+            return owned * _UPDATE_BYTES / _HOST_MEMORY + self._orthogonal()
+        return self.moved(owned * _UPDATE_BYTES) + self._orthogonal()
+
+    def _orthogonal(self) -> float:
+        """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that share it."""
+        if self.run.optimizer.name != "Muon" or self.spec.linears is None:
+            return 0.0
+        ranks = self.mesh.dp_replicate * self.mesh.weight_shards * self.mesh.tensor
+        found = Counter(size for name, size in self.spec.linears(self.args).items() if name != self.spec.head)
+        if self.spec.experts is not None:
+            experts = sum(self.spec.experts(self.args).values())
+            found[Size(self.width, getattr(self.args, "ffn_width", self.width))] += 3 * experts
+        flops = 0.0
+        for size, count in found.items():
+            m, n = sorted((size.in_features, size.out_features))
+            flops += math.ceil(count * self.stage_share / ranks) * _ITERATIONS * (4 * m * m * n + 2 * m**3)
+        return flops / (self.gpu.bf16 * self.gpu.sustained)
 
     def _assumptions(self) -> tuple[str, ...]:
         gpu, cluster = self.gpu, self.cluster
