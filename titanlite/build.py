@@ -68,6 +68,8 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
 from titanlite.plan.hardware import peak_flops
+from titanlite.plan.plan import with_vocabulary
+from titanlite.plan.runtime import PeakCheck, start_rows
 from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
 from titanlite.rank_checks import check_ranks
 from titanlite.run_callbacks import (
@@ -377,7 +379,7 @@ def build(
     def report(trainer: Trainer) -> list[str]:
         return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model)
 
-    in_epochs = run.training.epochs is not None
+    in_epochs, planned = run.training.epochs is not None, with_vocabulary(run, datasets.tokenizer.vocab_size)
     drift = run.float8.drift_check if in_float8 else 0
     profiles = run.profiling.enable_profiling or run.profiling.enable_memory_snapshot
     # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
@@ -388,6 +390,8 @@ def build(
         attempts,
         average,
         rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
+        # Before the metrics, which begin a new peak.
+        PeakCheck(planned, torch.cuda.max_memory_allocated) if device.type == "cuda" else None,
         sources,
         experts,
         metrics,
@@ -474,6 +478,7 @@ def startup_lines(
         window = getattr(builder.args, "window", None)
         rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
+    rows += start_rows(with_vocabulary(run, datasets.tokenizer.vocab_size), device.type, memory)
     rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
     rows += rep.optimizer_rows(run.optimizer, run.training, state)
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))

@@ -34,7 +34,7 @@ PREEMPTED_UNSAVED = 6
 #: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be reached. The cause is
 #: there.
 LOST_PEER = 7
-#: The memory of a GPU does not hold the run, by the plan.
+#: A rank ran out of the memory of its device or its host, or would by the plan. The same command would again.
 OUT_OF_MEMORY = 8
 #: The same command may go on after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
@@ -48,10 +48,27 @@ INTERRUPTED = 130
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 #: torch's own errors where it cannot serve a store.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
+#: Those of a host without memory, of a GPU's driver and of NCCL; that of the allocator on a GPU has a class.
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|Cuda failure .*out of memory"
+)
+
+
+def memory_error_of(error: BaseException | None) -> BaseException | None:
+    """Return the failed allocation that `error` is or was caused by, also in a compiler; None without one."""
+    while error is not None:
+        by_torch = type(error) is RuntimeError or type(error).__module__.startswith("torch")
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        if kinds & {"MemoryError", "OutOfMemoryError"} or by_torch and _NO_MEMORY.search(str(error)):
+            return error
+        error = error.__cause__ or getattr(error, "inner_exception", None)
+    return None
 
 
 def is_of_collectives(error: BaseException) -> bool:
     """Whether a collective failed: another rank has ended, hangs or cannot be reached."""
+    if memory_error_of(error):
+        return False
     # torch.distributed's own errors, by name: this module must not import torch.
     names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("torch.")}
     if names & {"DistError", "RendezvousError"}:
@@ -63,7 +80,7 @@ def code_of(error: BaseException) -> int:
     """Return the exit code of a run that ends by `error`; titanlite's own errors carry it as `exit_code`."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    code = getattr(error, "exit_code", None)
+    code = OUT_OF_MEMORY if memory_error_of(error) else getattr(error, "exit_code", None)
     if code is None:
         if type(error).__module__.startswith("torch.") and _PORT_TAKEN.search(str(error)):
             return CONFIG

@@ -92,6 +92,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
+    from titanlite.plan.plan import with_vocabulary
     from titanlite.preflight import check_machine
     from titanlite.run_text import read_datasets
     from titanlite.runs.logs import FOLDER as LOGS
@@ -100,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
 
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
-    folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
+    folder, watchdog, planned = Path(config.job.dump_folder), HangWatchdog(), config
     traces = str(folder / "comm_traces")
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with StopSignal(at_once=True) as stop:
@@ -121,6 +122,7 @@ def run(argv: Sequence[str]) -> int:
                 check_model(config, datasets.tokenizer.vocab_size)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
+                planned = with_vocabulary(config, datasets.tokenizer.vocab_size)
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
                 opened = DistEnv.open(
                     store=store,
@@ -144,6 +146,8 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
+            if code == exit_codes.OUT_OF_MEMORY:
+                return print_error(_out_of_memory(error, planned, watchdog.where, rank), code)
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
 
@@ -167,6 +171,24 @@ def _show_plan(config: RunConfig, environment: LaunchEnv) -> int:
         style = Style(wants_color(sys.stdout) if color is None else color)
         print(escape(plan_text(plan, style), colors=True), flush=True)
     return exit_codes.DONE
+
+
+def _out_of_memory(error: Exception, run: RunConfig, where: str, rank: int) -> str:
+    """Return the message of a run without memory: plan, remedies, and from where it goes on."""
+    import torch
+
+    from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
+    from titanlite.checkpoint.paths import to_path
+    from titanlite.plan.runtime import memory_report
+
+    report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
+    steps, section = list[int](), run.checkpoint
+    if section.enable_checkpoint:
+        with contextlib.suppress(Exception):  # a store that does not answer
+            root = to_path(section.folder)
+            steps = [step for step in steps_in(root) if (step_folder(root, step) / FILE).is_file()]
+    kept = f"The same command resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is saved"
+    return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
 
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:

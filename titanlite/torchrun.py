@@ -35,12 +35,14 @@ def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
     text: lines of "restart code", each perhaps followed by an error message as a JSON string. The last restart counts.
     failed: exit codes of the workers that failed first, as torchrun saw them.
 
-    LOST_PEER and ERROR count only if no worker has another reason. torchrun stops the other workers by SIGTERM when one
-    fails, so their PREEMPTED does not count then.
+    OUT_OF_MEMORY counts first, LOST_PEER and ERROR only if no worker has another reason. torchrun stops the other
+    workers by SIGTERM when one fails, so their PREEMPTED does not count then.
     """
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
         codes.discard(exit_codes.PREEMPTED)
+    if exit_codes.OUT_OF_MEMORY in codes:  # torchrun stops the other workers, which may save then
+        return exit_codes.OUT_OF_MEMORY
     return min(codes - {exit_codes.LOST_PEER, exit_codes.ERROR} or codes, default=None)
 
 

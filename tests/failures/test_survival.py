@@ -11,6 +11,7 @@ import torch
 from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
+from titanlite.runs.record import read_entries
 from titanlite.tools.faults import Fault
 from titanlite.tools.tensors import Contents
 
@@ -108,3 +109,21 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_pat
     assert len(weights) > 8 and "model.layers.0.attention.wq.weight" in weights
     for name in weights:
         assert torch.equal(before.read(name), after.read(name)), name
+
+
+@pytest.mark.slow
+def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(tmp_path: Path, straight: Path) -> None:
+    more = ["--checkpoint.async_mode=async"]
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Fault("memory", "step", 6, 1))
+    assert codes == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], text
+    report = text[text.index("error: [rank 1] out of memory") :]
+    assert "in backward of step 6: CUDA out of memory. Tried to allocate 2.00 GiB.\n" in report
+    assert re.search(r"\nplanned for rank 1, .*\nparameters .*\n", report) and re.search(r"request +2.0 GiB\n", report)
+    assert re.search(r"\n  [a-z_.]+ = .* saves [\d.]+ .?.?B, about \d+% slower\n", report), report
+    newest = re.search(rf"The same command resumes from step (\d) in {tmp_path}/checkpoint", report)
+    assert newest is not None and int(newest[1]) in (2, 4), "a save in flight is not waited for"
+    assert "_run_out" in (tmp_path / "logs" / "rank_1.log").read_text(), "the traceback"
+    assert (end := read_entries(tmp_path)[-1])["exit_code"] == exit_codes.LOST_PEER and "rank 1" in end["reason"]
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
+    assert codes == [0, 0] and f"resumed from step {newest[1]}" in text
+    assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []

@@ -34,6 +34,7 @@ from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error
         ([1], '0 1 "words"\n0 5\n', 1),
         ([5], "0 5\n0 7\n", 5),
         ([3], "0 3\n0 5\n", 3),
+        ([8], "0 8\n0 5\n0 6\n0 7\n", 8),
     ],
 )
 def test_which_code_stands_for_all(failed: list[int], told: str, code: int | None) -> None:

@@ -167,6 +167,7 @@ def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
         "sharding",
         "attention",
         "activations",
+        "memory",
         "data",
     ]
     names += ["global batch", "tokens per step", "length", "schedule"]

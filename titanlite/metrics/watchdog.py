@@ -147,6 +147,11 @@ class HangWatchdog:
             self._first_step = step
         self._now = (step, 0, name, now)
 
+    @property
+    def where(self) -> str:
+        """The latest phase of this rank, as "backward of step 3"."""
+        return RankState(0, step=self._now[0], phase=self._now[2]).where
+
     def __enter__(self) -> HangWatchdog:
         grouped = dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)

@@ -183,16 +183,19 @@ def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
         return estimate(run, rank)
     except NoFormula as error:
         hint = "--exact traces a step of the code instead"
-        raise ConfigError([Problem("", "model.name", str(error), hint)]) from None
+        raise ConfigError([Problem("", "", str(error), hint)]) from None
 
 
-def with_vocabulary(run: RunConfig) -> RunConfig:
-    """Return the run with `model.vocab_size`, of the tokenizer if the flavor has none. Raises DataError."""
-    if run.model_args().vocab_size is not None:
-        return run
-    from titanlite.data.tokenizer import load_tokenizer
+def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
+    """Return the run with the size of its vocabulary as a key, so that no plan needs the tokenizer.
 
-    size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
+    tokenizer_size: None: the tokenizer is read if the model has no size of its own. Raises DataError.
+    """
+    size = run.model_args(tokenizer_size).vocab_size
+    if size is None:
+        from titanlite.data.tokenizer import load_tokenizer
+
+        size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
 
 

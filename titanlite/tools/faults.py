@@ -58,12 +58,13 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 class Fault:
     """A fault in one rank; the default is none.
 
-    kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the disk is full.
+    kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the disk is full. memory:
+    the backward runs out of the GPU's memory.
     """
 
-    kind: Literal["none", "kill", "term", "nan", "full"] = "none"
-    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (signals
-    #: and nan), when a "validation" begins (signals).
+    kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
+    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (all
+    #: but full), when a "validation" begins (signals).
     event: str = ""
     #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
@@ -107,6 +108,14 @@ def _strike(fault: Fault, model: Any = None) -> None:
     elif fault.kind == "nan":
         factors = itertools.chain([float("nan")], itertools.repeat(1.0))
         list(model.parameters())[-1].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(next(factors)))
+    elif fault.kind == "memory":
+        list(model.parameters())[-1].register_post_accumulate_grad_hook(_run_out)
+
+
+def _run_out(_: object) -> None:
+    from torch import OutOfMemoryError
+
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
 def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:

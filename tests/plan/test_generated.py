@@ -1,8 +1,14 @@
-"""The comments of train_configs/ on hardware are those of the plan; `python tests/plan/test_config_comments.py --write`."""
+"""Texts that the plan makes: comments of train_configs/ on hardware, examples of docs/plan.md.
+
+`python tests/plan/test_generated.py --write` makes them again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,8 +17,10 @@ import pytest
 from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.plan import GIB, make_plan
+from titanlite.tools import cli
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
+PAGE = FOLDER.parent / "docs" / "plan.md"
 #: File → the hardware that it names. hf_debug.toml has no formulas.
 HARDWARE = {
     **dict.fromkeys(("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]),
@@ -59,8 +67,27 @@ def test_every_file_says_it() -> None:
     assert {file.stem for file in FOLDER.glob("*.toml")} - set(HARDWARE) == {"hf_debug"}
 
 
+def examples(page: str) -> str:
+    """Return the page with the output of each command after "$ titanlite plan" in a block of its own."""
+
+    def printed(block: re.Match[str]) -> str:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            cli.main(shlex.split(block[1]))
+        return f"```\n$ titanlite {block[1]}\n{text.getvalue()}```"
+
+    return re.sub(r"```\n\$ titanlite (plan .*)\n(?:(?!```).*\n)*```", printed, page)
+
+
+def test_the_examples_of_the_page_are_what_is_printed() -> None:
+    page = PAGE.read_text()
+    assert page.count("$ titanlite plan") >= 2
+    assert examples(page) == page, __doc__
+
+
 def write() -> None:
-    """Put the comment into each file; into one that has none after the first paragraph of comments."""
+    """Write the examples, and the comment of each file; in one that has none after the first paragraph of comments."""
+    PAGE.write_text(examples(PAGE.read_text()))
     for name in HARDWARE:
         file = FOLDER / f"{name}.toml"
         text = file.read_text()

@@ -1,0 +1,113 @@
+"""What a run needs besides the memory of a step: checkpoints, disk, host memory, time, cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import MANIFEST, options, write
+from titanlite.checkpoint.manifest import steps_in
+from titanlite.checkpoint.retention import delete, prune
+from titanlite.checkpoint.schedule import is_milestone
+from titanlite.config.errors import ConfigError
+from titanlite.derive import RunConfig
+from titanlite.fit import check_config
+from titanlite.plan.hardware import cluster_of
+from titanlite.plan.plan import GIB, checkpoint_disk, kept_at_once, make_plan, with_vocabulary
+
+
+def planned(file: str, ranks: int, *flags: str) -> RunConfig:
+    return check_config([f"--job.config_file={file}", *flags], ranks, training=False)[1]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AnyPrecisionAdamW", "AdamW8bit", "Muon"])
+def test_the_size_of_a_checkpoint_is_that_of_its_tensors(name: str) -> None:
+    import torch
+
+    from titanlite.checkpoint.storage import gather
+    from titanlite.optim.optimizer import build_optimizer
+
+    dtype = "float32" if name == "Muon" else "bfloat16"
+    wide = ["--model.overrides.dim=2048", "--model.overrides.n_layers=1"]  # blocks of 256 are of such widths
+    flags = [f"--optimizer.name={name}", "--optimizer.kahan=true", f"--training.dtype={dtype}", *wide]
+    run = with_vocabulary(planned("debug_model.toml", 1, *flags))
+    args = run.model_args()
+    model = run.spec.build(args).to(getattr(torch, dtype))
+    optimizer = build_optimizer(
+        dict(model.named_parameters()), run.optimizer, torch.device("cpu"), run.spec.block_names(args)
+    )
+    tensors = gather(model, optimizer).values()
+    assert checkpoint_disk(run, 1.0).checkpoint == pytest.approx(sum(t.nbytes for t in tensors), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"keep_latest_k": 2},
+        {"keep_latest_k": 1},
+        {"keep_latest_k": 3, "keep_every": 30},
+        {"keep_latest_k": 2, "milestones": "powers_of_two"},
+        {"keep_latest_k": 0},
+        {"keep_latest_k": 9, "milestones": [5, 500]},
+    ],
+    ids=str,
+)
+def test_as_many_checkpoints_as_the_retention_leaves(tmp_path: Path, fields: dict[str, Any]) -> None:
+    section = options(tmp_path, interval=10, interval_type="steps", **fields)
+    most = 0
+    for step in range(1, 76):
+        if step % 10 == 0 or is_milestone(step, section.milestones) or step == 75:
+            write(tmp_path, step)
+            most = max(most, len(steps_in(tmp_path)))
+            for mark in prune(tmp_path, step, section, fingerprints=MANIFEST.fingerprints):
+                delete(mark)
+    assert kept_at_once(section, 75, 1.0, validated=False) == most
+
+
+def test_a_run_in_seconds_saves_by_its_speed_and_one_in_epochs_is_bounded_by_the_retention(tmp_path: Path) -> None:
+    section = options(tmp_path, interval=60, interval_type="seconds", keep_latest_k=0)
+    assert kept_at_once(section, 100, 2.0, validated=False) == 4  # after 30, 60, 90 and 100 steps
+    assert kept_at_once(section, None, 2.0, validated=False) is None
+    assert kept_at_once(options(tmp_path, keep_latest_k=3), None, 2.0, validated=True) == 4
+
+
+def test_numbers_of_a_plan_agree() -> None:
+    run = planned("llama3_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
+    cluster = replace(cluster_of(run, instance="p5.48xlarge"), price=98.32)
+    plan = make_plan(run, cluster)
+    found = plan.as_json()
+    assert found["fits"] and sum(found["parts"].values()) == pytest.approx(found["peak_gib"])
+    assert found["peak_gib"] + found["overhead_gib"] + found["margin_gib"] == pytest.approx(found["usable_gib"])
+    assert found["hours"] * 3600 == pytest.approx(1000 * found["step_seconds"])
+    assert found["step_seconds"] * found["tokens_per_second"] * 16 == pytest.approx(found["tokens_per_step"])
+    assert found["cost"] == pytest.approx(2 * 98.32 * found["hours"])
+    low, high = found["mfu_range"]
+    assert 0 < low < found["mfu"] < high < 1
+    # Eight ranks of a machine copy their part of a checkpoint: half of it.
+    copy = found["host_parts"]["copy of an asynchronous save"]
+    assert copy == pytest.approx(found["checkpoint_gib"] / 2, rel=0.01)
+
+    full = replace(plan, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed)))
+    assert full.fits and full.margin == 0
+    assert not replace(full, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed - 1))).fits
+
+
+def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
+    run = planned("llama3_8b.toml", 8)
+    cluster = cluster_of(run, gpu="h100-80g")
+    assert make_plan(run, cluster, rank=3).memory.rank == 3
+    with pytest.raises(ConfigError, match="0 … 7"):
+        make_plan(run, cluster, rank=8)
+
+
+def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
+    from titanlite.plan.trace import trace
+
+    run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
+    cluster = cluster_of(run, gpu="l4")
+    plan = make_plan(run, cluster, exact=True)
+    assert plan.exact and plan.memory.peak.total == trace(with_vocabulary(run), plan.memory.rank).peak.total
+    assert plan.memory.peak.total < GIB

@@ -1,0 +1,289 @@
+"""Use the plan in a run: a row of the start report, the check of its peak, the report of a run out of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec.structs import replace as replace_fields
+
+from titanlite.callbacks import SLOW_PHASES, Callback
+from titanlite.config.checks import contradictions
+from titanlite.config.errors import ConfigError
+from titanlite.config.keys import sections
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import ActivationCheckpoint, Config
+from titanlite.config.toml import quote
+from titanlite.derive import RunConfig
+from titanlite.exit_codes import memory_error_of
+from titanlite.fit import fitted
+from titanlite.plan.memory import NoFormula, estimate
+from titanlite.plan.parts import PARTS, Moment, RankMemory
+from titanlite.utils import Table, human_bytes, logger, render
+
+if TYPE_CHECKING:
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
+
+_GIB = 1024**3
+#: Measured and planned peaks that are further apart than this share are reported.
+APART = 0.15
+#: Remedies that are shown, and the least share of the peak that each saves.
+_REMEDIES, _LEAST = 3, 0.02
+#: Phases in which a peak is none of a training step.
+_OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
+_REQUEST = re.compile(r"(?:allocate|allocating) ([\d.]+ (?:bytes|[KMGT]iB))")
+
+
+def place(moment: Moment) -> str:
+    """Return `backward of layers.31`."""
+    return f"{moment.phase} of {moment.module}" if moment.module else moment.phase
+
+
+# At the start and after step 2
+
+
+def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]:
+    """Return the row of the start report; none for a model without formulas. It raises nothing.
+
+    device: "cuda" or "cpu". total: bytes of one device.
+    """
+    try:
+        planned = estimate(run, None, device)
+    except NoFormula:
+        return []
+    except Exception as error:
+        return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
+    size, of_rank = planned.peak.total, f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
+    each = f"{size / _GIB:,.1f} of {total / _GIB:,.1f} GiB per GPU"
+    if device == "cpu":
+        each = f"{human_bytes(size)} of host memory per rank"
+    return [("memory", f"planned {each}, in {place(planned.peak)}{of_rank}")]
+
+
+class PeakCheck(Callback):
+    """Logs the measured peak beside the planned one, once, after the second step of a process.
+
+    It runs before the metrics, whose logs begin a new peak. The first step is logged and has no optimizer state before
+    its end, so the peak of the second is that of every later step.
+
+    read_peak: bytes of this rank's tensors at their peak since the latest log. A CPU has no such counter, and the
+    resident memory of its process is mostly not tensors: there nothing is compared.
+    """
+
+    def __init__(self, run: RunConfig, read_peak: Callable[[], int], device: str = "cuda") -> None:
+        self._run, self._read_peak, self._device = run, read_peak, device
+        #: The peak since the latest log is one of training steps only; it was compared.
+        self._fresh = self._done = False
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase in _OTHER_PHASES:
+            self._fresh = False
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        self._fresh = True
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if not self._fresh or self._done:
+            return
+        self._done = True
+        import torch
+        import torch.distributed as dist
+
+        world = trainer.parts.world
+        peaks = torch.zeros(2, world.size, dtype=torch.float64)
+        try:
+            planned = estimate(self._run, world.rank, self._device).peak.total
+        except Exception:  # the start report has said so
+            planned = 0
+        peaks[:, world.rank] = torch.tensor([self._read_peak(), planned])
+        peaks = peaks.to(world.device)
+        dist.all_reduce(peaks)
+        measured, plans = peaks.tolist()
+        if not all(plans):
+            return
+        rank = max(range(world.size), key=lambda one: abs(measured[one] / plans[one] - 1))
+        share = measured[rank] / plans[rank] - 1
+        where = f" on rank {rank}" if world.size > 1 else ""
+        text = f"memory of step {trainer.step}: measured {measured[rank] / _GIB:,.2f} GiB at the peak{where}, "
+        text += f"planned {plans[rank] / _GIB:,.2f} GiB ({share:+.1%})"
+        if abs(share) <= APART or world.rank:  # the console shows a warning once
+            logger.info(text)
+            return
+        logger.warning(
+            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it, with this line and with "
+            f"config.toml and logs/rank_{rank}.log of {self._run.job.dump_folder}"
+        )
+
+
+# Out of memory
+
+
+class Remedy(NamedTuple):
+    """Settings with which a run needs less memory."""
+
+    #: By key.
+    changes: Mapping[str, Any]
+    #: Number of ranks where it is another one.
+    ranks: int | None
+    #: Bytes of the planned peak.
+    saves: int
+    #: A rough share of the speed that it costs.
+    slower: float
+
+    def __str__(self) -> str:
+        on = [f"{self.ranks} ranks"] if self.ranks else []
+        return ", ".join([*on, *(f"{key} = {quote(value)}" for key, value in self.changes.items())])
+
+
+def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None) -> RunConfig:
+    """Return the run with other values of these keys, on so many ranks. Raises ConfigError where it cannot be so."""
+    found = {name: getattr(run, name) for name in sections()}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        found[section] = replace_fields(found[section], **{name: value})
+    config = LoadedConfig(Config(**found))
+    if problems := contradictions(config):
+        raise ConfigError(problems)
+    return fitted(config, ranks or run.mesh.world_size)
+
+
+def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> list[Remedy]:
+    """Return what saves memory at the planned peak, the cheapest first. rank None: on the worst rank."""
+    peak, found = estimate(run, rank, device).peak.total, []
+    for changes, ranks, slower in _candidates(run):
+        with contextlib.suppress(ConfigError):  # the run cannot be so
+            other = changed(run, changes, ranks)
+            saves = peak - estimate(other, rank if other.mesh == run.mesh else None, device).peak.total
+            if saves >= _LEAST * peak:
+                found.append(Remedy(changes, ranks, saves, slower))
+    return sorted(found, key=lambda one: (one.slower, -one.saves))
+
+
+def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None, float]]:
+    """Yield settings, other ranks, and the share of the speed that they cost: a rough one."""
+    t, ac, mesh = run.training, run.activation_checkpoint, run.mesh
+    same_batch = {"training.global_batch_size": run.batch.global_batch_size} if t.global_batch_size == -1 else {}
+    shard, replicate = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
+
+    def shards(count: int) -> dict[str, Any]:
+        return {} if t.data_parallel_shard_degree == -1 else {shard: count}
+
+    if t.loss_chunks < 8:
+        yield {"training.loss_chunks": 8}, None, 0.01
+    yield {"training.prefetch": 0}, None, 0.02
+    yield {"training.reshard_after_forward": "always"}, None, 0.03
+    if run.optimizer.name == "AdamW":
+        yield {"optimizer.name": "AdamW8bit"}, None, 0.03
+    yield {"training.gradient_sync": "every"}, None, 0.05
+    yield {"training.batch_size": max(t.batch_size // 2, 1), **same_batch}, None, 0.05
+    if t.data_parallel_type == "ddp":
+        yield {"training.data_parallel_type": "fsdp", replicate: 1, shard: -1}, None, 0.1
+    elif mesh.dp_replicate % 2 == 0:
+        yield {replicate: mesh.dp_replicate // 2, **shards(mesh.dp_shard * 2)}, None, 0.05
+    for option in ({"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"}):
+        # A step is three forwards; the backward repeats a share of one.
+        again = _recomputed(replace_fields(ac, **option)) - _recomputed(ac)
+        if again >= 0:
+            changes = {f"activation_checkpoint.{name}": value for name, value in option.items()}
+            yield changes, None, again / (3 + _recomputed(ac) + again)
+    yield {"activation_checkpoint.offload": True}, None, 0.1
+    degrees = {"experimental.context_parallel_degree": mesh.context, "training.tensor_parallel_degree": mesh.tensor}
+    for key, degree in degrees.items():
+        if mesh.dp_shard % 2 == 0:
+            yield {key: 2 * degree, **shards(mesh.dp_shard // 2), **same_batch}, None, 0.15
+    if t.data_parallel_type == "fsdp":
+        yield shards(2 * mesh.dp_shard), 2 * mesh.world_size, 0.2
+    yield {"training.enable_cpu_offload": True}, None, 0.5
+
+
+def _recomputed(ac: ActivationCheckpoint) -> float:
+    """Return the share of a forward that the backward repeats."""
+    if ac.mode == "selective":
+        return 0.5 if ac.selective_ac_option == "op" else 1 / int(ac.selective_ac_option)
+    return {"none": 0.0, "budget": 1 - ac.memory_budget}.get(ac.mode, 1.0)
+
+
+def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, device: str) -> str:
+    """Return the message of a run that ends for lack of memory: its plan, the allocator's figures, what to change.
+
+    error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises nothing.
+    """
+    cause, figures = memory_error_of(error) or error, dict[str, float]()
+    of_host = device == "cuda" and type(cause).__name__ != "OutOfMemoryError" and "CUDA" not in str(cause).upper()
+    text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is below with its figures
+    lines = [f"out of memory of the {'host' if of_host or device == 'cpu' else 'GPU'}, in {where}: {text}"]
+    if cause is not error:
+        lines.append(f"caused by {type(cause).__name__}: {cause}")
+    try:
+        figures = _allocator(cause, device)
+        lines += _plan_lines(estimate(run, rank, device), figures)
+        found = remedies(run, rank, device)[:_REMEDIES]
+        width = max((len(str(one)) for one in found), default=0)
+        lines.append("Any of these saves memory, by the plan:" if found else "By the plan, no single key saves much")
+        lines += [f"  {one!s:<{width}}  saves {human_bytes(one.saves)}, about {one.slower:.0%} slower" for one in found]
+    except Exception as failed:  # the error itself is the one to be seen
+        lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
+        lines.append(f"There is no plan to compare with: {failed}")
+    if of_host:
+        held = "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
+        lines.append(f"Host memory also holds {held}")
+    unused = figures.get("reserved", 0) - figures.get("allocated", 0)
+    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if unused > figures.get("request", unused) and "expandable_segments:True" not in settings:
+        lines.append(
+            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator join them, at no cost"
+        )
+    return "\n".join(lines)
+
+
+def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
+    """Return the plan's parts beside the allocator's figures, and the modules in which most is needed."""
+    peak = planned.peak
+    parts = {name: peak.parts[name] for name in PARTS if peak.parts.get(name)} | {"in all": peak.total}
+    parts |= {f"in host memory: {name}": size for name, size in planned.host.items()}
+    rows = [
+        [text for name, size in pair for text in (name, human_bytes(size) if name else "")]
+        for pair in zip_longest(parts.items(), figures.items(), fillvalue=("", 0))
+    ]
+    measured = "allocator" if "reserved" in figures else "process"
+    columns = (f"planned for rank {planned.rank}, {place(peak)}", "", measured, "")
+    most: dict[str, Moment] = {}  # blocks are alike
+    for moment in sorted(planned.moments, key=lambda one: -one.total):
+        most.setdefault(re.sub(r"\d+", "N", moment.module), moment)
+    top = [f"{place(moment)} {human_bytes(moment.total)}" for moment in list(most.values())[:4]]
+    return [render(Table(columns, rows, (0, 2)), terminal=False), f"Modules that need most: {', '.join(top)}"]
+
+
+def _allocator(error: BaseException, device: str) -> dict[str, float]:
+    """Return the bytes that an allocator, or on a CPU the system, gave this process, and those of the request."""
+    figures: dict[str, float] = {}
+    if device == "cuda":
+        import torch
+
+        stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+        for name in ("allocated", "reserved"):
+            figures[name] = stats.get(f"{name}_bytes.all.current", 0)
+            figures[f"{name}, peak"] = stats.get(f"{name}_bytes.all.peak", 0)
+        # While the error passes, tensors are freed: its text has the figures of the moment.
+        if now := re.search(r"memory ([\d.]+ \S+) is allocated by PyTorch, and ([\d.]+ \S+) is reserved", str(error)):
+            figures["allocated"] = _bytes(now[1])
+            figures["reserved"] = _bytes(now[1]) + _bytes(now[2])
+        if stats:
+            figures["of the GPU"] = torch.cuda.get_device_properties().total_memory
+    else:
+        figures["resident, peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if request := _REQUEST.search(str(error)):
+        figures["request"] = _bytes(request[1])
+    return figures
+
+
+def _bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit)
