@@ -238,9 +238,9 @@ class _Search:
     def fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
         """Return the fastest settings that fit."""
         for whole in sorted(variants, key=_rate, reverse=True):
-            for candidate in (whole, self.in_chunks(whole)):
-                if (weighed := self.weighed(candidate)).peak <= self.limit:
-                    return weighed
+            if (in_chunks := self.weighed(self.in_chunks(whole))).peak <= self.limit:
+                weighed = self.weighed(whole)
+                return weighed if weighed.peak <= self.limit else in_chunks
         return None
 
     def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
