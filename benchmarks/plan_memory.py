@@ -30,8 +30,12 @@ def main() -> None:
         if not all(word in case for word in options.words):
             continue
         rank = ranks - 1
-        real: RankMemory = pools(ranks).run(measure, case)[rank]
-        traced, computed = trace(planned(case), rank, "cpu"), _estimate(case, rank)
+        try:
+            real: RankMemory = pools(ranks).run(measure, case)[rank]
+            traced, computed = trace(planned(case), rank, "cpu"), _estimate(case, rank)
+        except Exception as error:
+            print(case, repr(error)[-3000:], flush=True)
+            continue
         peak = real.peak
         ratios = [f"{memory.peak.total / peak.total:.3f}" if memory else "" for memory in (traced, computed)]
         print(f"| {case} | {peak.total / 2**20:.1f} | {' | '.join(ratios)} | {peak.phase} {peak.module} |", flush=True)

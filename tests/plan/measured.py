@@ -14,9 +14,9 @@ from titanlite.plan.meter import MemoryMeter
 from titanlite.plan.parts import RankMemory
 
 _BASE = {
-    "model.vocab_size": 4096,
+    "model.vocab_size": 2304,
     "model.overrides.dim": 128,
-    "model.overrides.n_layers": 4,
+    "model.overrides.n_layers": 6,
     "model.overrides.n_heads": 4,
     "model.overrides.n_kv_heads": 2,
     "training.batch_size": 2,
@@ -109,7 +109,9 @@ def planned(case: str) -> RunConfig:
 def measure(world: DistEnv, case: str) -> RankMemory:
     """Train two steps of a run with its real components, and measure the second. Every rank calls it."""
     with tempfile.TemporaryDirectory() as folder:
-        run = load_config("debug_model.toml", world.size, [*config_of(case)[1], f"--job.dump_folder={folder}"])
+        run = load_config(
+            "debug_model.toml", world.size, [*config_of(case)[1], f"--job.dump_folder={world.broadcast(folder)}"]
+        )
         parts = build(run, world)
         try:
             step = parts.train_step

@@ -1,14 +1,83 @@
-"""A trace runs the real step at real sizes, without data."""
+"""A trace runs the real step at real sizes without data, and finds the bytes of the real run."""
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.plan.measured import CASES, measure, planned
+from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.trace import trace
 
+#: Whole runs in a second each; the benchmark compares all.
+QUICK = ["1 rank, AC full", "fsdp 2, four micro-batches"]
+SLOW = [
+    "1 rank, float8 rowwise, AC op",
+    "1 rank, mixture, AC full",
+    "1 rank, Muon",
+    "tp 2",
+    "cp 2",
+    "pp 2, Interleaved1F1B",
+    "mixture, experts over 2",
+    "hsdp 2 x 2",
+]
 
-def test_parameters_and_optimizer_of_a_rank_are_its_shards():
-    run = check_config(["--job.config_file=debug_model.toml"], 4, training=False)[1]
-    memory = trace(run, device="cpu")
-    weights = memory.peak.parts["parameters"]
-    assert abs(memory.peak.parts["optimizer"] / weights - 2) < 0.02
-    assert memory.moments[-1].phase == "optimizer"
+
+def config(ranks: int, name: str = "llama3_8b.toml", **flags: Any) -> RunConfig:
+    given = {"model.overrides.n_layers": 2, "training.global_batch_size": -1, **flags}
+    return check_config(
+        [f"--job.config_file={name}", *(f"--{k}={v}" for k, v in given.items())], ranks, training=False
+    )[1]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_the_peak_is_that_of_the_real_run(pool, case):
+    ranks = CASES[case][0]
+    real = pool(ranks).run(measure, case)[ranks - 1].peak
+    traced = trace(planned(case), ranks - 1, "cpu").peak
+    assert traced.total == pytest.approx(real.total, rel=0.05)
+    assert (traced.phase, traced.module) == (real.phase, real.module)
+    for part, size in real.parts.items():
+        assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part
+
+
+def test_a_gpu_takes_the_fused_optimizer():
+    fused, looped = (trace(config(8), device=device).moments[-1].parts["working memory"] for device in ("cuda", "cpu"))
+    assert fused < 1 << 20 < 100 << 20 < looped
+
+
+def test_what_is_offloaded_is_in_host_memory():
+    own = trace(config(8, **{"activation_checkpoint.mode": "full"}))
+    flags = {"activation_checkpoint.mode": "full", "activation_checkpoint.offload": "true"}
+    off = trace(config(8, **flags, **{"training.enable_cpu_offload": "true"}))
+    for part in ("parameters", "optimizer", "gradients"):
+        assert off.host[part] == pytest.approx(max(moment.parts[part] for moment in own.moments), rel=1e-3)
+        assert not any(moment.parts[part] for moment in off.moments)
+    blocks, tokens, dim = 2, 8192, 4096
+    assert off.host["activations"] == blocks * tokens * dim * 2
+    assert off.peak.total < own.peak.total - sum(own.peak.parts[part] for part in ("parameters", "optimizer"))
+
+
+def test_thousands_of_ranks_take_no_longer():
+    def seconds(ranks: int) -> float:
+        started = time.process_time()
+        memory = trace(config(ranks, **{"training.tensor_parallel_degree": 8}), ranks - 1)
+        assert memory.rank == ranks - 1
+        return time.process_time() - started
+
+    seconds(16)
+    assert seconds(4096) < 2 * seconds(16) + 1
+
+
+def test_a_run_in_progress_is_not_disturbed():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with pytest.raises(RuntimeError, match="another process"):
+            trace(config(8))
+    finally:
+        dist.destroy_process_group()

@@ -7,10 +7,11 @@ alone, by the rules of autograd: a saved tensor dies with the last node that sav
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titanlite.models.llama import LlamaArgs
+from titanlite.models.mixtral import MixtralArgs
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,12 @@ class Shape:
     args: LlamaArgs
     #: Bytes of a number in activations and gathered weights: 2 or 4.
     size: int
+    #: Ranks of tensor, context and expert parallelism.
     tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    #: Linears of a block that compute in float8.
+    float8: frozenset[str] = frozenset()
 
     @property
     def hidden(self) -> int:
@@ -199,10 +205,15 @@ class Shape:
         """Bytes of the hidden states of all tokens."""
         return self.tokens * self.args.dim * self.size
 
-    def linear(self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = ()) -> Op:
-        """A product of all tokens with a weight [rows, columns], this rank's part of it."""
-        size = self.size
-        return Op(name, self.tokens * rows * size, (x,), (x,), weight=rows * columns * size, kind="matmul", holds=holds)
+    def linear(self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = "") -> Op:
+        """A product of all tokens with a weight [rows, columns], this rank's part of it. key: its name in the block."""
+        size, n, m = self.size, self.tokens * columns, self.tokens * rows
+        forward = backward = 0
+        if key in self.float8:
+            # A cast makes two tensors in float32 and the result; it keeps the input, and casts it once more in the
+            # backward, beside two layouts of the gradient.
+            forward, backward = max(9 * n - m * size, n + rows * columns), max(2 * m + 9 * n, 9 * m - n * size)
+        return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
         """`layers.RMSNorm`: keeps x and one number per row; computes in float32."""
@@ -232,20 +243,23 @@ def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
     ops = [s.norm("n1", "x", rows, a.dim)]
     if s.tp > 1:
         ops += s.gather(n1 := "n1 whole", "n1")
-    ops += [
-        s.linear("q", n1, heads * k, a.dim),
-        s.linear("k", n1, groups * k, a.dim),
-        s.linear("v", n1, groups * k, a.dim),
-    ]
+    for name, width in (("q", heads * k), ("k", groups * k), ("v", groups * k)):
+        ops.append(s.linear(name, n1, width, a.dim, (), f"attention.w{name}"))
     if a.qk_norm:
         ops += [s.norm(q := "qn", "q", s.tokens * heads, k), s.norm(key := "kn", "k", s.tokens * groups, k)]
-    attention = ("qr", "kr", "v")
-    ops += [
-        s.rotation("qr", q, heads * k),
-        s.rotation("kr", key, groups * k),
-        Op("y", s.tokens * heads * k * s.size, attention, (*attention, "y"), 4 * s.tokens * heads, kind="attention"),
-        s.linear("o", "y", a.dim, heads * k, holds=("n1", n1, *attention)),
-    ]
+    ops += [s.rotation("qr", q, heads * k), s.rotation("kr", key, groups * k)]
+    attention: tuple[str, ...] = ("qr", "kr", "v")
+    queries, sums = s.tokens * heads * k * s.size, 4 * s.tokens * heads
+    if s.cp > 1:
+        # Keys and values side by side, received from all ranks, put in order; gradients likewise, of two calls.
+        own, all_ = 2 * s.tokens * groups * k * s.size, 2 * s.tokens * groups * k * s.size * s.cp
+        ops.append(Op("keys", all_, ("kr", "v"), (), 0, own + all_, own + all_))
+        ops.append(Op("parts", queries, ("qr", "keys"), ("qr", "keys", "parts"), sums, 0, all_, kind="attention"))
+        # The results of both calls are joined, and put in wo's order.
+        ops += [Op("joined", queries, ("parts",)), Op("y", queries, ("joined",), holds=("joined", "parts", "keys"))]
+    else:
+        ops.append(Op("y", queries, attention, (*attention, "y"), sums, kind="attention"))
+    ops.append(s.linear("o", "y", a.dim, heads * k, ("n1", n1, *attention), "attention.wo"))
     if s.tp > 1:
         ops += s.scatter("o part", "o", ("n1",))
     ops += [Op("h", s.hidden, ("x", ops[-1].name), passes=True), s.norm("n2", "h", rows, a.dim)]
@@ -255,17 +269,45 @@ def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
 
 
 def feed_forward_ops(s: Shape) -> list[Op]:
-    """Return the operators of SwiGLU, from "n2" to the last one's output."""
+    """Return the operators of SwiGLU or of a mixture of such, from "n2" to the last one's output."""
+    if isinstance(s.args, MixtralArgs):
+        return mixture_ops(s, s.args)
     width, dim, x = s.args.ffn_width // s.tp, s.args.dim, "n2"
     ops = s.gather(x := "n2 whole", "n2") if s.tp > 1 else []
     ops += [
-        s.linear("g", x, width, dim),
-        s.linear("u", x, width, dim),
+        s.linear("g", x, width, dim, (), "feed_forward.w1"),
+        s.linear("u", x, width, dim, (), "feed_forward.w3"),
         # Its backward makes both gradients, and each has a second tensor of the same size beside it.
         Op("m", s.tokens * width * s.size, ("g", "u"), ("g", "u")),
-        s.linear("f", "m", dim, width, holds=("n2", x)),
+        s.linear("f", "m", dim, width, ("n2", x), "feed_forward.w2"),
     ]
     return [*ops, *s.scatter("f part", "f", ("n2",))] if s.tp > 1 else ops
+
+
+def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
+    """Return the operators of `moe.MoE`, with as many rows for each expert."""
+    n, rows, size = s.tokens * a.dim, s.tokens * a.top_k, s.size
+    inner, outer = rows * a.ffn_width * size, rows * a.dim * size
+    weight = a.n_experts // s.ep * a.dim * a.ffn_width * size
+    router = s.linear("gate", "n2", a.n_experts, a.dim)
+    # The router keeps logits and probabilities in float32, and the places of rows in int64.
+    router = replace(router, keeps=s.tokens * a.n_experts * 4 * 3 + rows * 8 * 2)
+    ops = [router, Op("rows", outer, ("n2",), backward=outer)]
+    x = "rows"
+    if s.ep > 1:  # received, then put in the order of the experts
+        ops += [Op("sent", outer, ("rows",), kind="other", backward=outer), Op(x := "sorted", outer, ("sent",))]
+    ops += [
+        Op("g", inner, (x,), (x,), weight=weight, kind="matmul"),
+        Op("u", inner, (x,), (x,), weight=weight, kind="matmul"),
+        Op("m", inner, ("g", "u"), ("g", "u")),
+        Op("e", outer, ("m",), ("m",), weight=weight, kind="matmul", holds=(x,)),
+    ]
+    y = "e"
+    if s.ep > 1:
+        ops += [Op("back", outer, ("e",), backward=outer), Op(y := "returned", outer, ("back",), kind="other")]
+    # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the gradient in float32.
+    ops.append(Op("f", n * size, (y, "gate"), (y,), 0, 8 * n + n * size, 8 * n + n * size, holds=("n2", x)))
+    return ops
 
 
 def embedding(s: Shape) -> ModuleMemory:
@@ -276,8 +318,11 @@ def embedding(s: Shape) -> ModuleMemory:
     return ModuleMemory(0, 0, Peak(forward), Peak(backward, table), table, s.hidden)
 
 
-def head_ops(s: Shape, chunks: int) -> tuple[list[Op], dict[str, int]]:
-    """Return the operators of last norm, head and loss, and the size of their input "x"."""
+def head_ops(s: Shape, chunks: int, holds_logits: bool) -> tuple[list[Op], dict[str, int]]:
+    """Return the operators of last norm, head and loss, and the size of their input "x".
+
+    holds_logits: the logits live until the backward, as the result of a pipeline stage.
+    """
     vocab, dim, size, n = s.args.n_vocab // s.tp, s.args.dim, s.size, "n"
     ops = [s.norm("n", "x", s.tokens // s.tp, dim)]
     if s.tp > 1:
@@ -296,7 +341,7 @@ def head_ops(s: Shape, chunks: int) -> tuple[list[Op], dict[str, int]]:
     if size == 2:
         ops.append(Op(last := "float", 4 * logits, ("logits",)))
     # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
-    own = ("p",) if s.tp == 1 else ("p", "logits")
+    own = ("p", "logits") if s.tp > 1 or holds_logits else ("p",)
     ops.append(Op("p", 4 * logits, (last,), own, passes=s.tp > 1))
     ops.append(Op("loss", 4, ("p",), holds=("logits", last, "x", "n")))
     return ops, {"x": s.hidden}

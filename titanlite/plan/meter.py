@@ -35,10 +35,12 @@ _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("floa
 class _Storage:
     """The life of a storage."""
 
-    __slots__ = ("born", "died", "nbytes", "part", "ref")
+    __slots__ = ("born", "died", "host", "nbytes", "part", "ref")
 
     def __init__(self, nbytes: int, part: str | None, born: int) -> None:
         self.nbytes, self.part, self.born = nbytes, part, born
+        #: What it is for in host memory; None: it is on the device.
+        self.host: str | None = None
         #: Number of the moment in which it was freed; None: it lives.
         self.died: int | None = None
 
@@ -47,16 +49,27 @@ class MemoryMeter(TorchDispatchMode):
     """Measures the bytes of all storages that exist in a step.
 
     model, optimizer: of the run. blocks: names of the model's blocks. head: name of the head.
+    offloaded: parameters, gradients and optimizer state are in host memory in a run on GPUs, though here all is.
     integer: what the host reads from an integer tensor without data; other tensors without data are read as 1.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Collection[str], head: str, integer: int = 1
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        blocks: Collection[str],
+        head: str,
+        *,
+        offloaded: bool = False,
+        integer: int = 1,
     ) -> None:
         super().__init__()
-        self._optimizer, self._head, self._integer = optimizer, head, integer
+        self._optimizer, self._head, self._offloaded, self._integer = optimizer, head, offloaded, integer
+        #: Part → bytes in host memory, and the most there were.
+        self._on_host: Counter[str] = Counter()
+        self.host: Counter[str] = Counter()
         #: FSDP puts others in their place while weights are gathered; these get the gradients.
         self._parameters = list(model.parameters())
         self._live: dict[int, _Storage] = {}
@@ -99,23 +112,31 @@ class MemoryMeter(TorchDispatchMode):
     def track(self, tensor: Tensor, part: str | None = None, weak: bool = False) -> None:
         """Count the storages of a tensor. part: what they are for; None: decided later. weak: unless it is known."""
         if isinstance(tensor, DTensor):
-            return self.track(tensor._local_tensor, part, weak)
+            tensor = tensor._local_tensor
         if is_traceable_wrapper_subclass(tensor):
             for name in tensor.__tensor_flatten__()[0]:
                 self.track(getattr(tensor, name), part, weak)
-            return None
+            return
         storage = tensor.untyped_storage()
         life = self._live.get(storage._cdata)
         if life is None:
             if part is None and tensor.dtype in _FLOAT8:
                 part = "float8"
             self._add(storage, storage.nbytes(), part)
+        elif part in ("gradients", "optimizer") and self._offloaded and not life.host:
+            self._count(life, -life.nbytes)
+            life.host = part
+            self._count(life, life.nbytes)
         elif part is not None and not (weak and life.part):
             life.part = part
-        return None
 
-    def _add(self, storage: torch.UntypedStorage, nbytes: int, part: str | None) -> _Storage:
+    def _add(self, storage: torch.UntypedStorage, nbytes: int, part: str | None, host: str | None = None) -> None:
         key, life = storage._cdata, _Storage(nbytes, part, len(self._marks))
+        if self._offloaded and part in ("parameters", "optimizer"):
+            host = part
+        elif self._offloaded and self._marks[-1][0] == "optimizer":
+            host = "working memory"
+        life.host = host
 
         def gone(_: object) -> None:
             self._count(life, -life.nbytes)
@@ -126,10 +147,13 @@ class MemoryMeter(TorchDispatchMode):
         life.ref = weakref.ref(storage, gone)
         self._live[key] = life
         self._count(life, nbytes)
-        return life
 
     def _count(self, life: _Storage, delta: int) -> None:
-        self._events.append((life, delta))
+        if life.host is None:
+            self._events.append((life, delta))
+            return
+        self._on_host[life.host] += delta
+        self.host[life.host] = max(self.host[life.host], self._on_host[life.host])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -137,16 +161,27 @@ class MemoryMeter(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             kind = args[0].dtype
             return True if kind == torch.bool else 1.0 if kind.is_floating_point else self._integer
-        out = func(*args, **(kwargs or {}))
+        given = kwargs or {}
+        out = func(*args, **given)
+        if given.get("pin_memory"):
+            self._add(out.untyped_storage(), out.untyped_storage().nbytes(), None, "activations")
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.track(tensor)
         if part := _marked(func):
-            given = kwargs or {}
+            if self._offloaded and func is torch.ops.fsdp.all_gather_copy_in.default:
+                self._copy_in(args[0])
             for tensor in tree_leaves(given.get("out") if part == "gathered weights" else (args, given)):
                 if isinstance(tensor, Tensor):
                     self.track(tensor, part, weak=True)
         return out
+
+    def _copy_in(self, inputs: list[Tensor]) -> None:
+        """Count the copies on the device of the shards in host memory, which exist while they are gathered."""
+        lives = [self._live[tensor.untyped_storage()._cdata] for tensor in inputs]
+        copies = _Storage(sum(life.nbytes for life in lives if life.host), "communication", len(self._marks))
+        self._count(copies, copies.nbytes)
+        self._count(copies, -copies.nbytes)
 
     def __enter__(self) -> MemoryMeter:
         self._resize: Any = torch.UntypedStorage.resize_
@@ -178,10 +213,13 @@ class MemoryMeter(TorchDispatchMode):
     def restart(self) -> None:
         """Forget what was measured, but not what lives."""
         self._track_state()
-        self._marks, self._events = [("forward", "", 0)], []
+        self._events = []
         for life in self._live.values():
             life.born = 0
-            self._events.append((life, life.nbytes))
+            if not life.host:
+                self._events.append((life, life.nbytes))
+        self._on_host = Counter({part: count for part, count in self._on_host.items() if count})
+        self.host = Counter(self._on_host)
         self._marks = [("forward", "", len(self._events))]
 
     def moments(self) -> tuple[Moment, ...]:

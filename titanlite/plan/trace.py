@@ -7,6 +7,7 @@ collective at once. So a laptop runs a step of rank r of thousands.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,11 +18,16 @@ import torch.distributed as dist
 from msgspec.structs import replace as replace_fields
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.build import build_model, build_step
 from titanlite.data.loader import Batch
 from titanlite.derive import RunConfig
+from titanlite.models import layers
+from titanlite.optim import gradients
+from titanlite.parallel import activation_checkpoint, context, float8, parallelize
+from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
@@ -43,7 +49,8 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     if dist.is_initialized():
         raise RuntimeError("a trace makes a process group of its own, and this process has one: take another process")
     run = _traced(run, device)
-    with _fake_group(run.mesh.world_size, rank):
+    offloaded = device == "cuda" and run.training.enable_cpu_offload
+    with _fake_group(run.mesh.world_size, rank, device), _like_gpu() if device == "cuda" else contextlib.nullcontext():
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
 
@@ -57,16 +64,23 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         parts = build_model(run, world, run.model_args().vocab_size or _VOCABULARY, make)
         with fake:
             optimizer, step = build_step(run, parts)
-            meter = MemoryMeter(parts.model, optimizer, run.spec.block_names(parts.args), run.spec.head)
+            blocks, rows = run.spec.block_names(parts.args), _rows_for_rank(run, parts.args)
+            meter = MemoryMeter(parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows)
             step.phase = meter.phase
             with meter:
                 for parameter in parts.model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 optimizer.zero_grad()
+                averages = [torch.zeros_like(p, dtype=torch.float32) for p in parts.model.parameters()]
+                for average in averages if run.optimizer.ema_decay else ():
+                    meter.track(average, "optimizer")
+                if not run.optimizer.ema_decay:
+                    averages.clear()
+                step.after_update()
                 meter.restart()
                 step(_batches(run, parts.args), 2, 1e-3)
-    return RankMemory(rank, meter.moments())
+    return RankMemory(rank, meter.moments(), {part: count for part, count in meter.host.items() if count})
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
@@ -87,6 +101,12 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
     )
 
 
+def _rows_for_rank(run: RunConfig, args: Any) -> int:
+    """Return the rows that a layer sends to each of the ranks that share its experts, which are taken as balanced."""
+    tokens = run.batch.micro_batch_size * run.batch.seq_len // run.mesh.context // run.pipeline.microbatches
+    return tokens * getattr(args, "top_k", 1) // run.mesh.expert
+
+
 def _batches(run: RunConfig, args: Any) -> list[Batch]:
     rows, whole = run.batch.micro_batch_size, run.batch.seq_len
     length = whole // run.mesh.context
@@ -100,7 +120,7 @@ def _batches(run: RunConfig, args: Any) -> list[Batch]:
 
 
 @contextlib.contextmanager
-def _fake_group(size: int, rank: int) -> Iterator[None]:
+def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
     """Enter a default process group of `size` ranks, of which this process is one and the others are nobody."""
     from torch.distributed import device_mesh
 
@@ -112,7 +132,48 @@ def _fake_group(size: int, rank: int) -> Iterator[None]:
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
-        with mock.patch.object(device_mesh, "new_group", own_group):
+        with (
+            mock.patch.object(device_mesh, "new_group", own_group),
+            mock.patch.object(float8, "sends_float8", lambda _: device == "cuda"),
+        ):
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _like_gpu() -> Iterator[None]:
+    """Let the model do inside on tensors of the CPU what it does on a GPU, where that takes other memory."""
+    apply_ac = parallelize.apply_ac
+
+    def offloading(model: nn.Module, names: Any, settings: Any, device: torch.device) -> list[str]:
+        return apply_ac(model, names, settings, torch.device("cuda"))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        # On a GPU torch makes no tensor of a `CausalBias`.
+        return layers.attend(q, k, v, None if isinstance(mask, CausalBias) else mask)
+
+    stream = mock.MagicMock()
+    with (
+        mock.patch.object(layers, "_RmsNorm", _FusedNorm),
+        mock.patch.object(context, "attend", attend),
+        mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
+        mock.patch.object(parallelize, "apply_ac", offloading),
+        mock.patch.object(activation_checkpoint, "HostMemory", lambda _: HostMemory(torch.device("cpu"))),
+        mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
+    ):
+        yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of torch's fused RMSNorm of GPUs: no temporary tensors, and one number per row for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.mean(-1, keepdim=True, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), grad.flatten(0, -2).sum(0).to(weight.dtype), None
