@@ -114,6 +114,8 @@ class _Step:
         self.moments: list[Moment] = []
         self.state = Counter[str]()
         self.host = Counter[str]()
+        #: Activations in host memory.
+        self.away = 0
         #: Whole gradients not yet reduced, of groups that accumulate.
         self.unreduced: dict[Group, int] = {}
         self.gathered: set[Group] = set()
@@ -238,7 +240,7 @@ class _Step:
                 self._emit("forward", module, {"logits and loss": logits, "communication": buffer})
                 buffer = 0
             self._emit("forward", module, working, {"activations": kept, "communication": buffer})
-            self.state["activations"] += kept
+            self._keep(module, kept)
             if group.reshards and module == group.modules[-1]:
                 self._free(group)
 
@@ -253,7 +255,7 @@ class _Step:
                     self._gather("backward", group, ahead, begun=bool(ahead))
                 following = order[order.index(group) - 1]  # the first has none before it
                 ahead = self._buffer(following) if following is not order[-1] and following not in self.gathered else 0
-            self.state["activations"] -= kept
+            self._keep(module, -kept)
             # The gradient of a tied weight is added to the other one, outside of both.
             weights = cost.backward.weights + (made[group] if module == "tok_embeddings" else 0)
             communication = ahead + reduced + sum(made.values()) + weights
@@ -346,6 +348,14 @@ class _Step:
         kept = self._cost(module).kept
         first = any(module == stage[0] for stage in self.stages) and module != "tok_embeddings"
         return kept - self.shape.hidden if first else kept
+
+    def _keep(self, module: str, size: int) -> None:
+        """Keep a module's tensors until the backward, or (negative) no longer; those of blocks may be offloaded."""
+        if not module.startswith("layers.") or not self.run.activation_checkpoint.offload or self.device == "cpu":
+            self.state["activations"] += size
+            return
+        self.away += size
+        self.host["activations"] = max(self.host["activations"], self.away)
 
     def _mode(self, index: int) -> str:
         ac = self.run.activation_checkpoint
