@@ -46,6 +46,8 @@ REMEDIES = {
     ),
     "CPU offload": ("--training.loss_chunks=8", "--training.enable_cpu_offload"),
 }
+#: Bytes of host memory of the machine with 8 x A100 40 GB (p4d.24xlarge).
+HOST = 1152 * GIB
 #: Rows of the ladder.
 RUNGS = {
     "DDP": ("--training.data_parallel_type=ddp", "--activation_checkpoint.mode=none"),
@@ -82,7 +84,8 @@ def width(flags: Sequence[str], tokens: int) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         found = plan("llama2_7b.toml", 8, "a100-40g", (*shape(middle), f"--training.seq_len={tokens}", *flags))
-        low, high = (middle, high) if found.fits else (low, middle)
+        fits = found.fits and sum(found.host.values()) <= HOST
+        low, high = (middle, high) if fits else (low, middle)
     return 128 * low
 
 

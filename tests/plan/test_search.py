@@ -14,7 +14,7 @@ from titanlite import exit_codes
 from titanlite.config.keys import sections
 from titanlite.fit import check_config
 from titanlite.plan.hardware import Cluster, find_gpu
-from titanlite.plan.plan import GIB, make_plan, needed_bytes
+from titanlite.plan.plan import GIB, formula, make_plan, needed_bytes
 from titanlite.tools.cli import main
 from titanlite.tools.plan_search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
 from titanlite.utils import Style
@@ -105,7 +105,11 @@ def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
     assert f"{loser.missing / GIB:.1f} GiB too much" in loser.reason
 
 
-def test_nothing_is_proposed_where_nothing_fits(base: str) -> None:
+def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
+    argv = [f"--job.config_file={base}", "--training.loss_chunks=8"]
+    leanest = needed_bytes(formula(check_config(argv, 4, training=False)[1]))
+    offloaded = search([f"--job.config_file={base}"], with_memory(0.5 * leanest / GIB))
+    assert offloaded.ranked and all(candidate.changes.keys() & OFFLOAD for candidate in offloaded.ranked)
     nothing = search([f"--job.config_file={base}"], with_memory(2))
     assert not nothing.ranked and "nothing fits" in lines(nothing, Style(False))[1]
 
@@ -147,4 +151,4 @@ def test_the_platforms_said_to_train_a_model_fit_it() -> None:
 
 def test_sharding_recomputation_and_offload_make_room_for_larger_models() -> None:
     sizes = [plan_tables.width(flags, 2048) ** 3 for flags in plan_tables.RUNGS.values()]
-    assert sizes == sorted(sizes) and sizes[1] >= 4 * sizes[0]
+    assert sizes == sorted(sizes) and sizes[1] >= 4 * sizes[0] and sizes[-1] >= 20 * sizes[0]

@@ -235,12 +235,12 @@ class _Search:
         reason = f"does not fit: {missing / GIB:.1f} GiB too much even with {mode}, {with_}"
         return Loser(max(variants, key=_rate), reason, missing) if missing > 0 else None
 
-    def fastest(self, variants: Sequence[Candidate], least: float) -> Candidate | None:
-        """Return the fastest settings that fit, of those faster than `least`."""
+    def fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
+        """Return the fastest settings that fit."""
         for whole in sorted(variants, key=_rate, reverse=True):
-            for candidate in (whole, self.in_chunks(whole)) if whole.rate > least else ():
-                if (weighed := self.weighed(candidate)).peak <= self.limit:
-                    return weighed
+            if (in_chunks := self.weighed(self.in_chunks(whole))).peak <= self.limit:
+                weighed = self.weighed(whole)
+                return weighed if weighed.peak <= self.limit else in_chunks
         return None
 
     def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
@@ -258,10 +258,10 @@ class _Search:
                 lost.append(replace(nothing, candidate=bound))
             else:
                 for ac in modes:
-                    best = self.fastest(self.variants(mesh, ac, extra), least)
-                    if best is None:
-                        lost += filter(None, [self.leanest(mesh, ac, extra)])
-                    elif best.layout not in found or best.order < found[best.layout].order:
+                    variants = [one for one in self.variants(mesh, ac, extra) if one.rate > least]
+                    if variants and (nothing := self.leanest(mesh, ac, extra)):
+                        lost.append(nothing)
+                    elif variants and (best := self.fastest(variants)) and _better(best, found.get(best.layout)):
                         found[best.layout] = best
         return sorted(found.values(), key=lambda candidate: candidate.order), lost
 
@@ -409,6 +409,10 @@ def changed(config: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
 def _powers(most: int) -> list[int]:
     """Return 1, 2, 4, … up to `most`."""
     return [2**n for n in range(most.bit_length())]
+
+
+def _better(new: Candidate, old: Candidate | None) -> bool:
+    return old is None or new.order < old.order
 
 
 def _rate(candidate: Candidate) -> float:
