@@ -1,0 +1,347 @@
+"""Lifetimes of the tensors inside of a block: what is kept for the backward, and the peaks of forward and backward.
+
+A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward and backward on sizes
+alone, by the rules of autograd: a saved tensor dies with the last node that saved it, a gradient when its node is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from titanlite.models.llama import LlamaArgs
+from titanlite.models.mixtral import MixtralArgs
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator; sizes are in bytes."""
+
+    #: Name of its output, and the size.
+    name: str
+    size: int
+    #: Inputs that get a gradient.
+    reads: tuple[str, ...]
+    #: Tensors kept for the backward: inputs, or its own output.
+    saves: tuple[str, ...] = ()
+    #: More that it keeps, as the logarithms of attention's sums.
+    keeps: int = 0
+    #: Temporary tensors at the peak of its forward beside inputs and output, and of its backward beside saved tensors,
+    #: the output's gradient and those of inputs.
+    forward: int = 0
+    backward: int = 0
+    #: Gradient of its weight.
+    weight: int = 0
+    #: As `activation_checkpoint.kind_of`.
+    kind: str = ""
+    #: The gradients of its inputs are the output's own tensor, as of an addition.
+    passes: bool = False
+    #: Tensors that Python variables hold until it is done.
+    holds: tuple[str, ...] = ()
+    #: What it keeps is in float8.
+    float8: bool = False
+
+
+class Peak(NamedTuple):
+    """Bytes at the moment of a module's peak, beside what it keeps before (backward) or after (forward)."""
+
+    working: int = 0
+    #: Gradients of the module's weights made so far.
+    weights: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.working + self.weights
+
+
+class ModuleMemory(NamedTuple):
+    """What a module needs in one micro-batch, in bytes."""
+
+    #: Between forward and backward, its input included, its output not; and that part of it that is in float8.
+    kept: int
+    float8: int
+    #: Peaks above `kept`.
+    forward: Peak
+    backward: Peak
+    #: Gradients of its weights, all of them.
+    weights: int
+    #: Its output.
+    out: int
+
+
+def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> ModuleMemory:
+    """Replay a module. sizes: its inputs → bytes. mode: "none", "full" or "op", how it checkpoints activations."""
+    sizes = sizes | {op.name: op.size for op in ops}
+    sizes |= {f"{op.name}'": op.keeps for op in ops}
+    inputs = [name for op in ops for name in op.reads if name not in {op.name for op in ops}]
+    saved = {name for op in ops for name in _saved(op)}
+    cached = _by_policy(ops) if mode == "op" else set()
+    held = saved if mode == "none" else {*inputs[:1], *cached}
+    kept = _sum(held - {ops[-1].name} if mode == "none" else held, sizes)
+    alive, top = _forward(ops, sizes, held, set(inputs), set())
+    forward = Peak(max(top - kept, 0))
+    if mode == "none":
+        peak = _backward(ops, sizes, saved, 0)
+    else:
+        # Recomputation ends with the last tensor that is saved.
+        last = max(i for i, op in enumerate(ops) if op.saves or op.keeps)
+        rest = {op.name for op in ops[last:]} & cached
+        gradient = ops[-1].size
+        again, top = _forward(ops[: last + 1], sizes, saved | rest, held, cached, stops=True)
+        peak = Peak(top + gradient - kept)
+        peak = max(peak, _backward(ops, sizes, saved | rest, kept), key=lambda p: p.total)
+    return ModuleMemory(
+        kept,
+        sum(sizes[name] for op in ops if op.float8 for name in _saved(op)) if mode == "none" else 0,
+        forward,
+        peak if mode != "none" else Peak(max(peak.working - kept, 0), peak.weights),
+        sum(op.weight for op in ops),
+        ops[-1].size,
+    )
+
+
+def _saved(op: Op) -> tuple[str, ...]:
+    return (*op.saves, f"{op.name}'") if op.keeps else op.saves
+
+
+def _sum(names: Iterable[str], sizes: dict[str, int]) -> int:
+    return sum(sizes[name] for name in names)
+
+
+def _by_policy(ops: Sequence[Op]) -> set[str]:
+    """Return the outputs that `OpPolicy` keeps: attention, and every second matrix product, the first included."""
+    products = [op.name for op in ops if op.kind == "matmul"]
+    chosen = {*products[::2], *(op.name for op in ops if op.kind in ("attention", "other"))}
+    return chosen | {f"{op.name}'" for op in ops if op.kind == "attention" and op.keeps}
+
+
+def _forward(
+    ops: Sequence[Op], sizes: dict[str, int], stay: set[str], alive: set[str], cached: set[str], stops: bool = False
+) -> tuple[set[str], int]:
+    """Run forward; return what is alive after it, and the peak. cached: outputs that exist already, in `alive`."""
+    alive, top = set(alive), 0
+    last_use = {name: i for i, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
+    for i, op in enumerate(ops):
+        if stops and i == len(ops) - 1 and op.name not in op.saves and not op.keeps:
+            break  # its inputs are all that was missing
+        new = {op.name, f"{op.name}'"} - alive
+        work = 0 if op.name in cached else op.forward
+        alive |= new
+        top = max(top, _sum(alive, sizes) + work)
+        alive -= {name for name in alive if last_use.get(name, -1) <= i and name not in stay and name != op.name}
+    return alive, top
+
+
+def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int) -> Peak:
+    """Run backward from a gradient of the output; return the peak above `kept`."""
+    alive, peak, made = set(alive), Peak(), 0
+    storages: dict[int, list[int]] = {0: [ops[-1].size, 1]}  # bytes, uses
+    of = {ops[-1].name: 0}
+    first_saver: dict[str, int] = {}
+    for i, op in enumerate(ops):
+        for name in _saved(op):
+            first_saver.setdefault(name, i)
+
+    def drop(storage: int) -> None:
+        storages[storage][1] -= 1
+        if not storages[storage][1]:
+            del storages[storage]
+
+    for i in range(len(ops) - 1, -1, -1):
+        op = ops[i]
+        given = of.pop(op.name)
+        made += op.weight
+        mine: dict[str, int] = {}
+        for name in op.reads:
+            if op.passes:
+                mine[name] = given
+                storages[given][1] += 1
+            else:
+                mine[name] = max(storages) + 1 if storages else 0
+                storages[mine[name]] = [sizes[name], 1]
+        now = _sum(alive, sizes) + sum(size for size, _ in storages.values()) + op.backward - kept
+        peak = max(peak, Peak(now, made), key=lambda p: p.total)
+        drop(given)
+        for name, storage in mine.items():
+            if name in of:  # added up, in place where nobody else holds the first
+                first = of[name]
+                if storages[first][1] > 1:
+                    now = _sum(alive, sizes) + sum(size for size, _ in storages.values()) + sizes[name] - kept
+                    peak = max(peak, Peak(now, made), key=lambda p: p.total)
+                    drop(first)
+                    of[name] = storage
+                else:
+                    drop(storage)
+            else:
+                of[name] = storage
+        alive -= {name for name in _saved(op) if first_saver[name] == i}
+    return peak
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a rank computes in one micro-batch."""
+
+    #: Tokens of the rank (sequences * tokens of each, without those of other context-parallel ranks).
+    tokens: int
+    args: LlamaArgs
+    #: Bytes of a number in activations and gathered weights: 2 or 4.
+    size: int
+    #: Ranks of tensor, context and expert parallelism.
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    #: Linears of a block that compute in float8.
+    float8: frozenset[str] = frozenset()
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states between products; tensor-parallel ranks divide the sequence there."""
+        return self.tokens // self.tp * self.args.dim * self.size
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the hidden states of all tokens."""
+        return self.tokens * self.args.dim * self.size
+
+    def linear(self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = "") -> Op:
+        """A product of all tokens with a weight [rows, columns], this rank's part of it. key: its name in the block."""
+        size, n, m = self.size, self.tokens * columns, self.tokens * rows
+        forward = backward = 0
+        if key in self.float8:
+            # A cast makes two tensors in float32 and the result; it keeps the input, and casts it once more in the
+            # backward, beside two layouts of the gradient.
+            forward, backward = max(9 * n - m * size, n + rows * columns), max(2 * m + 9 * n, 9 * m - n * size)
+        return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
+
+    def norm(self, name: str, x: str, rows: int, width: int) -> Op:
+        """`layers.RMSNorm`: keeps x and one number per row; computes in float32."""
+        n, low = rows * width, self.size == 2
+        forward, backward = (8 * n, 14 * n) if low else (4 * n, 8 * n)
+        return Op(name, n * self.size, (x,), (x,), 4 * rows, forward, backward, width * self.size)
+
+    def rotation(self, name: str, x: str, width: int) -> Op:
+        """`layers.Rotation`: keeps nothing, since the tables need no gradient; computes in float32."""
+        n, low = self.tokens * width, self.size == 2
+        forward, backward = (12 * n, 10 * n) if low else (4 * n, 4 * n)
+        return Op(name, n * self.size, (x,), (), 0, forward, backward)
+
+    def gather(self, name: str, x: str) -> list[Op]:
+        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`."""
+        return [Op(name, self.whole, (x,), forward=self.whole, backward=self.whole)]
+
+    def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> list[Op]:
+        """Add up the ranks' products, each keeping its part of the sequence: put in order by rank, then reduced."""
+        return [Op(name, self.hidden, (x,), (), 0, self.whole, self.whole, 0, "other", holds=holds)]
+
+
+def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
+    """Return the operators of a decoder block, and the size of its input "x"."""
+    a, heads, groups = s.args, s.args.n_heads // s.tp, s.args.kv_heads // s.tp
+    k, rows, n1, q, key = a.head_dim, s.tokens // s.tp, "n1", "q", "k"
+    ops = [s.norm("n1", "x", rows, a.dim)]
+    if s.tp > 1:
+        ops += s.gather(n1 := "n1 whole", "n1")
+    for name, width in (("q", heads * k), ("k", groups * k), ("v", groups * k)):
+        ops.append(s.linear(name, n1, width, a.dim, (), f"attention.w{name}"))
+    if a.qk_norm:
+        ops += [s.norm(q := "qn", "q", s.tokens * heads, k), s.norm(key := "kn", "k", s.tokens * groups, k)]
+    ops += [s.rotation("qr", q, heads * k), s.rotation("kr", key, groups * k)]
+    attention: tuple[str, ...] = ("qr", "kr", "v")
+    queries, sums = s.tokens * heads * k * s.size, 4 * s.tokens * heads
+    if s.cp > 1:
+        # Keys and values side by side, received from all ranks, put in order; gradients likewise, of two calls.
+        own, all_ = 2 * s.tokens * groups * k * s.size, 2 * s.tokens * groups * k * s.size * s.cp
+        ops.append(Op("keys", all_, ("kr", "v"), (), 0, own + all_, own + all_))
+        ops.append(Op("parts", queries, ("qr", "keys"), ("qr", "keys", "parts"), sums, 0, all_, kind="attention"))
+        # The results of both calls are joined, and put in wo's order.
+        ops += [Op("joined", queries, ("parts",)), Op("y", queries, ("joined",), holds=("joined", "parts", "keys"))]
+    else:
+        ops.append(Op("y", queries, attention, (*attention, "y"), sums, kind="attention"))
+    ops.append(s.linear("o", "y", a.dim, heads * k, ("n1", n1, *attention), "attention.wo"))
+    if s.tp > 1:
+        ops += s.scatter("o part", "o", ("n1",))
+    ops += [Op("h", s.hidden, ("x", ops[-1].name), passes=True), s.norm("n2", "h", rows, a.dim)]
+    ops += feed_forward_ops(s)
+    ops.append(Op("out", s.hidden, ("h", ops[-1].name), passes=True, holds=("x",)))
+    return ops, {"x": s.hidden}
+
+
+def feed_forward_ops(s: Shape) -> list[Op]:
+    """Return the operators of SwiGLU or of a mixture of such, from "n2" to the last one's output."""
+    if isinstance(s.args, MixtralArgs):
+        return mixture_ops(s, s.args)
+    width, dim, x = s.args.ffn_width // s.tp, s.args.dim, "n2"
+    ops = s.gather(x := "n2 whole", "n2") if s.tp > 1 else []
+    ops += [
+        s.linear("g", x, width, dim, (), "feed_forward.w1"),
+        s.linear("u", x, width, dim, (), "feed_forward.w3"),
+        # Its backward makes both gradients, and each has a second tensor of the same size beside it.
+        Op("m", s.tokens * width * s.size, ("g", "u"), ("g", "u")),
+        s.linear("f", "m", dim, width, ("n2", x), "feed_forward.w2"),
+    ]
+    return [*ops, *s.scatter("f part", "f", ("n2",))] if s.tp > 1 else ops
+
+
+def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
+    """Return the operators of `moe.MoE`, with as many rows for each expert."""
+    n, rows, size = s.tokens * a.dim, s.tokens * a.top_k, s.size
+    inner, outer = rows * a.ffn_width * size, rows * a.dim * size
+    weight = a.n_experts // s.ep * a.dim * a.ffn_width * size
+    router = s.linear("gate", "n2", a.n_experts, a.dim)
+    # The router keeps logits and probabilities in float32, and the places of rows in int64.
+    router = replace(router, keeps=s.tokens * a.n_experts * 4 * 3 + rows * 8 * 2)
+    ops = [router, Op("rows", outer, ("n2",), backward=outer)]
+    x = "rows"
+    if s.ep > 1:  # received, then put in the order of the experts
+        ops += [Op("sent", outer, ("rows",), kind="other", backward=outer), Op(x := "sorted", outer, ("sent",))]
+    ops += [
+        Op("g", inner, (x,), (x,), weight=weight, kind="matmul"),
+        Op("u", inner, (x,), (x,), weight=weight, kind="matmul"),
+        Op("m", inner, ("g", "u"), ("g", "u")),
+        Op("e", outer, ("m",), ("m",), weight=weight, kind="matmul", holds=(x,)),
+    ]
+    y = "e"
+    if s.ep > 1:
+        ops += [Op("back", outer, ("e",), backward=outer), Op(y := "returned", outer, ("back",), kind="other")]
+    # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the gradient in float32.
+    ops.append(Op("f", n * size, (y, "gate"), (y,), 0, 8 * n + n * size, 8 * n + n * size, holds=("n2", x)))
+    return ops
+
+
+def embedding(s: Shape) -> ModuleMemory:
+    """Return the memory of the embedding, which keeps nothing but tokens."""
+    table = s.args.n_vocab // s.tp * s.args.dim * s.size
+    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result.
+    forward, backward = (s.hidden, s.hidden) if s.tp == 1 else (2 * s.whole + s.hidden, 2 * s.whole + s.hidden)
+    return ModuleMemory(0, 0, Peak(forward), Peak(backward, table), table, s.hidden)
+
+
+def head_ops(s: Shape, chunks: int, holds_logits: bool) -> tuple[list[Op], dict[str, int]]:
+    """Return the operators of last norm, head and loss, and the size of their input "x".
+
+    holds_logits: the logits live until the backward, as the result of a pipeline stage.
+    """
+    vocab, dim, size, n = s.args.n_vocab // s.tp, s.args.dim, s.size, "n"
+    ops = [s.norm("n", "x", s.tokens // s.tp, dim)]
+    if s.tp > 1:
+        ops += s.gather(n := "n whole", "n")
+    if chunks > 1:
+        rows, table = -(-s.tokens // chunks), vocab * dim
+        # Of one chunk: logits, their float32 copy, probabilities, the gradients of both, in the end that of logits.
+        logits = rows * vocab * (size + 12 if size == 2 else 12)
+        kept = s.whole + table * size
+        # A chunk's gradient and its product with x; or the sum and its copy in the dtype of the weight.
+        forward = max(4 * table + max(logits, rows * vocab * size + table * size) - table * size, 4 * table)
+        return [*ops, Op("loss", 4, (n,), (), kept, forward, 0, table * size, holds=("x", "n"))], {"x": s.hidden}
+    logits = s.tokens * vocab
+    ops.append(s.linear("logits", n, vocab, dim))
+    last = "logits"
+    if size == 2:
+        ops.append(Op(last := "float", 4 * logits, ("logits",)))
+    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
+    own = ("p", "logits") if s.tp > 1 or holds_logits else ("p",)
+    ops.append(Op("p", 4 * logits, (last,), own, passes=s.tp > 1))
+    ops.append(Op("loss", 4, ("p",), holds=("logits", last, "x", "n")))
+    return ops, {"x": s.hidden}
