@@ -43,6 +43,8 @@ class _Storage:
         self.host: str | None = None
         #: Number of the moment in which it was freed; None: it lives.
         self.died: int | None = None
+        #: Tells its end.
+        self.ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class MemoryMeter(TorchDispatchMode):
