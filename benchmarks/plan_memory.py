@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.plan.measured import CASES, measure, planned  # noqa: E402
 from tests.pool import Pools  # noqa: E402
+from titanlite.plan.memory import estimate  # noqa: E402
 from titanlite.plan.parts import PARTS, Moment, RankMemory  # noqa: E402
 from titanlite.plan.trace import trace  # noqa: E402
 
@@ -30,27 +31,15 @@ def main() -> None:
         if not all(word in case for word in options.words):
             continue
         rank = ranks - 1
-        try:
-            real: RankMemory = pools(ranks).run(measure, case)[rank]
-            traced, computed = trace(planned(case), rank, "cpu"), _estimate(case, rank)
-        except Exception as error:
-            print(case, repr(error)[-3000:], flush=True)
-            continue
+        real: RankMemory = pools(ranks).run(measure, case)[rank]
+        traced, computed = trace(planned(case), rank, "cpu"), estimate(planned(case), rank, "cpu")
         peak = real.peak
-        ratios = [f"{memory.peak.total / peak.total:.3f}" if memory else "" for memory in (traced, computed)]
+        ratios = [f"{memory.peak.total / peak.total:.3f}" for memory in (traced, computed)]
         print(f"| {case} | {peak.total / 2**20:.1f} | {' | '.join(ratios)} | {peak.phase} {peak.module} |", flush=True)
         if options.parts:
             for name in ("measured", "trace"):
                 print(name, _line(real.peak if name == "measured" else traced.peak))
     pools.close()
-
-
-def _estimate(case: str, rank: int) -> RankMemory | None:
-    try:
-        from titanlite.plan.memory import estimate
-    except ImportError:
-        return None
-    return estimate(planned(case), rank, "cpu")
 
 
 def _line(moment: Moment) -> str:

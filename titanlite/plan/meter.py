@@ -43,6 +43,8 @@ class _Storage:
         self.host: str | None = None
         #: Number of the moment in which it was freed; None: it lives.
         self.died: int | None = None
+        #: Tells its end.
+        self.ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -50,7 +52,7 @@ class MemoryMeter(TorchDispatchMode):
 
     model, optimizer: of the run. blocks: names of the model's blocks. head: name of the head.
     offloaded: parameters, gradients and optimizer state are in host memory in a run on GPUs, though here all is.
-    integer: what the host reads from an integer tensor without data; other tensors without data are read as 1.
+    integer: what the host reads from an int64 tensor without data; others are read as 1.
     """
 
     supports_higher_order_operators = True
@@ -123,10 +125,11 @@ class MemoryMeter(TorchDispatchMode):
             if part is None and tensor.dtype in _FLOAT8:
                 part = "float8"
             self._add(storage, storage.nbytes(), part)
-        elif part in ("gradients", "optimizer") and self._offloaded and not life.host:
-            self._count(life, -life.nbytes)
-            life.host = part
-            self._count(life, life.nbytes)
+        elif part in ("gradients", "optimizer") and self._offloaded:
+            if life.host is None:
+                self._count(life, -life.nbytes)
+                life.host = part
+                self._count(life, life.nbytes)
         elif part is not None and not (weak and life.part):
             life.part = part
 
@@ -160,7 +163,7 @@ class MemoryMeter(TorchDispatchMode):
             return args[0].fake_device  # most calls of a run without data; to dispatch it further takes its time
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             kind = args[0].dtype
-            return True if kind == torch.bool else 1.0 if kind.is_floating_point else self._integer
+            return True if kind == torch.bool else self._integer if kind == torch.int64 else 1
         given = kwargs or {}
         out = func(*args, **given)
         if given.get("pin_memory"):

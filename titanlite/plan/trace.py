@@ -72,11 +72,10 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
                     parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 optimizer.zero_grad()
-                averages = [torch.zeros_like(p, dtype=torch.float32) for p in parts.model.parameters()]
-                for average in averages if run.optimizer.ema_decay else ():
+                parameters = parts.model.parameters() if run.optimizer.ema_decay else ()
+                averages = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+                for average in averages:
                     meter.track(average, "optimizer")
-                if not run.optimizer.ema_decay:
-                    averages.clear()
                 step.after_update()
                 meter.restart()
                 step(_batches(run, parts.args), 2, 1e-3)
