@@ -10,7 +10,7 @@ import sys
 
 from titanlite.fit import check_config
 from titanlite.plan.memory import estimate
-from titanlite.plan.trace import trace
+from titanlite.tools.plan_trace import trace
 
 GIB = 2**30
 _AC = {

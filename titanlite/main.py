@@ -32,7 +32,6 @@ from titanlite.utils import escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
-    from titanlite.derive import RunConfig
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
@@ -94,6 +93,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
     from titanlite.plan.plan import with_vocabulary
+    from titanlite.plan.runtime import last_words
     from titanlite.preflight import check_machine
     from titanlite.run_text import read_datasets
     from titanlite.runs.logs import FOLDER as LOGS
@@ -148,27 +148,9 @@ def run(argv: Sequence[str]) -> int:
             if code == exit_codes.ERROR:
                 raise
             if code == exit_codes.OUT_OF_MEMORY:
-                return print_error(_out_of_memory(error, planned, watchdog.where, rank), code)
+                return print_error(last_words(planned, error, watchdog.where, rank), code)
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
-
-
-def _out_of_memory(error: Exception, run: RunConfig, where: str, rank: int) -> str:
-    """Return the message of a run without memory: plan, remedies, and from where it goes on."""
-    import torch
-
-    from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
-    from titanlite.checkpoint.paths import to_path
-    from titanlite.plan.runtime import memory_report
-
-    report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
-    steps, section = list[int](), run.checkpoint
-    if section.enable_checkpoint:
-        with contextlib.suppress(Exception):  # a store that does not answer
-            root = to_path(section.folder)
-            steps = [step for step in steps_in(root) if (step_folder(root, step) / FILE).is_file()]
-    kept = f"The same command resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is saved"
-    return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
 
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:

@@ -10,8 +10,8 @@ from titanlite.data.loader import to_device
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, load_config
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.plan.meter import MemoryMeter
 from titanlite.plan.parts import RankMemory
+from titanlite.tools.memory_meter import MemoryMeter
 
 _BASE = {
     "model.vocab_size": 2304,

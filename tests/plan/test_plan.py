@@ -104,10 +104,10 @@ def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
 
 
 def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
-    from titanlite.plan.trace import trace
+    from titanlite.tools.plan_trace import trace
 
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")
-    plan = make_plan(run, cluster, exact=True)
+    plan = make_plan(run, cluster, trace=trace)
     assert plan.exact and plan.memory.peak.total == trace(with_vocabulary(run), plan.memory.rank).peak.total
     assert plan.memory.peak.total < GIB

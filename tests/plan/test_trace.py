@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.plan.measured import CASES, measure, planned
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
-from titanlite.plan.trace import trace
+from titanlite.tools.plan_trace import trace
 
 #: Whole runs in a second each; the benchmark compares all.
 QUICK = ["1 rank, AC full", "fsdp 2, four micro-batches"]

@@ -1,6 +1,6 @@
 """Memory of a rank by formulas: a training step replayed on sizes, at the grain of FSDP groups. No torch here.
 
-docs/plan.md derives each formula. `titanlite.plan.trace` runs the real code instead.
+docs/plan.md derives each formula. `titanlite.tools.plan_trace` runs the real code instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class NoFormula(ValueError):
-    """A model or setting without formulas; `titanlite.plan.trace` can plan it."""
+    """A model or setting without formulas; `titanlite.tools.plan_trace` can plan it."""
 
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:

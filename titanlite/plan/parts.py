@@ -1,4 +1,4 @@
-"""Memory of one rank over a step, by part. Formulas (`memory.py`) and the trace (`trace.py`) return the same."""
+"""Memory of one rank over a step, by part: of the formulas (`memory.py`) and of `titanlite.tools.plan_trace`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a run needs of its machines: memory, time, disk and money. No torch, but for an exact plan."""
+"""What a run needs of its machines: memory, time, disk and money. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -152,21 +152,24 @@ def needed_bytes(memory: RankMemory) -> int:
     return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT
 
 
-def make_plan(run: RunConfig, cluster: Cluster, exact: bool = False, *, rank: int | None = None) -> Plan:
+def make_plan(
+    run: RunConfig,
+    cluster: Cluster,
+    rank: int | None = None,
+    trace: Callable[[RunConfig, int], RankMemory] | None = None,
+) -> Plan:
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
-    exact: trace the step of the real code, which takes tens of seconds and torch. rank: None: the one that needs most
-    memory, by formula.
+    rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place of the formulas',
+    as `titanlite.tools.plan_trace` measures it.
 
-    Raises ConfigError for a model that has no formulas, unless exact, and for a rank that does not exist.
+    Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that does not exist.
     """
     run = with_vocabulary(run)
     if rank is not None and not 0 <= rank < run.mesh.world_size:
         message = f"expected one of 0 … {run.mesh.world_size - 1}, got {rank}"
         raise ConfigError([Problem("command line", "--rank", message, code="bad-flag")])
-    if exact:
-        from titanlite.plan.trace import trace
-
+    if trace:
         with suppress(NoFormula):
             rank = worst_rank(run) if rank is None else rank
         memory = trace(run, rank or 0)
@@ -174,7 +177,7 @@ def make_plan(run: RunConfig, cluster: Cluster, exact: bool = False, *, rank: in
         memory = formula(run, rank)
     speed = predict(run, cluster)
     disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
-    return Plan(run, cluster, memory, exact, speed, _host(run, cluster, memory), disk)
+    return Plan(run, cluster, memory, trace is not None, speed, _host(run, cluster, memory), disk)
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:

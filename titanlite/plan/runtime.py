@@ -250,6 +250,23 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     return "\n".join(lines)
 
 
+def last_words(run: RunConfig, error: BaseException, where: str, rank: int) -> str:
+    """Return `memory_report` for the device of this process, and from where the run goes on."""
+    import torch
+
+    from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
+    from titanlite.checkpoint.paths import to_path
+
+    report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
+    steps, section = list[int](), run.checkpoint
+    if section.enable_checkpoint:
+        with contextlib.suppress(Exception):  # a store that does not answer
+            root = to_path(section.folder)
+            steps = [step for step in steps_in(root) if (step_folder(root, step) / FILE).is_file()]
+    kept = f"The same command resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is saved"
+    return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
+
+
 def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
     """Return the plan's parts beside the allocator's figures, and the modules in which most is needed."""
     peak = planned.peak

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 from titanlite import exit_codes
@@ -90,7 +91,8 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
             atomic_write(arguments.write, plan_search.overlay(result, result.ranked[0]))
         found = as_json(plan_search.as_json(result)) if arguments.json else "\n".join(plan_search.lines(result, style))
         return found, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
-    plan = make_plan(run, cluster, arguments.exact, rank=arguments.rank)
+    trace = import_module("titanlite.tools.plan_trace").trace if arguments.exact else None
+    plan = make_plan(run, cluster, arguments.rank, trace)
     if arguments.html:
         from titanlite.tools.plan_report import plan_page
 

@@ -391,7 +391,7 @@ def lines(result: SearchResult, style: Style) -> list[str]:
 class _Variant(LoadedConfig):
     """A config that nobody reads as a file, which saves half the time of its check."""
 
-    def to_toml(self) -> str:
+    def to_toml(self, defaults: bool = True) -> str:
         return ""
 
 

@@ -31,8 +31,8 @@ from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
-from titanlite.plan.meter import MemoryMeter
 from titanlite.plan.parts import RankMemory
+from titanlite.tools.memory_meter import MemoryMeter
 
 #: Of a model whose flavor leaves the vocabulary to the tokenizer, where there is none.
 _VOCABULARY = 32_000
