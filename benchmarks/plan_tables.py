@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
-from titanlite.plan.plan import GIB, Plan, make_plan
+from titanlite.plan.parts import GIB
+from titanlite.plan.plan import Plan, make_plan
 from titanlite.utils import human_count
 
 #: Config, GPUs, GPU.

@@ -181,13 +181,7 @@ def build_model(
     spec, args = run.spec, run.model_args(tokenizer_size)
     if run.training.compile:
         prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
-    mesh = world.build_mesh(
-        pp=degrees.pipeline,
-        dp_replicate=degrees.dp_replicate,
-        dp_shard=degrees.dp_shard,
-        cp=degrees.context,
-        tp=degrees.tensor,
-    )
+    mesh = world.build_mesh(**degrees.dimensions)
     builder = ModelBuilder(
         spec,
         args,

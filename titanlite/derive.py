@@ -63,6 +63,12 @@ class MeshSizes:
     expert: int = 1
 
     @property
+    def dimensions(self) -> dict[str, int]:
+        """Degrees by the names of the device mesh, the outermost first."""
+        sizes = {"pp": self.pipeline, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        return {**sizes, "cp": self.context, "tp": self.tensor}
+
+    @property
     def dp_degree(self) -> int:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard

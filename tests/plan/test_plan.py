@@ -16,7 +16,8 @@ from titanlite.config.errors import ConfigError
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
-from titanlite.plan.plan import GIB, checkpoint_disk, kept_at_once, make_plan, with_vocabulary
+from titanlite.plan.parts import GIB
+from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan, with_vocabulary
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:

@@ -14,7 +14,8 @@ from titanlite import exit_codes
 from titanlite.config.keys import sections
 from titanlite.fit import check_config
 from titanlite.plan.hardware import Cluster, find_gpu
-from titanlite.plan.plan import GIB, formula, make_plan, needed_bytes
+from titanlite.plan.parts import GIB
+from titanlite.plan.plan import formula, make_plan, needed_bytes
 from titanlite.tools.cli import main
 from titanlite.tools.plan_search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
 from titanlite.utils import Style
@@ -102,7 +103,8 @@ def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
     found = search([f"--job.config_file={base}"], cluster)
     loser = next(loser for loser in found.losers if "AC none" in loser.candidate.layout and loser.missing)
     assert loser.candidate.rate > found.ranked[0].rate
-    assert f"{loser.missing / GIB:.1f} GiB too much" in loser.reason
+    assert loser.reason.startswith("does not fit: on this mesh even ")
+    assert loser.reason.endswith(f"need {loser.missing / GIB:.1f} GiB too much")
 
 
 def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from titanlite import exit_codes, main
+from titanlite.fit import check_config
+from titanlite.plan.text import print_plan
 from titanlite.tools import cli
 
 H100 = ["--gpus", "8", "--gpu", "h100-80g"]
@@ -86,10 +88,16 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
     assert (code, out) == (exit_codes.CONFIG, "") and said in error
 
 
-def test_a_number_of_tokens_has_digits(plan: Any, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--tokens=many", "a number of tokens as 15T"), ("--price=nan", "a price"), ("--price=-1", "a price")],
+)
+def test_a_flag_that_is_no_number_is_refused(
+    plan: Any, capsys: pytest.CaptureFixture[str], flag: str, said: str
+) -> None:
     with pytest.raises(SystemExit, match="2"):
-        plan("llama3_8b.toml", *H100, "--tokens", "many")
-    assert "expected a number of tokens as 15T, got 'many'" in capsys.readouterr().err
+        plan("llama3_8b.toml", *H100, flag)
+    assert f"expected {said}, got '{flag.partition('=')[2]}'" in capsys.readouterr().err
 
 
 def test_the_page_draws_the_step_and_fetches_nothing(plan: Any, tmp_path: Path) -> None:
@@ -130,3 +138,9 @@ def test_memory_estimation_prints_the_plan_instead_of_a_run(tmp_path: Path, caps
     assert main.run(flags) == exit_codes.DONE
     assert capsys.readouterr().out.startswith("llama3 debugmodel on 1 x h100-80g fits, with 77")
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several(capsys: pytest.CaptureFixture[str]) -> None:
+    run = check_config(["--job.config_file=llama3_8b.toml"], 16, training=False)[1]
+    print_plan(run, gpus_per_node=16)
+    assert "for each machine of 8 GPUs" in capsys.readouterr().out

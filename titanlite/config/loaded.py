@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from titanlite.config.errors import DEFAULT, Source
+from msgspec.structs import replace as replace_fields
+
+from titanlite.config.errors import COMMAND_LINE, DEFAULT, Source
 from titanlite.config.keys import keys, table_of
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
@@ -41,6 +43,15 @@ class LoadedConfig:
         """Return the value of `section.field`."""
         section, _, name = key.partition(".")
         return getattr(getattr(self.sections, section), name)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the config as if flags of a command line gave these keys their values."""
+        sections = self.sections
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            new = replace_fields(getattr(sections, section), **{name: value})
+            sections = replace_fields(sections, **{section: new})
+        return replace(self, sections=sections, sources={**self.sources, **dict.fromkeys(changes, COMMAND_LINE)})
 
     def source(self, key: str) -> Source:
         """Return where the value of `section.field` was written."""

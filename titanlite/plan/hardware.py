@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.models.spec import names_like
+from titanlite.plan.parts import GIB
 
 if TYPE_CHECKING:
     from titanlite.derive import RunConfig
-
-_GIB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def _gpu(
 ) -> Gpu:
     bf16, float8 = tflops
     speeds = [speed * 1e9 for speed in gb_per_s]
-    return Gpu(key, pattern, int(gib * _GIB), bf16 * 1e12, float8 and float8 * 1e12, *speeds, *rest)
+    return Gpu(key, pattern, int(gib * GIB), bf16 * 1e12, float8 and float8 * 1e12, *speeds, *rest)
 
 
 #: Most specific pattern first. Whole words: A100 is neither A10G nor A1000, H200 not GH200. An H100 whose name gives
@@ -135,7 +134,7 @@ INSTANCES: dict[str, Instance] = {
 
 #: Network of machines that are not named: bytes/s of each GPU, as of 400 Gbit/s.
 DEFAULT_NETWORK = 50e9
-_DEFAULT_GPUS_PER_NODE = 8
+DEFAULT_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def cluster_of(
         raise _error("gpu", "no GPU is named", "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type")
     machine = find_instance(instance) if instance else None
     found = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
-    size = gpus_per_node or (machine.gpus if machine else run.launch.gpus_per_node or _DEFAULT_GPUS_PER_NODE)
+    size = gpus_per_node or (machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE)
     total = gpus or (nodes * size if nodes else run.mesh.world_size)
     network = machine.network / 8 * 1e9 if machine else DEFAULT_NETWORK * size
     if total < size and nodes in (None, 1):  # a part of one machine

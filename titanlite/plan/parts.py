@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+GIB = 1024**3
 #: Parts of a rank's device memory, in the order of reports.
 PARTS = (
     "parameters",  # this rank's shards, and buffers
@@ -30,6 +31,11 @@ class Moment:
     module: str
     #: Name of `PARTS` → bytes.
     parts: Mapping[str, int]
+
+    @property
+    def place(self) -> str:
+        """`backward of layers.31`."""
+        return f"{self.phase} of {self.module}" if self.module else self.phase
 
     @property
     def total(self) -> int:

@@ -14,11 +14,11 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.sections import Checkpoint
 from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.memory import NoFormula, estimate, worst_rank
-from titanlite.plan.parts import RankMemory
+from titanlite.plan.memory import NoFormula, Weight, estimate, worst_rank
+from titanlite.plan.optimizer import state_bytes
+from titanlite.plan.parts import GIB, RankMemory
 from titanlite.plan.speed import Speed, predict
 
-GIB = 1024**3
 #: Share of the peak that CUDA's allocator holds beyond live tensors: rounding of blocks, and gaps between them.
 FRAGMENTATION = 0.05
 #: Bytes of a GPU outside of the allocator: CUDA's context with the kernels of torch, and the buffers of NCCL.
@@ -226,17 +226,13 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
 
 
 def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
-    """Return the state of the whole model's optimizer, that of AdamW for one of your own. Norms count as matrices."""
-    settings, weight = run.optimizer, _ITEMSIZE[run.training.dtype]
-    rest = settings.kahan * _ITEMSIZE[settings.compensation_dtype]
-    if settings.name == "AnyPrecisionAdamW":
-        return parameters * (_ITEMSIZE[settings.momentum_dtype] + _ITEMSIZE[settings.variance_dtype] + rest)
-    if settings.name == "AdamW8bit":  # two codes, and two scales in float32 for each block of 256
-        return parameters * (2 + rest) + parameters // 32
-    if settings.name == "Muon":
+    """Return the state of the whole model's optimizer. Norms count as matrices; Muon's matrices are those of blocks."""
+    matrices, size = parameters, (4096, 2048)
+    if run.optimizer.name == "Muon":
         costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
-        return 8 * parameters - 4 * sum(costs[name].parameters for name in run.spec.block_names(args) if name in costs)
-    return 2 * weight * parameters
+        matrices = sum(costs[name].parameters for name in run.spec.block_names(args) if name in costs)
+    kinds = (matrices, Weight(*size, 1, size)), (parameters - matrices, Weight(*size, 1))
+    return int(sum(n * state_bytes(weight, run.optimizer, _ITEMSIZE[run.training.dtype]) for n, weight in kinds))
 
 
 def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float, validated: bool) -> int | None:

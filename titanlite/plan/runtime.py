@@ -13,24 +13,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec.structs import replace as replace_fields
 
 from titanlite.callbacks import SLOW_PHASES, Callback
-from titanlite.config.checks import contradictions
-from titanlite.config.errors import ConfigError
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import ActivationCheckpoint, Config
 from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.exit_codes import memory_error_of
-from titanlite.fit import fitted
+from titanlite.fit import check_loaded
 from titanlite.plan.memory import NoFormula, estimate
-from titanlite.plan.parts import PARTS, Moment, RankMemory
+from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory
 from titanlite.utils import Table, human_bytes, logger, render
 
 if TYPE_CHECKING:
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
-_GIB = 1024**3
 #: Measured and planned peaks that are further apart than this share are reported.
 APART = 0.15
 #: Remedies that are shown, and the least share of the peak that each saves.
@@ -38,11 +35,6 @@ _REMEDIES, _LEAST = 3, 0.02
 #: Phases in which a peak is none of a training step.
 _OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 _REQUEST = re.compile(r"(?:allocate|allocating) ([\d.]+ (?:bytes|[KMGT]iB))")
-
-
-def place(moment: Moment) -> str:
-    """Return `backward of layers.31`."""
-    return f"{moment.phase} of {moment.module}" if moment.module else moment.phase
 
 
 # At the start and after step 2
@@ -60,10 +52,10 @@ def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]
     except Exception as error:
         return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
     size, of_rank = planned.peak.total, f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
-    each = f"{size / _GIB:,.1f} of {total / _GIB:,.1f} GiB per GPU"
+    each = f"{size / GIB:,.1f} of {total / GIB:,.1f} GiB per GPU"
     if device == "cpu":
         each = f"{human_bytes(size)} of host memory per rank"
-    rows = [("memory", f"planned {each}, in {place(planned.peak)}{of_rank}")]
+    rows = [("memory", f"planned {each}, in {planned.peak.place}{of_rank}")]
     if device == "cuda" and size > total:
         rows.append(("warning", "by the plan this run needs more memory than a GPU has: it will end with code 8"))
     return rows
@@ -113,8 +105,8 @@ class PeakCheck(Callback):
         rank = max(range(world.size), key=lambda one: abs(measured[one] / plans[one] - 1))
         share = measured[rank] / plans[rank] - 1
         where = f" on rank {rank}" if world.size > 1 else ""
-        text = f"memory of step {trainer.step}: measured {measured[rank] / _GIB:,.2f} GiB at the peak{where}, "
-        text += f"planned {plans[rank] / _GIB:,.2f} GiB ({share:+.1%})"
+        text = f"memory of step {trainer.step}: measured {measured[rank] / GIB:,.2f} GiB at the peak{where}, "
+        text += f"planned {plans[rank] / GIB:,.2f} GiB ({share:+.1%})"
         if abs(share) <= APART or world.rank:  # the console shows a warning once
             logger.info(text)
             return
@@ -146,14 +138,8 @@ class Remedy(NamedTuple):
 
 def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None) -> RunConfig:
     """Return the run with other values of these keys, on so many ranks. Raises ConfigError where it cannot be so."""
-    found = {name: getattr(run, name) for name in sections()}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        found[section] = replace_fields(found[section], **{name: value})
-    config = LoadedConfig(Config(**found))
-    if problems := contradictions(config):
-        raise ConfigError(problems)
-    return fitted(config, ranks or run.mesh.world_size)
+    config = LoadedConfig(Config(**{name: getattr(run, name) for name in sections()})).changed(changes)
+    return check_loaded(config, [], ranks or run.mesh.world_size, training=False)[1]
 
 
 def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> list[Remedy]:
@@ -277,11 +263,11 @@ def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
         for pair in zip_longest(parts.items(), figures.items(), fillvalue=("", 0))
     ]
     measured = "allocator" if "reserved" in figures else "process"
-    columns = (f"planned for rank {planned.rank}, {place(peak)}", "", measured, "")
+    columns = (f"planned for rank {planned.rank}, {peak.place}", "", measured, "")
     most: dict[str, Moment] = {}  # blocks are alike
     for moment in sorted(planned.moments, key=lambda one: -one.total):
         most.setdefault(re.sub(r"\d+", "N", moment.module), moment)
-    top = [f"{place(moment)} {human_bytes(moment.total)}" for moment in list(most.values())[:4]]
+    top = [f"{moment.place} {human_bytes(moment.total)}" for moment in list(most.values())[:4]]
     return [render(Table(columns, rows, (0, 2)), terminal=False), f"Modules that need most: {', '.join(top)}"]
 
 

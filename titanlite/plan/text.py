@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from titanlite.derive import RunConfig
 from titanlite.metrics.console import wants_color
-from titanlite.plan.hardware import Gpu, cluster_of
-from titanlite.plan.parts import PARTS
-from titanlite.plan.plan import GIB, Plan, make_plan
+from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of
+from titanlite.plan.parts import GIB, PARTS
+from titanlite.plan.plan import Plan, make_plan
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, human_time, render
 
 _BAR = 24
@@ -27,13 +28,19 @@ def plan_text(plan: Plan, style: Style) -> str:
 
 
 def print_plan(run: RunConfig, gpus_per_node: int) -> None:
-    """Print the plan of a run on this machine's GPUs, or on those of `launch.instance_type`. Raises ConfigError."""
-    gpu = None
+    """Print the plan of a run on this machine's GPUs, or on those of `launch.instance_type`. Raises ConfigError.
+
+    gpus_per_node: ranks on this machine. More than it has GPUs are planned for several machines.
+    """
+    gpu = size = None
     if not run.launch.instance_type:
         import torch
 
-        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else _WITHOUT_GPU
-    plan = make_plan(run, cluster_of(run, gpu=gpu, gpus_per_node=None if gpu is None else gpus_per_node))
+        here = torch.cuda.is_available()
+        gpu = torch.cuda.get_device_name() if here else _WITHOUT_GPU
+        most = torch.cuda.device_count() if here else DEFAULT_GPUS_PER_NODE
+        size = gpus_per_node if gpus_per_node <= most else math.gcd(gpus_per_node, most)
+    plan = make_plan(run, cluster_of(run, gpu=gpu, gpus_per_node=size))
     color = run.metrics.enable_color_printing
     print(escape(plan_text(plan, Style(wants_color(sys.stdout) if color is None else color)), colors=True), flush=True)
 
@@ -62,8 +69,7 @@ def memory_table(plan: Plan, style: Style) -> str:
 def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield label and text of all but the memory of the GPU."""
     speed, run, nodes, peak = plan.speed, plan.run, plan.cluster.nodes, plan.memory.peak
-    where = f" of {peak.module}" if peak.module else ""
-    yield "peak", f"in the {peak.phase}{where}"
+    yield "peak", f"in the {peak.place}"
     mfu, low, high = (f"{100 * share:.1f}" for share in (speed.mfu, *plan.mfu_range))
     rates = f"{speed.tokens_per_second:,.0f} tokens/s per GPU ({speed.low:,.0f} to {speed.high:,.0f})"
     yield "speed", f"{rates}, MFU {mfu} % ({low} to {high})"

@@ -18,7 +18,7 @@ from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.derive import RunConfig, smallest_world, with_steps
 from titanlite.fit import fitted
-from titanlite.plan.hardware import GPUS, cluster_of, find_gpu, find_instance
+from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, GPUS, cluster_of, find_gpu, find_instance
 from titanlite.plan.plan import formula, make_plan, needed_bytes, with_vocabulary
 from titanlite.plan.text import gpu_table, plan_text
 from titanlite.tools import at_least
@@ -27,8 +27,6 @@ from titanlite.utils import Style, atomic_write
 
 #: Most GPUs in the search for the fewest that do.
 _MOST = 4096
-#: Of a machine that is not named, as in `cluster_of`.
-_GPUS_PER_NODE = 8
 
 
 def add_command(commands: Commands) -> None:
@@ -52,7 +50,7 @@ def add_command(commands: Commands) -> None:
     add("--exact", action="store_true", help="trace a step of the real code instead of formulas (tens of seconds)")
     add("--rank", type=at_least(0), metavar="N", help="rank whose memory is shown (default: the one that needs most)")
     add("--tokens", type=_tokens, metavar="N", help="length of the run in tokens, as 15T or 300B")
-    add("--price", type=float, metavar="X", help="price of one machine for an hour")
+    add("--price", type=price, metavar="X", help="price of one machine for an hour")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
     add("--search", action="store_true", help="propose the fastest settings that fit, as a file to lay over the config")
@@ -63,10 +61,17 @@ def add_command(commands: Commands) -> None:
 
 def _tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
-    number = match and float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ")
-    if not number or number < 1:
+    number = float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ") if match else 0
+    if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number of tokens as 15T, got {text!r}")
     return round(number)
+
+
+def price(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a price, got {text!r}")
+    return number
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
@@ -77,7 +82,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
     size = find_instance(instance).gpus if instance else launch.gpus_per_node
     nodes = arguments.nodes or (launch.nodes if size else None)
-    ranks = arguments.gpus or (nodes and nodes * (size or _GPUS_PER_NODE))
+    ranks = arguments.gpus or (nodes and nodes * (size or DEFAULT_GPUS_PER_NODE))
     if not ranks or not (arguments.gpu or instance):
         return _for_each_gpu(config, ranks, arguments, style)
     run = _lasting(fitted(config, ranks), arguments)
@@ -142,14 +147,13 @@ def _sizes(config: LoadedConfig, ranks: int | None) -> Iterator[RunConfig]:
     if ranks:
         yield fitted(config, ranks)
         return
-    size, found = smallest_world(config), False
-    problem = None
+    size, problems, found = smallest_world(config), list[ConfigError](), 0
     while size <= _MOST:
         try:
             yield fitted(config, size)
-            found = True
+            found += 1
         except ConfigError as error:
-            problem = problem or error
+            problems.append(error)
         size *= 2
-    if problem and not found:
-        raise problem
+    if problems and not found:
+        raise problems[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate, groupby
 
-from titanlite.plan.parts import PARTS, Moment
-from titanlite.plan.plan import GIB, Plan
+from titanlite.plan.parts import GIB, PARTS, Moment
+from titanlite.plan.plan import Plan
 from titanlite.plan.text import plan_rows, verdict
 from titanlite.tools import render_page
 from titanlite.tools.compare_page import ticks

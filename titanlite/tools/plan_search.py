@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
-from titanlite.config.errors import COMMAND_LINE, ConfigError
+from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
@@ -24,7 +25,8 @@ from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded, divisors
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.plan import GIB, formula, needed_bytes, with_vocabulary
+from titanlite.plan.parts import GIB
+from titanlite.plan.plan import formula, needed_bytes, with_vocabulary
 from titanlite.plan.speed import Speed, predict
 from titanlite.utils import Style, Table, counted, render
 
@@ -55,13 +57,11 @@ _AC_OFFLOAD, _CPU_OFFLOAD = "activation_checkpoint.offload", "training.enable_cp
 _FLOAT8, _GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
 _SCALES = "float8.precompute_float8_dynamic_scale_for_fsdp"
 
-_NONE, _FULL = {_MODE: "none"}, {_MODE: "full"}
+_FULL = {_MODE: "full"}
 #: From what recomputes nothing to what keeps least.
 AC_MODES: tuple[Changes, ...] = (
-    _NONE,
-    {_MODE: "selective", _OPTION: "4"},
-    {_MODE: "selective", _OPTION: "2"},
-    {_MODE: "selective", _OPTION: "op"},
+    {_MODE: "none"},
+    *({_MODE: "selective", _OPTION: option} for option in ("4", "2", "op")),
     _FULL,
 )
 #: Keys that the columns of the table do not tell.
@@ -97,23 +97,30 @@ class Candidate:
         return -round(math.log(self.rate) / 0.005), len(self.changes), self.peak
 
     @property
-    def degrees(self) -> dict[str, int]:
-        """Dimension of the mesh → ranks, where there are several."""
+    def degrees(self) -> str:
+        """Dimensions of the mesh with several ranks, as the start report names them."""
         mesh = self.run.mesh
-        sizes = {"replicate": mesh.dp_replicate, "shard": mesh.dp_shard, "context": mesh.context}
-        sizes |= {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "expert": mesh.expert}
-        return {name: degree for name, degree in sizes.items() if degree > 1}
+        sizes = {**mesh.dimensions, "ep": mesh.expert}
+        return " x ".join(f"{name} {degree}" for name, degree in sizes.items() if degree > 1) or "1 rank"
+
+    @property
+    def mode(self) -> str:
+        """What is recomputed."""
+        ac = self.run.activation_checkpoint
+        return f"AC {ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else f"AC {ac.mode}"
 
     @property
     def layout(self) -> str:
-        """The degrees in words, and what is recomputed."""
-        ac, degrees = self.run.activation_checkpoint, self.degrees or {"rank": 1}
-        mode = f"{ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else ac.mode
-        return f"{', '.join(f'{name} {degree}' for name, degree in degrees.items())}, AC {mode}"
+        """Both."""
+        return f"{self.degrees}, {self.mode}"
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences that a rank takes at a time."""
+        return self.run.batch.micro_batch_size // self.run.pipeline.microbatches
 
 
-@dataclass(frozen=True)
-class Loser:
+class Loser(NamedTuple):
     """Settings that were left out, and why."""
 
     candidate: Candidate
@@ -122,8 +129,7 @@ class Loser:
     missing: int = 0
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The outcome of a search."""
 
     cluster: Cluster
@@ -155,7 +161,8 @@ class _Search:
         self.cluster, self.found = cluster, dict[frozenset[tuple[str, Any]], Candidate | None]()
         config, run = check_loaded(*read(argv, defer=True), cluster.gpus, training=False)
         self.run = with_vocabulary(run)
-        self.config = replace(config, sections=replace_fields(config.sections, model=self.run.model))
+        sections = replace_fields(config.sections, model=self.run.model)
+        self.config = _Variant(sections, config.sources, config.files, config.notes, config.deferred)
         self.float8 = "float8" in allow and cluster.gpu.float8 is not None
         self.limit = round(cluster.gpu.memory * (1 - MARGIN))
 
@@ -165,7 +172,7 @@ class _Search:
         name = frozenset(given.items())
         if name not in self.found:
             try:
-                run = check_loaded(changed(self.config, given), [], self.cluster.gpus, training=False)[1]
+                run = check_loaded(self.config.changed(given), [], self.cluster.gpus, training=False)[1]
                 self.found[name] = Candidate(given, run, predict(run, self.cluster))
             except ConfigError:
                 self.found[name] = None
@@ -223,17 +230,20 @@ class _Search:
         chunks = max(self.run.training.loss_chunks, CHUNKS)
         return self.candidate({**candidate.changes, _CHUNKS: chunks}) or candidate
 
-    def leanest(self, mesh: _Mesh, ac: Changes, extra: Changes) -> Loser | None:
-        """Return what is missing on a mesh with the settings that need least memory; None: they fit, or none do."""
+    def lost(self, fastest: Candidate, mesh: _Mesh, ac: Changes, extra: Changes) -> Loser | None:
+        """Return what the leanest settings with `ac` on a mesh lack; None: they fit, or none is valid.
+
+        fastest: what does not fit for that.
+        """
         if not (variants := self.variants(mesh, ac, extra)):
             return None
         leanest = self.weighed(self.in_chunks(variants[0]))
         missing = leanest.peak - self.limit
-        size = counted(leanest.run.batch.micro_batch_size // leanest.run.pipeline.microbatches, "sequences")
-        with_ = f"micro-batches of {size} and the loss in {leanest.run.training.loss_chunks} pieces"
-        mode = leanest.layout.rpartition(", ")[2]
-        reason = f"does not fit: {missing / GIB:.1f} GiB too much even with {mode}, {with_}"
-        return Loser(max(variants, key=_rate), reason, missing) if missing > 0 else None
+        least = f"a micro-batch of {leanest.micro_batch} and loss_chunks = {leanest.run.training.loss_chunks}"
+        if leanest.mode != fastest.mode:
+            least = f"{leanest.mode}, {least}"
+        reason = f"does not fit: on this mesh even {least} need {missing / GIB:.1f} GiB too much"
+        return Loser(fastest, reason, missing) if missing > 0 else None
 
     def fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
         """Return the fastest settings that fit."""
@@ -254,16 +264,16 @@ class _Search:
             least = sorted(map(_rate, found.values()))[-top] if len(found) >= top else 0.0
             if bound.rate < least:
                 lost.append(Loser(bound))
-            elif nothing := self.leanest(mesh, modes[-1], extra):
-                lost.append(replace(nothing, candidate=bound))
+            elif nothing := self.lost(bound, mesh, modes[-1], extra):
+                lost.append(nothing)
             else:
                 for ac in modes:
                     variants = [one for one in self.variants(mesh, ac, extra) if one.rate > least]
-                    if variants and (nothing := self.leanest(mesh, ac, extra)):
+                    if variants and (nothing := self.lost(max(variants, key=_rate), mesh, ac, extra)):
                         lost.append(nothing)
-                    elif variants and (best := self.fastest(variants)) and _better(best, found.get(best.layout)):
-                        found[best.layout] = best
-        return sorted(found.values(), key=lambda candidate: candidate.order), lost
+                    elif variants and (best := self.fastest(variants)):
+                        found[best.layout] = min(found.get(best.layout, best), best, key=_order)
+        return sorted(found.values(), key=_order), lost
 
 
 def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterable[str] = ()) -> SearchResult:
@@ -294,15 +304,13 @@ def _losers(base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser],
         yield Loser(base, slower(base, winner))
     seen: set[str] = set()
     for loser in sorted(lost, key=lambda loser: loser.missing):
-        mode = loser.candidate.layout.rpartition(", ")[2]
-        if loser.missing and loser.candidate.rate > winner.rate and mode not in seen:
-            seen.add(mode)
+        if loser.missing and loser.candidate.rate > winner.rate and loser.candidate.mode not in seen:
+            seen.add(loser.candidate.mode)
             yield loser
-    kinds = {frozenset(candidate.degrees) for candidate in ranked[:top]}
-    others = [*ranked[top:], *(loser.candidate for loser in lost if not loser.missing)]
-    for candidate in sorted(others, key=lambda candidate: candidate.order):
-        if candidate is not base and (kind := frozenset(candidate.degrees)) not in kinds and len(kinds) < MOST_KINDS:
-            kinds.add(kind)
+    kinds = {_kind(candidate) for candidate in ranked[:top]}
+    for candidate in sorted([*ranked[top:], *(loser.candidate for loser in lost if not loser.missing)], key=_order):
+        if candidate is not base and _kind(candidate) not in kinds and len(kinds) < MOST_KINDS:
+            kinds.add(_kind(candidate))
             yield Loser(candidate, slower(candidate, winner))
 
 
@@ -321,14 +329,10 @@ def overlay(result: SearchResult, candidate: Candidate) -> str:
     cluster = result.cluster
     machines = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.key}"
     memory = f"{candidate.peak / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
-    lines = [f"# titanlite plan --search, {machines}: {candidate.rate:,.0f} tokens/s per GPU, {memory}."]
-    section = ""
-    for key, value in candidate.changes.items():
-        first, _, name = key.partition(".")
-        lines += ["", f"[{first}]"] if first != section else []
-        lines.append(f"{name} = {quote(value)}")
-        section = first
-    return "\n".join([*lines, ""])
+    text = f"# titanlite plan --search, {machines}: {candidate.rate:,.0f} tokens/s per GPU, {memory}.\n"
+    for section, changes in itertools.groupby(candidate.changes.items(), key=lambda item: item[0].partition(".")[0]):
+        text += f"\n[{section}]\n" + "".join(f"{key.partition('.')[2]} = {quote(value)}\n" for key, value in changes)
+    return text
 
 
 def as_json(result: SearchResult) -> dict[str, Any]:
@@ -358,30 +362,17 @@ def lines(result: SearchResult, style: Style) -> list[str]:
         return [head, "nothing fits, with offload neither: take more GPUs, or GPUs with more memory"]
     rows = []
     for n, c in enumerate(found, 1):
-        size = f"{c.run.batch.micro_batch_size // c.run.pipeline.microbatches}"
-        keys_ = [f"{key.rpartition('.')[2]} = {quote(c.changes[key])}" for key in c.changes if key in _SHOWN]
-        rows.append(
-            [
-                str(n),
-                f"{c.rate:,.0f}",
-                f"{c.speed.mfu:.1%}",
-                f"{c.peak / GIB:.1f}",
-                c.layout,
-                size,
-                ", ".join(keys_) or "-",
-            ]
-        )
+        more = [f"{key.partition('.')[2]} = {quote(c.changes[key])}" for key in c.changes if key in _SHOWN]
+        numbers = f"{n}", f"{c.rate:,.0f}", f"{c.speed.mfu:.1%}", f"{c.peak / GIB:.1f}"
+        rows.append((*numbers, c.layout, f"{c.micro_batch}", ", ".join(more) or "-"))
     columns = ["", "tokens/s per GPU", "MFU", "peak GiB", "layout", "micro-batch", "further changes"]
     out = [head, "", render(Table(columns, rows, left=(4, 6)), style.color), ""]
     if result.config_is_best:
-        out += [f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more"]
+        out.append(f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more")
     else:
         state = f", which does not fit by {over / GIB:.1f} GiB" if over > 0 else ""
-        out += [
-            f"{found[0].rate / base.rate - 1:+.1%} over the config as it is{state}, with this file laid over it:",
-            "",
-        ]
-        out += overlay(result, found[0]).splitlines()
+        gain = f"{found[0].rate / base.rate - 1:+.1%} over the config as it is{state}"
+        out += [f"{gain}, with this file laid over it:", "", *overlay(result, found[0]).splitlines()]
     out += ["", "left out:"] if result.losers else []
     for loser in result.losers:
         out.append(f"  {loser.candidate.rate:>6,.0f} tokens/s, {loser.candidate.layout}: {loser.reason}")
@@ -395,25 +386,19 @@ class _Variant(LoadedConfig):
         return ""
 
 
-def changed(config: LoadedConfig, changes: Mapping[str, Any]) -> LoadedConfig:
-    """Return the config as if flags of a command line made these changes."""
-    sections = {key.partition(".")[0]: dict[str, Any]() for key in changes}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections[section][name] = value
-    new = {name: replace_fields(getattr(config.sections, name), **values) for name, values in sections.items()}
-    sources = {**config.sources, **dict.fromkeys(changes, COMMAND_LINE)}
-    return _Variant(replace_fields(config.sections, **new), sources, config.files, config.notes, config.deferred)
-
-
 def _powers(most: int) -> list[int]:
     """Return 1, 2, 4, … up to `most`."""
     return [2**n for n in range(most.bit_length())]
 
 
-def _better(new: Candidate, old: Candidate | None) -> bool:
-    return old is None or new.order < old.order
-
-
 def _rate(candidate: Candidate) -> float:
     return candidate.rate
+
+
+def _order(candidate: Candidate) -> tuple[float, int, int]:
+    return candidate.order
+
+
+def _kind(candidate: Candidate) -> str:
+    """Return the dimensions of the mesh without their sizes."""
+    return re.sub(r"\d+", "", candidate.degrees)
