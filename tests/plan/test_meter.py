@@ -22,7 +22,7 @@ class Net(nn.Module):
         return self.head(self.layers["0"](x).relu())
 
 
-def metered(extra: object = None) -> tuple[MemoryMeter, dict[str, dict[str, int]]]:
+def metered() -> dict[str, dict[str, int]]:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     x = torch.ones(64, 16)
@@ -40,34 +40,21 @@ def metered(extra: object = None) -> tuple[MemoryMeter, dict[str, dict[str, int]
         meter.phase("optimizer")
         optimizer.step()
         optimizer.zero_grad()
-    found = {f"{moment.phase} {moment.module}".strip(): dict(moment.parts) for moment in meter.moments()}
-    return meter, found
+    return {moment.place: dict(moment.parts) for moment in meter.moments()}
 
 
-def test_each_module_has_a_moment_in_each_direction():
-    _, found = metered()
-    assert list(found) == [
-        "forward",
-        "forward layers.0",
-        "forward head",
-        "forward loss",
-        "backward loss",
-        "backward head",
-        "backward layers.0",
-        "optimizer",
-    ]
-
-
-def test_bytes_by_part_are_exact():
-    _, found = metered()
+def test_each_module_has_a_moment_in_each_direction_and_bytes_by_part_are_exact():
+    found = metered()
+    forward = ["forward", "forward of layers.0", "forward of head", "forward of loss"]
+    assert list(found) == [*forward, "backward of loss", "backward of head", "backward of layers.0", "optimizer"]
     weights = (16 * 16 + 64 * 16) * 4
     assert all(parts["parameters"] == weights for parts in found.values())
     assert all(2 * weights <= parts["optimizer"] <= 2 * weights + 16 for parts in found.values())
     # x, the block's output, which nothing keeps, and that of relu; then logits.
-    assert found["forward layers.0"]["activations"] == 8 * KB
-    assert found["forward layers.0"]["working memory"] == 4 * KB
-    assert found["forward head"]["activations"] == 8 * KB
-    assert found["forward head"]["logits and loss"] == 16 * KB
+    assert found["forward of layers.0"]["activations"] == 8 * KB
+    assert found["forward of layers.0"]["working memory"] == 4 * KB
+    assert found["forward of head"]["activations"] == 8 * KB
+    assert found["forward of head"]["logits and loss"] == 16 * KB
     assert found["optimizer"]["gradients"] == weights
     # AdamW with foreach holds the denominators of all weights at a time.
     assert weights <= found["optimizer"]["working memory"] < 1.5 * weights

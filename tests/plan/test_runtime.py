@@ -21,9 +21,9 @@ from titanlite.parallel.compile import CompileError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan import runtime
 from titanlite.plan.memory import estimate
+from titanlite.plan.parts import GIB
 from titanlite.plan.runtime import PeakCheck, memory_report, remedies, start_rows
 
-GIB = 1024**3
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB is "

@@ -17,11 +17,9 @@ from titanlite.parallel.float8_choice import Float8Choice, choose_linears, conve
 from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.blocks import ModuleMemory, Shape, block_ops, embedding, head_ops, measure
 from titanlite.plan.optimizer import state_bytes, step_bytes
-from titanlite.plan.parts import PARTS, Moment, RankMemory
+from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
 from titanlite.plan.pipeline import actions
 
-#: Of a model whose flavor leaves the vocabulary to the tokenizer.
-_VOCABULARY = 32_000
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -37,7 +35,7 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
     """
     if not isinstance(args := run.model_args(), LlamaArgs) or args.norm_type not in ("rmsnorm", "fused_rmsnorm"):
         raise NoFormula(f"there are no formulas for the memory of this model ({run.model.name})")
-    args = replace(args, vocab_size=args.vocab_size or _VOCABULARY)
+    args = replace(args, vocab_size=args.vocab_size or VOCABULARY)
     if run.training.fsdp_units not in ("block", "root"):
         raise NoFormula(f"there are no formulas for training.fsdp_units = {run.training.fsdp_units!r}")
     if rank is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 GIB = 1024**3
+#: Entries of a vocabulary that a model's flavor leaves to the tokenizer, where there is none.
+VOCABULARY = 32_000
 #: Parts of a rank's device memory, in the order of reports.
 PARTS = (
     "parameters",  # this rank's shards, and buffers

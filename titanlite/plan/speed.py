@@ -18,6 +18,7 @@ from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
 from titanlite.plan.hardware import Cluster
+from titanlite.plan.parts import VOCABULARY
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
 PARTS = (
@@ -123,14 +124,12 @@ class _Step:
         self.run, self.cluster, self.gpu, self.k = run, cluster, cluster.gpu, constants
         self.mesh, self.spec = run.mesh, run.spec
         args = run.model_args()
-        self.args: Any = args if args.vocab_size else replace(args, vocab_size=32000)
+        self.args: Any = args if args.vocab_size else replace(args, vocab_size=VOCABULARY)
         self.compiled = run.training.compile and "model" in run.compile.components
         self.in_float8 = run.float8.enable_float8_linear and not run.float8.emulate
         if self.in_float8 and self.gpu.float8 is None:
-            message = f"{self.gpu.key} has no float8"
-            raise ConfigError(
-                [Problem("", "float8.enable_float8_linear", message, "set it to false, or name another GPU")]
-            )
+            message, hint = f"{self.gpu.key} has no float8", "set it to false, or name another GPU"
+            raise ConfigError([Problem("", "float8.enable_float8_linear", message, hint)])
         #: Micro-batches of a step, and the tokens of one on this rank.
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
         rows = run.batch.micro_batch_size / run.pipeline.microbatches
@@ -151,6 +150,12 @@ class _Step:
             return []
         linears, tensor = self.spec.linears(self.args), self.mesh.tensor
         return choose_linears(linears, self.run.float8, self.plan if tensor > 1 else {}, tensor, self.spec.head)
+
+    @cached_property
+    def linears(self) -> list[tuple[Float8Choice, int]]:
+        """The linears of all blocks, with the numbers of their weights."""
+        found = [choice for choice in self.choices if self.spec.head not in choice.names]
+        return [(c, c.size.in_features * c.size.out_features * len(c.names)) for c in found]
 
     @cached_property
     def width(self) -> int:
@@ -178,7 +183,7 @@ class _Step:
     @cached_property
     def outputs(self) -> float:
         """Numbers that the linears of all blocks put out for a token."""
-        found = sum(c.size.out_features * len(c.names) for c in self.choices if self.spec.head not in c.names)
+        found = sum(c.size.out_features * len(c.names) for c, _ in self.linears)
         if self.spec.experts is not None:
             per_expert = 2 * getattr(self.args, "ffn_width", 0) + 2 * self.width
             found += self.blocks * getattr(self.args, "top_k", 1) * per_expert
@@ -190,16 +195,10 @@ class _Step:
         if self.mesh.pipeline == 1 or self.spec.pipeline_costs is None:
             return 1.0
         experimental, costs = self.run.experimental, self.spec.pipeline_costs(self.args, self.run.batch.seq_len)
-        layout = split_stages(
-            costs,
-            self.mesh.pipeline,
-            experimental.pipeline_parallel_schedule,
-            experimental.pipeline_parallel_split_points,
-        )
-        flops = [
-            sum(costs[name].flops for stage in layout.on(rank) for name in layout.stages[stage])
-            for rank in range(self.mesh.pipeline)
-        ]
+        ranks, schedule = self.mesh.pipeline, experimental.pipeline_parallel_schedule
+        layout = split_stages(costs, ranks, schedule, experimental.pipeline_parallel_split_points)
+        stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
+        flops = [sum(stages[stage] for stage in layout.on(rank)) for rank in range(ranks)]
         return max(flops) / sum(flops)
 
     @cached_property
@@ -231,9 +230,7 @@ class _Step:
     def block_forward(self) -> _Pass:
         """All blocks, forward."""
         products, casts = self.experts[1] * self.tokens / (self.gpu.bf16 * self.gpu.sustained * 0.8), 0.0
-        for choice in self.choices:
-            if self.spec.head in choice.names:
-                continue
+        for choice, _ in self.linears:
             k, n, count = choice.size.in_features, choice.size.out_features, len(choice.names)
             float8 = self.in_float8 and choice.converted
             products += count * self.product(self.tokens, k, n, float8)
@@ -256,15 +253,11 @@ class _Step:
         """Return how many of a token's numbers are cast for the input of a linear. Compiled linears with the same
         input share the cast; under tensor parallelism each rank casts its tokens before it gathers them.
         """
-        k, name = choice.size.in_features, choice.names[0]
-        plan = self.plan
-        if plan.get(name) != "colwise":
-            return k
-        module = name.rpartition(".")[0]
-        takers = [
-            c for c in self.choices if c.names[0].rpartition(".")[0] == module and plan.get(c.names[0]) == "colwise"
-        ]
-        return k / self.mesh.tensor / (len(takers) if self.compiled else 1)
+        columns = [c.names[0] for c in self.choices if self.plan.get(c.names[0]) == "colwise"]
+        if choice.names[0] not in columns:
+            return choice.size.in_features
+        takers = [name for name in columns if name.rpartition(".")[0] == choice.names[0].rpartition(".")[0]]
+        return choice.size.in_features / self.mesh.tensor / (len(takers) if self.compiled else 1)
 
     @cached_property
     def block_backward(self) -> _Pass:
@@ -286,12 +279,9 @@ class _Step:
     def recomputed(self) -> float:
         """Share of the blocks that run their forward again."""
         ac = self.run.activation_checkpoint
-        if ac.mode in ("none", "budget"):
-            return 0.0
-        if ac.mode == "full" or ac.selective_ac_option == "op":
-            return 1.0
-        every = int(ac.selective_ac_option)
-        return (self.blocks // every) / self.blocks
+        if ac.mode != "selective" or self.by_op:
+            return float(ac.mode in ("full", "selective"))
+        return (self.blocks // int(ac.selective_ac_option)) / self.blocks
 
     @property
     def by_op(self) -> bool:
@@ -301,14 +291,13 @@ class _Step:
     @cached_property
     def again(self) -> float:
         """Seconds of recomputation. By operator: every second product, and all but attention."""
-        f, share = self.block_forward, self.recomputed
-        if self.run.activation_checkpoint.mode == "budget":
-            return (1 - self.run.activation_checkpoint.memory_budget) * (f.memory + f.products / 2)
+        f, ac = self.block_forward, self.run.activation_checkpoint
+        if ac.mode == "budget":
+            return (1 - ac.memory_budget) * (f.memory + f.products / 2)
         if not self.by_op:
-            return share * sum(f)
-        kinds = [choice for choice in self.choices if self.spec.head not in choice.names]
-        flops = [c.size.in_features * c.size.out_features * len(c.names) for c in kinds]
-        repeated = sum(flops[1::2]) / sum(flops) if kinds and self.spec.experts is None else 0.5
+            return self.recomputed * sum(f)
+        sizes = [size for _, size in self.linears]
+        repeated = sum(sizes[1::2]) / sum(sizes) if sizes and self.spec.experts is None else 0.5
         return f.products * repeated + f.memory + f.casts * repeated
 
     # Traffic
@@ -403,16 +392,8 @@ class _Step:
         parts["optimizer"] = self._update()
         seconds = sum(parts.values())
         rate = self.run.batch.tokens_per_step / seconds / self.mesh.world_size
-        flops = self.base_flops + self.attention_flops
-        return Speed(
-            rate,
-            rate * (1 - ERROR),
-            rate * (1 + ERROR),
-            rate * flops / self.gpu.bf16,
-            seconds,
-            parts,
-            self._assumptions(),
-        )
+        mfu = rate * (self.base_flops + self.attention_flops) / self.gpu.bf16
+        return Speed(rate, rate * (1 - ERROR), rate * (1 + ERROR), mfu, seconds, parts, self._assumptions())
 
     def _hide(self, parts: dict[str, float], forward: float, backward: float) -> None:
         """Add the traffic that computing does not hide. forward, backward: seconds of computing of one micro-batch."""
@@ -428,15 +409,9 @@ class _Step:
             seconds += max(0.0, traffic - computing) + self.k.contention * min(traffic, computing)
         seconds += (gather * gathers + reduce * reductions) / units  # nothing runs beside the first and the last
         parts["sharding traffic"] = seconds
-        moved = 0.0
-        if t.enable_cpu_offload:
-            moved += max(0.0, host * gathers - forward * m) + max(
-                0.0, host * (gathers * again + reductions) - backward * m
-            )
-        if self.run.activation_checkpoint.offload:
-            kept = self.kept * m * self.stage_share / self.gpu.pcie
-            moved += max(0.0, kept - forward * m) + max(0.0, kept - backward * m)
-        parts["host transfers"] = moved
+        kept = self.kept * m * self.stage_share / self.gpu.pcie * self.run.activation_checkpoint.offload
+        for out, back in ((host * gathers, host * (gathers * again + reductions)), (kept, kept)):
+            parts["host transfers"] += max(0.0, out - forward * m) + max(0.0, back - backward * m)
 
     @cached_property
     def kept(self) -> float:
@@ -454,10 +429,9 @@ class _Step:
         return (ranks - 1) / rounds / (3 if schedule.splits_backward else 1)
 
     def _update(self) -> float:
-        owned = self.parameters / self.mesh.weight_shards
-        if self.run.training.enable_cpu_offload:
-            return owned * _UPDATE_BYTES / _HOST_MEMORY + self._orthogonal()
-        return self.moved(owned * _UPDATE_BYTES) + self._orthogonal()
+        size = self.parameters / self.mesh.weight_shards * _UPDATE_BYTES
+        offloaded = self.run.training.enable_cpu_offload
+        return (size / _HOST_MEMORY if offloaded else self.moved(size)) + self._orthogonal()
 
     def _orthogonal(self) -> float:
         """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that share it."""
@@ -481,9 +455,8 @@ class _Step:
             f"memory {gpu.bandwidth / 1e9:.0f} GB/s, links {gpu.link / 1e9:.0f} GB/s",
         ]
         if cluster.nodes > 1:
-            found.append(
-                f"network {cluster.network * 8 / 1e9:.0f} Gbit/s for each machine of {cluster.gpus_per_node} GPUs"
-            )
+            bits = f"{cluster.network * 8 / 1e9:.0f} Gbit/s"
+            found.append(f"network {bits} for each machine of {cluster.gpus_per_node} GPUs")
         if self.in_float8:
             found.append("the MFU is of the peak in bf16, though products run in float8")
         found.append("data, checkpoints and validation take no time")

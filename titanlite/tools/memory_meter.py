@@ -227,15 +227,9 @@ class MemoryMeter(TorchDispatchMode):
 
     def moments(self) -> tuple[Moment, ...]:
         """Return the peak within each visit of a module since `restart`."""
-        found: list[Moment] = []
-        now: Counter[str] = Counter()
-        total, at = 0, 0
-        ends = [*(mark[2] for mark in self._marks[1:]), len(self._events)]
-        for life, delta in self._events[: self._marks[0][2]]:
-            now[self._part(life)] += delta
-            total += delta
-        at = self._marks[0][2]
-        for (phase, module, _), end in zip(self._marks, ends, strict=True):
+        found, now, total, at = list[Moment](), Counter[str](), 0, 0
+        marks = [("", "", 0), *self._marks]  # the first is of what lived before
+        for (phase, module, _), end in zip(marks, [*(mark[2] for mark in self._marks), len(self._events)], strict=True):
             most, parts = total, dict(now)
             for life, delta in self._events[at:end]:
                 now[self._part(life)] += delta
@@ -244,6 +238,7 @@ class MemoryMeter(TorchDispatchMode):
                     most, parts = total, dict(now)
             at = end
             found.append(Moment(phase, module, {part: parts.get(part, 0) for part in PARTS}))
+        del found[0]
         while len(found) > MOST_MOMENTS:
             found = [max(found[i : i + 2], key=lambda moment: moment.total) for i in range(0, len(found), 2)]
         return tuple(found)

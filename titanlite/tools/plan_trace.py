@@ -31,11 +31,8 @@ from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
-from titanlite.plan.parts import RankMemory
+from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.tools.memory_meter import MemoryMeter
-
-#: Of a model whose flavor leaves the vocabulary to the tokenizer, where there is none.
-_VOCABULARY = 32_000
 
 
 def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
@@ -61,7 +58,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
                     part.to_empty(device="cpu")
             return model
 
-        parts = build_model(run, world, run.model_args().vocab_size or _VOCABULARY, make)
+        parts = build_model(run, world, run.model_args().vocab_size or VOCABULARY, make)
         with fake:
             optimizer, step = build_step(run, parts)
             blocks, rows = run.spec.block_names(parts.args), _rows_for_rank(run, parts.args)
