@@ -105,11 +105,10 @@ def gpu_table(plans: Sequence[Plan], missing: Sequence[tuple[Gpu, str]], needs: 
     """
     rows: list[tuple[str, ...]] = []
     for plan in plans:
-        speed, free = plan.speed, plan.margin / plan.cluster.gpu.memory
-        numbers = f"{speed.tokens_per_second:,.0f}", f"{100 * speed.mfu:.1f}"
-        time = "–" if plan.seconds is None else _time(plan.seconds)
-        memory = f"{plan.cluster.gpu.memory / GIB:.1f}", f"{plan.cluster.gpus:,}", f"{plan.needed / GIB:.1f}"
-        rows.append((plan.cluster.gpu.key, *memory, f"{free:.0%}", *numbers, time))
+        gpu, time = plan.cluster.gpu, "–" if plan.seconds is None else _time(plan.seconds)
+        memory = f"{gpu.memory / GIB:.1f}", f"{plan.cluster.gpus:,}", f"{plan.needed / GIB:.1f}"
+        rates = f"{plan.speed.tokens_per_second:,.0f}", f"{100 * plan.speed.mfu:.1f}"
+        rows.append((gpu.key, *memory, f"{plan.margin / gpu.memory:.0%}", *rates, time))
     least, fewest = min((need, size) for size, need in needs.items())
     for gpu, why in missing:
         rows.append((gpu.key, f"{gpu.memory / GIB:.1f}", "none", f"{least / GIB:.1f}", *["–"] * 3, why))

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -142,18 +141,16 @@ def _for_each_gpu(
     return gpu_table(plans, missing, needs, style), code
 
 
-def _sizes(config: LoadedConfig, ranks: int | None) -> Iterator[RunConfig]:
-    """Yield the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from the fewest."""
-    if ranks:
-        yield fitted(config, ranks)
-        return
-    size, problems, found = smallest_world(config), list[ConfigError](), 0
-    while size <= _MOST:
+def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
+    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from the fewest."""
+    least = smallest_world(config)
+    sizes = [ranks] if ranks else [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
+    found, problems = list[RunConfig](), list[ConfigError]()
+    for size in sizes:
         try:
-            yield fitted(config, size)
-            found += 1
+            found.append(fitted(config, size))
         except ConfigError as error:
             problems.append(error)
-        size *= 2
-    if problems and not found:
+    if not found:
         raise problems[0]
+    return found

@@ -220,9 +220,7 @@ class _Search:
         reshards = ("default",) if mesh.is_pipeline else ("default", "never")
         product = itertools.product(self.batches(mesh), reshards, float8)
         fixed = {**mesh.changes, **ac, **extra, _COMPILE: True}
-        found = (
-            self.candidate({**fixed, **batch, _RESHARD: reshard, **numbers}) for batch, reshard, numbers in product
-        )
+        found = (self.candidate({**fixed, **batch, _RESHARD: reshard, **more}) for batch, reshard, more in product)
         return [candidate for candidate in found if candidate]
 
     def in_chunks(self, candidate: Candidate) -> Candidate:
@@ -255,12 +253,10 @@ class _Search:
 
     def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
         """Return what fits, best first, and what is left out: without a reason if it is slower at any rate."""
-        found: dict[str, Candidate] = {}
-        lost: list[Loser] = []
-        meshes = [
-            (max(fast, key=_rate), mesh) for mesh in self.meshes() if (fast := self.variants(mesh, modes[0], extra))
-        ]
-        for bound, mesh in sorted(meshes, key=lambda pair: -pair[0].rate):
+        found, lost = dict[str, Candidate](), list[Loser]()
+        meshes = [(fast, mesh) for mesh in self.meshes() if (fast := self.variants(mesh, modes[0], extra))]
+        bounds = [(max(fast, key=_rate), mesh) for fast, mesh in meshes]
+        for bound, mesh in sorted(bounds, key=lambda pair: -pair[0].rate):
             least = sorted(map(_rate, found.values()))[-top] if len(found) >= top else 0.0
             if bound.rate < least:
                 lost.append(Loser(bound))
@@ -285,8 +281,7 @@ def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterab
     """
     work = _Search(argv, cluster, allow)
     base = work.weighed(Candidate({}, work.run, predict(work.run, cluster)))
-    ranked: list[Candidate] = []
-    lost: list[Loser] = []
+    ranked, lost = list[Candidate](), list[Loser]()
     for extra, modes in _OFFLOADS:
         if not ranked:
             ranked, lost = work.attempt(extra, modes, top)
@@ -302,16 +297,18 @@ def _losers(base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser],
     winner = ranked[0]
     if base not in ranked[:top]:
         yield Loser(base, slower(base, winner))
-    seen: set[str] = set()
+    near: dict[str, Loser] = {}
     for loser in sorted(lost, key=lambda loser: loser.missing):
-        if loser.missing and loser.candidate.rate > winner.rate and loser.candidate.mode not in seen:
-            seen.add(loser.candidate.mode)
-            yield loser
-    kinds = {_kind(candidate) for candidate in ranked[:top]}
-    for candidate in sorted([*ranked[top:], *(loser.candidate for loser in lost if not loser.missing)], key=_order):
-        if candidate is not base and _kind(candidate) not in kinds and len(kinds) < MOST_KINDS:
-            kinds.add(_kind(candidate))
-            yield Loser(candidate, slower(candidate, winner))
+        if loser.missing and loser.candidate.rate > winner.rate:
+            near.setdefault(loser.candidate.mode, loser)
+    yield from near.values()
+    kinds = dict.fromkeys(map(_kind, ranked[:top]), base)
+    slow = [
+        one for one in (*ranked[top:], *(loser.candidate for loser in lost if not loser.missing)) if one is not base
+    ]
+    for candidate in sorted(slow, key=_order):
+        kinds.setdefault(_kind(candidate), candidate)
+    yield from (Loser(one, slower(one, winner)) for one in list(kinds.values())[:MOST_KINDS] if one is not base)
 
 
 def slower(loser: Candidate, winner: Candidate) -> str:
