@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -44,7 +44,7 @@ class LoadedConfig:
         section, _, name = key.partition(".")
         return getattr(getattr(self.sections, section), name)
 
-    def changed(self, changes: Mapping[str, Any]) -> Self:
+    def changed(self, changes: Mapping[str, Any]) -> LoadedConfig:
         """Return the config as if flags of a command line gave these keys their values."""
         sections = self.sections
         for key, value in changes.items():
