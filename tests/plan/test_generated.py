@@ -1,4 +1,4 @@
-"""Texts that the plan makes: comments of train_configs/ on hardware, examples of docs/plan.md.
+"""Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md and docs/plan.md.
 
 `python tests/plan/test_generated.py --write` makes them again.
 """
@@ -21,7 +21,8 @@ from titanlite.plan.plan import make_plan
 from titanlite.tools import cli
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
-PAGE = FOLDER.parent / "docs" / "plan.md"
+#: Page → examples in it.
+PAGES = {FOLDER.parent / "docs" / "plan.md": 2, FOLDER.parent / "README.md": 1}
 #: File → the hardware that it names. hf_debug.toml has no formulas.
 HARDWARE = {
     **dict.fromkeys(("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]),
@@ -80,15 +81,17 @@ def examples(page: str) -> str:
     return re.sub(r"```\n\$ titanlite (plan .*)\n(?:(?!```).*\n)*```", printed, page)
 
 
-def test_the_examples_of_the_page_are_what_is_printed() -> None:
-    page = PAGE.read_text()
-    assert page.count("$ titanlite plan") >= 2
-    assert examples(page) == page, __doc__
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_of_a_page_are_what_is_printed(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("$ titanlite plan") == PAGES[page]
+    assert examples(text) == text, __doc__
 
 
 def write() -> None:
     """Write the examples, and the comment of each file; in one that has none after the first paragraph of comments."""
-    PAGE.write_text(examples(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(examples(page.read_text()))
     for name in HARDWARE:
         file = FOLDER / f"{name}.toml"
         text = file.read_text()
