@@ -68,6 +68,10 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
+    #: Where gradients of inputs and of weights are made apart: the peak of the first half above `kept`, and the
+    #: gradients of products and norms that the second half takes.
+    split: Peak = Peak()
+    pending: int = 0
 
 
 def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> ModuleMemory:
@@ -98,6 +102,8 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
         peak if mode != "none" else Peak(max(peak.working - kept, 0), peak.weights),
         sum(op.weight for op in ops),
         ops[-1].size,
+        _backward(ops, sizes, saved, kept, split=True),
+        sum(op.size for op in ops if op.weight),
     )
 
 
@@ -133,8 +139,11 @@ def _forward(
     return alive, top
 
 
-def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int) -> Peak:
-    """Run backward from a gradient of the output; return the peak above `kept`."""
+def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int, split: bool = False) -> Peak:
+    """Run backward from a gradient of the output; return the peak above `kept`.
+
+    split: make no gradients of weights, and keep all that they need.
+    """
     alive, peak, made = set(alive), Peak(), 0
     storages: dict[int, list[int]] = {0: [ops[-1].size, 1]}  # bytes, uses
     of = {ops[-1].name: 0}
@@ -151,7 +160,7 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
     for i in range(len(ops) - 1, -1, -1):
         op = ops[i]
         given = of.pop(op.name)
-        made += op.weight
+        made += op.weight * (not split)
         mine: dict[str, int] = {}
         for name in op.reads:
             if op.passes:
@@ -162,7 +171,8 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
                 storages[mine[name]] = [sizes[name], 1]
         now = _sum(alive, sizes) + sum(size for size, _ in storages.values()) + op.backward - kept
         peak = max(peak, Peak(now, made), key=lambda p: p.total)
-        drop(given)
+        if not (split and op.weight):
+            drop(given)
         for name, storage in mine.items():
             if name in of:  # added up, in place where nobody else holds the first
                 first = of[name]
@@ -175,7 +185,8 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
                     drop(storage)
             else:
                 of[name] = storage
-        alive -= {name for name in _saved(op) if first_saver[name] == i}
+        if not split:
+            alive -= {name for name in _saved(op) if first_saver[name] == i}
     return peak
 
 
@@ -313,35 +324,44 @@ def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
 def embedding(s: Shape) -> ModuleMemory:
     """Return the memory of the embedding, which keeps nothing but tokens."""
     table = s.args.n_vocab // s.tp * s.args.dim * s.size
-    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result.
-    forward, backward = (s.hidden, s.hidden) if s.tp == 1 else (2 * s.whole + s.hidden, 2 * s.whole + s.hidden)
-    return ModuleMemory(0, 0, Peak(forward), Peak(backward, table), table, s.hidden)
+    if s.tp == 1:
+        return ModuleMemory(0, 0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
+    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result. The backward
+    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it.
+    ordered = 2 * s.whole + s.hidden
+    backward = max(ordered, table * s.tp + max(s.whole, table * (not s.args.tied)))
+    return ModuleMemory(0, 0, Peak(ordered), Peak(backward), table, s.hidden)
 
 
-def head_ops(s: Shape, chunks: int, holds_logits: bool) -> tuple[list[Op], dict[str, int]]:
+def head_ops(s: Shape, chunks: int, holds_logits: bool, divided: bool = True) -> tuple[list[Op], dict[str, int]]:
     """Return the operators of last norm, head and loss, and the size of their input "x".
 
-    holds_logits: the logits live until the backward, as the result of a pipeline stage.
+    holds_logits: the logits live until the backward, as the result of a pipeline stage. divided: tensor-parallel ranks
+    keep their part of the logits, and do not gather them.
     """
     vocab, dim, size, n = s.args.n_vocab // s.tp, s.args.dim, s.size, "n"
+    whole = vocab if divided else s.args.n_vocab
     ops = [s.norm("n", "x", s.tokens // s.tp, dim)]
     if s.tp > 1:
         ops += s.gather(n := "n whole", "n")
     if chunks > 1:
         rows, table = -(-s.tokens // chunks), vocab * dim
         # Of one chunk: logits, their float32 copy, probabilities, the gradients of both, in the end that of logits.
-        logits = rows * vocab * (size + 12 if size == 2 else 12)
+        logits = rows * whole * (size + 12 if size == 2 else 12)
         kept = s.whole + table * size
         # A chunk's gradient and its product with x; or the sum and its copy in the dtype of the weight.
         forward = max(4 * table + max(logits, rows * vocab * size + table * size) - table * size, 4 * table)
         return [*ops, Op("loss", 4, (n,), (), kept, forward, 0, table * size, holds=("x", "n"))], {"x": s.hidden}
-    logits = s.tokens * vocab
-    ops.append(s.linear("logits", n, vocab, dim))
-    last = "logits"
+    logits = s.tokens * whole
+    ops.append(s.linear(last := "logits", n, vocab, dim))
+    if whole > vocab:  # received by rank, then put in order
+        ops.append(Op(last := "whole", logits * size, ("logits",), forward=logits * size))
     if size == 2:
-        ops.append(Op(last := "float", 4 * logits, ("logits",)))
+        ops.append(Op("float", 4 * logits, (last,)))
+        last = "float"
     # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
-    own = ("p", "logits") if s.tp > 1 or holds_logits else ("p",)
-    ops.append(Op("p", 4 * logits, (last,), own, passes=s.tp > 1))
+    sharded = s.tp > 1 and divided
+    own = ("p", "logits") if sharded or holds_logits else ("p",)
+    ops.append(Op("p", 4 * logits, (last,), own, passes=sharded))
     ops.append(Op("loss", 4, ("p",), holds=("logits", last, "x", "n")))
     return ops, {"x": s.hidden}
