@@ -347,7 +347,8 @@ def head_ops(s: Shape, chunks: int, holds_logits: bool, divided: bool = True) ->
     if chunks > 1:
         rows, table = -(-s.tokens // chunks), vocab * dim
         # Of one chunk: logits, their float32 copy, probabilities, the gradients of both, in the end that of logits.
-        logits = rows * whole * (size + 12 if size == 2 else 12)
+        # With divided logits one tensor is the gradient of both, and takes the place of the copy.
+        logits = rows * whole * (8 + size if s.tp > 1 and divided else size + 12 if size == 2 else 12)
         kept = s.whole + table * size
         # A chunk's gradient and its product with x; or the sum and its copy in the dtype of the weight.
         forward = max(4 * table + max(logits, rows * vocab * size + table * size) - table * size, 4 * table)

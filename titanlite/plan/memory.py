@@ -121,6 +121,8 @@ class _Step:
         #: Whole gradients not yet reduced, of groups that accumulate.
         self.unreduced: dict[Group, int] = {}
         self.gathered: set[Group] = set()
+        #: Parts of gathered weights that stay between forward and backward, where few ranks divide them.
+        self.divided: dict[Group, int] = {}
         self.has_gradient: set[Group] = set()
         #: Reduced gradients that replicas have summed; torch holds them until the backward ends.
         self.replicated = 0
@@ -251,6 +253,9 @@ class _Step:
             self._keep(module, kept)
             if group.reshards and module == group.modules[-1]:
                 self._free(group)
+                if isinstance(among := self.run.training.reshard_after_forward, int):  # each keeps its part of these
+                    self.divided[group] = self._whole(group) // among
+                    self.state["gathered weights"] += self.divided[group]
 
     def _first_half(self, modules: Sequence[str]) -> None:
         """Make gradients of inputs alone; all that those of weights need lives on."""
@@ -296,7 +301,7 @@ class _Step:
         if not begun:
             parts = sum(weight.part for weight in group.weights) * (self.low + self.master * self.offloads)
             self._emit(phase, group.modules[0], {"communication": held + buffer + (parts if self.shards > 1 else 0)})
-        self.state["gathered weights"] += self._whole(group)
+        self.state["gathered weights"] += self._whole(group) - self.divided.pop(group, 0)
         self._emit(phase, group.modules[0], {"communication": buffer + copied})
         return buffer
 
