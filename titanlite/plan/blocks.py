@@ -68,8 +68,8 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
-    #: Where gradients of inputs and of weights are made apart: the peak of the first half above `kept`, and the
-    #: gradients of products and norms that the second half takes.
+    #: Where gradients of inputs and of weights are made apart: the peak of the first half above `kept`, and what there
+    #: is more after it: gradients of products and norms for the second half, less what only operators after them kept.
     split: Peak = Peak()
     pending: int = 0
 
@@ -85,6 +85,9 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
     kept = _sum(held - {ops[-1].name} if mode == "none" else held, sizes)
     alive, top = _forward(ops, sizes, held, set(inputs), set())
     forward = Peak(max(top - kept, 0))
+    weighted = max((i for i, op in enumerate(ops) if op.weight), default=0) + 1
+    unused = {name for op in ops[weighted:] for name in _saved(op)} - {n for op in ops[:weighted] for n in _saved(op)}
+    first_half, pending = _backward(ops, sizes, saved, kept, split=True), sum(op.size for op in ops if op.weight)
     if mode == "none":
         peak = _backward(ops, sizes, saved, 0)
     else:
@@ -102,8 +105,8 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
         peak if mode != "none" else Peak(max(peak.working - kept, 0), peak.weights),
         sum(op.weight for op in ops),
         ops[-1].size,
-        _backward(ops, sizes, saved, kept, split=True),
-        sum(op.size for op in ops if op.weight),
+        first_half,
+        pending - _sum(unused, sizes),
     )
 
 

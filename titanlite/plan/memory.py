@@ -270,8 +270,9 @@ class _Step:
         order = sorted({self.group_of[name] for name in modules}, key=lambda group: modules.index(group.modules[-1]))
         for module in reversed(modules):
             group, cost, kept = self.group_of[module], self._cost(module), self._kept(module)
-            if second_half:  # makes the gradients of weights, one by one, and frees the rest in the end
-                cost, kept = cost._replace(kept=0, backward=Peak(0, cost.weights)), 0
+            if second_half:  # frees what gradients of weights need as it makes them, one by one
+                cost = cost._replace(backward=Peak(cost.pending))
+                self.state["activations"] -= cost.pending
             if module == group.modules[-1]:
                 if group not in self.gathered:
                     self._gather("backward", group, ahead, begun=bool(ahead))
@@ -288,9 +289,6 @@ class _Step:
                 if self.run.mesh.pipeline == 1:
                     self._free(group)
                 reduced = self._reduce(group, made.pop(group), ahead, reduced, reduces)
-        for module in modules if second_half else ():
-            self._keep(module, -self._kept(module))
-            self.state["activations"] -= self._cost(module).pending
         self.state["communication"] -= self.replicated
         self.replicated = 0
 
