@@ -227,6 +227,10 @@ class Shape:
             # A cast makes two tensors in float32 and the result; it keeps the input, and casts it once more in the
             # backward, beside two layouts of the gradient.
             forward, backward = max(9 * n - m * size, n + rows * columns), max(2 * m + 9 * n, 9 * m - n * size)
+            if self.tp > 1:
+                # Its input is cast once: by the linear where it is this rank's part, else before it is gathered.
+                own, backward = n * (key.rpartition(".")[2] in ("wo", "w2")), max(2 * m + n, 9 * m - n * size)
+                return Op(name, m * size, (x,), (), own, forward, backward, rows * columns * size, "matmul", holds=holds)
         return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
@@ -241,9 +245,13 @@ class Shape:
         forward, backward = (12 * n, 10 * n) if low else (4 * n, 4 * n)
         return Op(name, n * self.size, (x,), (), 0, forward, backward)
 
-    def gather(self, name: str, x: str) -> list[Op]:
-        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`."""
-        return [Op(name, self.whole, (x,), forward=self.whole, backward=self.whole)]
+    def gather(self, name: str, x: str, takers: frozenset[str] = frozenset()) -> list[Op]:
+        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`.
+
+        takers: linears; where all compute in float8, they keep what they share in float8.
+        """
+        kept = self.tokens * self.args.dim * bool(takers and takers <= self.float8)
+        return [Op(name, self.whole, (x,), (), kept, self.whole, self.whole)]
 
     def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> list[Op]:
         """Add up the ranks' products, each keeping its part of the sequence: put in order by rank, then reduced."""
@@ -256,7 +264,7 @@ def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
     k, rows, n1, q, key = a.head_dim, s.tokens // s.tp, "n1", "q", "k"
     ops = [s.norm("n1", "x", rows, a.dim)]
     if s.tp > 1:
-        ops += s.gather(n1 := "n1 whole", "n1")
+        ops += s.gather(n1 := "n1 whole", "n1", frozenset(f"attention.w{name}" for name in "qkv"))
     for name, width in (("q", heads * k), ("k", groups * k), ("v", groups * k)):
         ops.append(s.linear(name, n1, width, a.dim, (), f"attention.w{name}"))
     if a.qk_norm:
@@ -287,7 +295,8 @@ def feed_forward_ops(s: Shape) -> list[Op]:
     if isinstance(s.args, MixtralArgs):
         return mixture_ops(s, s.args)
     width, dim, x = s.args.ffn_width // s.tp, s.args.dim, "n2"
-    ops = s.gather(x := "n2 whole", "n2") if s.tp > 1 else []
+    takers = frozenset(("feed_forward.w1", "feed_forward.w3"))
+    ops = s.gather(x := "n2 whole", "n2", takers) if s.tp > 1 else []
     ops += [
         s.linear("g", x, width, dim, (), "feed_forward.w1"),
         s.linear("u", x, width, dim, (), "feed_forward.w3"),
