@@ -37,6 +37,36 @@ PIPELINE = (WHOLE_STEP, "--experimental.pipeline_parallel_degree=4", "--training
 @pytest.mark.parametrize(
     ("traced", "config", "ranks", "flags"),
     [
+        # The gradient of the whole table in the backward of a divided embedding.
+        (6.783, "llama3_1_405b", 512, "--training.tensor_parallel_degree=8 --training.loss_chunks=8"),
+        (2.560, "llama3_2_1b", 8, "--training.tensor_parallel_degree=2 --training.loss_chunks=8"),
+        (16.240, "llama3_8b", 8, "--training.tensor_parallel_degree=2 --training.enable_loss_parallel=false"),
+        (10.952, "llama3_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
+        (8.720, "llama3_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
+    ],
+)
+def test_rare_tensors_are_as_traced(traced, config, ranks, flags):
+    layers = f"--model.overrides.n_layers={3 if ranks == 512 else 4}"
+    found = plan(config, ranks, layers, "--activation_checkpoint.mode=full", *flags.split()).peak.total / GIB
+    assert found == pytest.approx(traced, rel=0.002)
+
+
+@pytest.mark.parametrize(("schedule", "traced"), [("InterleavedZeroBubble", 117.522), ("ZBVZeroBubble", 101.889)])
+def test_split_backwards_hold_what_their_second_half_needs(schedule, traced):
+    flags = ("--training.batch_size=8", "--activation_checkpoint.mode=none")
+    found = plan("llama3_8b", 32, *PIPELINE, *flags, f"--experimental.pipeline_parallel_schedule={schedule}")
+    assert found.peak.total / GIB == pytest.approx(traced, rel=0.01)
+
+
+def test_every_rank_of_expert_parallelism_has_its_experts():
+    run = read("mixtral_8x7b", 16, "--model.overrides.n_layers=3", "--parallelism.expert_parallel_degree=4")
+    first, last = (estimate(run, rank).peak.parts["optimizer"] for rank in (0, 15))
+    assert last == pytest.approx(first, rel=1e-3)  # the router has fewer rows than ranks
+
+
+@pytest.mark.parametrize(
+    ("traced", "config", "ranks", "flags"),
+    [
         (53.58, "llama3_8b", 8, [WHOLE_STEP, "--training.reshard_after_forward=never"]),
         (40.01, "llama3_8b", 64, [WHOLE_STEP, "--training.data_parallel_replicate_degree=8"]),
         (123.58, "llama3_8b", 8, [WHOLE_STEP, "--training.data_parallel_type=ddp"]),

@@ -230,7 +230,9 @@ class Shape:
             if self.tp > 1:
                 # Its input is cast once: by the linear where it is this rank's part, else before it is gathered.
                 own, backward = n * (key.rpartition(".")[2] in ("wo", "w2")), max(2 * m + n, 9 * m - n * size)
-                return Op(name, m * size, (x,), (), own, forward, backward, rows * columns * size, "matmul", holds=holds)
+                return Op(
+                    name, m * size, (x,), (), own, forward, backward, rows * columns * size, "matmul", holds=holds
+                )
         return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
