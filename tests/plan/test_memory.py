@@ -87,7 +87,7 @@ def test_offload_moves_bytes_to_the_host():
     activations = plan("llama3_8b", 8, full, "--activation_checkpoint.offload")
     assert activations.host["activations"] == 32 * 8192 * 4096 * 2  # the inputs of blocks
     moved = plan("llama3_8b", 8, full).peak.total - activations.peak.total
-    assert moved == activations.host["activations"]
+    assert moved == activations.host["activations"] * 30 / 32  # two are on their way
 
 
 def test_the_worst_pipeline_rank_has_the_logits():

@@ -116,8 +116,8 @@ class _Step:
         self.moments: list[Moment] = []
         self.state = Counter[str]()
         self.host = Counter[str]()
-        #: Activations in host memory.
-        self.away = 0
+        #: Activations in host memory, and those of them that are on the device too; the last one sent.
+        self.away = self.under_way = self.sent = 0
         #: Whole gradients not yet reduced, of groups that accumulate.
         self.unreduced: dict[Group, int] = {}
         self.gathered: set[Group] = set()
@@ -379,6 +379,16 @@ class _Step:
             self.state["activations"] += size
             return
         self.away += size
+        # Two tensors are still on their way in the forward, and one is fetched ahead in the backward.
+        if size < 0:
+            under_way = self.shape.hidden * (self.away > 0)
+        elif self._mode(self._position(module)) == "none":
+            self.sent = self.shape.tokens * self.args.ffn_width // self.shape.tp * self.shape.size
+            under_way = 2 * self.sent
+        else:
+            self.sent, under_way = self.shape.hidden, self.shape.hidden + self.sent
+        self.state["activations"] += under_way - self.under_way
+        self.under_way = under_way
         self.host["activations"] = max(self.host["activations"], self.away)
 
     def _mode(self, index: int) -> str:
