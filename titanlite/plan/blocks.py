@@ -68,6 +68,10 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
+    #: Where gradients of inputs and of weights are made apart: the peak of the first half above `kept`, and what there
+    #: is more after it: gradients of products and norms for the second half, less what only operators after them kept.
+    split: Peak = Peak()
+    pending: int = 0
 
 
 def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> ModuleMemory:
@@ -81,6 +85,9 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
     kept = _sum(held - {ops[-1].name} if mode == "none" else held, sizes)
     alive, top = _forward(ops, sizes, held, set(inputs), set())
     forward = Peak(max(top - kept, 0))
+    weighted = max((i for i, op in enumerate(ops) if op.weight), default=0) + 1
+    unused = {name for op in ops[weighted:] for name in _saved(op)} - {n for op in ops[:weighted] for n in _saved(op)}
+    first_half, pending = _backward(ops, sizes, saved, kept, split=True), sum(op.size for op in ops if op.weight)
     if mode == "none":
         peak = _backward(ops, sizes, saved, 0)
     else:
@@ -98,6 +105,8 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
         peak if mode != "none" else Peak(max(peak.working - kept, 0), peak.weights),
         sum(op.weight for op in ops),
         ops[-1].size,
+        first_half,
+        pending - _sum(unused, sizes),
     )
 
 
@@ -133,8 +142,11 @@ def _forward(
     return alive, top
 
 
-def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int) -> Peak:
-    """Run backward from a gradient of the output; return the peak above `kept`."""
+def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int, split: bool = False) -> Peak:
+    """Run backward from a gradient of the output; return the peak above `kept`.
+
+    split: make no gradients of weights, and keep all that they need.
+    """
     alive, peak, made = set(alive), Peak(), 0
     storages: dict[int, list[int]] = {0: [ops[-1].size, 1]}  # bytes, uses
     of = {ops[-1].name: 0}
@@ -151,7 +163,7 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
     for i in range(len(ops) - 1, -1, -1):
         op = ops[i]
         given = of.pop(op.name)
-        made += op.weight
+        made += op.weight * (not split)
         mine: dict[str, int] = {}
         for name in op.reads:
             if op.passes:
@@ -162,7 +174,8 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
                 storages[mine[name]] = [sizes[name], 1]
         now = _sum(alive, sizes) + sum(size for size, _ in storages.values()) + op.backward - kept
         peak = max(peak, Peak(now, made), key=lambda p: p.total)
-        drop(given)
+        if not (split and op.weight):
+            drop(given)
         for name, storage in mine.items():
             if name in of:  # added up, in place where nobody else holds the first
                 first = of[name]
@@ -175,7 +188,8 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
                     drop(storage)
             else:
                 of[name] = storage
-        alive -= {name for name in _saved(op) if first_saver[name] == i}
+        if not split:
+            alive -= {name for name in _saved(op) if first_saver[name] == i}
     return peak
 
 
@@ -213,6 +227,12 @@ class Shape:
             # A cast makes two tensors in float32 and the result; it keeps the input, and casts it once more in the
             # backward, beside two layouts of the gradient.
             forward, backward = max(9 * n - m * size, n + rows * columns), max(2 * m + 9 * n, 9 * m - n * size)
+            if self.tp > 1:
+                # Its input is cast once: by the linear where it is this rank's part, else before it is gathered.
+                own, backward = n * (key.rpartition(".")[2] in ("wo", "w2")), max(2 * m + n, 9 * m - n * size)
+                return Op(
+                    name, m * size, (x,), (), own, forward, backward, rows * columns * size, "matmul", holds=holds
+                )
         return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
@@ -227,9 +247,13 @@ class Shape:
         forward, backward = (12 * n, 10 * n) if low else (4 * n, 4 * n)
         return Op(name, n * self.size, (x,), (), 0, forward, backward)
 
-    def gather(self, name: str, x: str) -> list[Op]:
-        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`."""
-        return [Op(name, self.whole, (x,), forward=self.whole, backward=self.whole)]
+    def gather(self, name: str, x: str, takers: frozenset[str] = frozenset()) -> list[Op]:
+        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`.
+
+        takers: linears; where all compute in float8, they keep what they share in float8.
+        """
+        kept = self.tokens * self.args.dim * bool(takers and takers <= self.float8)
+        return [Op(name, self.whole, (x,), (), kept, self.whole, self.whole)]
 
     def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> list[Op]:
         """Add up the ranks' products, each keeping its part of the sequence: put in order by rank, then reduced."""
@@ -242,7 +266,7 @@ def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
     k, rows, n1, q, key = a.head_dim, s.tokens // s.tp, "n1", "q", "k"
     ops = [s.norm("n1", "x", rows, a.dim)]
     if s.tp > 1:
-        ops += s.gather(n1 := "n1 whole", "n1")
+        ops += s.gather(n1 := "n1 whole", "n1", frozenset(f"attention.w{name}" for name in "qkv"))
     for name, width in (("q", heads * k), ("k", groups * k), ("v", groups * k)):
         ops.append(s.linear(name, n1, width, a.dim, (), f"attention.w{name}"))
     if a.qk_norm:
@@ -273,7 +297,8 @@ def feed_forward_ops(s: Shape) -> list[Op]:
     if isinstance(s.args, MixtralArgs):
         return mixture_ops(s, s.args)
     width, dim, x = s.args.ffn_width // s.tp, s.args.dim, "n2"
-    ops = s.gather(x := "n2 whole", "n2") if s.tp > 1 else []
+    takers = frozenset(("feed_forward.w1", "feed_forward.w3"))
+    ops = s.gather(x := "n2 whole", "n2", takers) if s.tp > 1 else []
     ops += [
         s.linear("g", x, width, dim, (), "feed_forward.w1"),
         s.linear("u", x, width, dim, (), "feed_forward.w3"),
@@ -313,35 +338,45 @@ def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
 def embedding(s: Shape) -> ModuleMemory:
     """Return the memory of the embedding, which keeps nothing but tokens."""
     table = s.args.n_vocab // s.tp * s.args.dim * s.size
-    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result.
-    forward, backward = (s.hidden, s.hidden) if s.tp == 1 else (2 * s.whole + s.hidden, 2 * s.whole + s.hidden)
-    return ModuleMemory(0, 0, Peak(forward), Peak(backward, table), table, s.hidden)
+    if s.tp == 1:
+        return ModuleMemory(0, 0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
+    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result. The backward
+    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it.
+    ordered = 2 * s.whole + s.hidden
+    backward = max(ordered, table * s.tp + max(s.whole, table * (not s.args.tied)))
+    return ModuleMemory(0, 0, Peak(ordered), Peak(backward), table, s.hidden)
 
 
-def head_ops(s: Shape, chunks: int, holds_logits: bool) -> tuple[list[Op], dict[str, int]]:
+def head_ops(s: Shape, chunks: int, holds_logits: bool, divided: bool = True) -> tuple[list[Op], dict[str, int]]:
     """Return the operators of last norm, head and loss, and the size of their input "x".
 
-    holds_logits: the logits live until the backward, as the result of a pipeline stage.
+    holds_logits: the logits live until the backward, as the result of a pipeline stage. divided: tensor-parallel ranks
+    keep their part of the logits, and do not gather them.
     """
     vocab, dim, size, n = s.args.n_vocab // s.tp, s.args.dim, s.size, "n"
+    whole = vocab if divided else s.args.n_vocab
     ops = [s.norm("n", "x", s.tokens // s.tp, dim)]
     if s.tp > 1:
         ops += s.gather(n := "n whole", "n")
     if chunks > 1:
         rows, table = -(-s.tokens // chunks), vocab * dim
         # Of one chunk: logits, their float32 copy, probabilities, the gradients of both, in the end that of logits.
-        logits = rows * vocab * (size + 12 if size == 2 else 12)
+        # With divided logits one tensor is the gradient of both, and takes the place of the copy.
+        logits = rows * whole * (8 + size if s.tp > 1 and divided else size + 12 if size == 2 else 12)
         kept = s.whole + table * size
         # A chunk's gradient and its product with x; or the sum and its copy in the dtype of the weight.
         forward = max(4 * table + max(logits, rows * vocab * size + table * size) - table * size, 4 * table)
         return [*ops, Op("loss", 4, (n,), (), kept, forward, 0, table * size, holds=("x", "n"))], {"x": s.hidden}
-    logits = s.tokens * vocab
-    ops.append(s.linear("logits", n, vocab, dim))
-    last = "logits"
+    logits = s.tokens * whole
+    ops.append(s.linear(last := "logits", n, vocab, dim))
+    if whole > vocab:  # received by rank, then put in order
+        ops.append(Op(last := "whole", logits * size, ("logits",), forward=logits * size))
     if size == 2:
-        ops.append(Op(last := "float", 4 * logits, ("logits",)))
+        ops.append(Op("float", 4 * logits, (last,)))
+        last = "float"
     # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
-    own = ("p", "logits") if s.tp > 1 or holds_logits else ("p",)
-    ops.append(Op("p", 4 * logits, (last,), own, passes=s.tp > 1))
+    sharded = s.tp > 1 and divided
+    own = ("p", "logits") if sharded or holds_logits else ("p",)
+    ops.append(Op("p", 4 * logits, (last,), own, passes=sharded))
     ops.append(Op("loss", 4, ("p",), holds=("logits", last, "x", "n")))
     return ops, {"x": s.hidden}

@@ -15,7 +15,7 @@ from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.pipeline_split import split_stages
-from titanlite.plan.blocks import ModuleMemory, Shape, block_ops, embedding, head_ops, measure
+from titanlite.plan.blocks import ModuleMemory, Peak, Shape, block_ops, embedding, head_ops, measure
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
 from titanlite.plan.pipeline import actions
@@ -63,6 +63,8 @@ class Weight:
     float8: bool = False
     #: Divided along another dimension than the first: put in order by a copy.
     copied: bool = False
+    #: Ranks in a row that hold the same rows of other experts.
+    neighbours: int = 1
 
     @property
     def numbers(self) -> int:
@@ -79,9 +81,9 @@ class Weight:
         return self.padded // self.shards
 
     def local(self, index: int) -> int:
-        """Return the numbers that rank `index` holds."""
+        """Return the numbers that rank `index` of those that shard weights holds."""
         each = -(-self.rows // self.shards)
-        return min(max(self.rows - index * each, 0), each) * self.width
+        return min(max(self.rows - index // self.neighbours * each, 0), each) * self.width
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,13 @@ class _Step:
         self.moments: list[Moment] = []
         self.state = Counter[str]()
         self.host = Counter[str]()
-        #: Activations in host memory.
-        self.away = 0
+        #: Activations in host memory, and those of them that are on the device too; the last one sent.
+        self.away = self.under_way = self.sent = 0
         #: Whole gradients not yet reduced, of groups that accumulate.
         self.unreduced: dict[Group, int] = {}
         self.gathered: set[Group] = set()
+        #: Parts of gathered weights that stay between forward and backward, where few ranks divide them.
+        self.divided: dict[Group, int] = {}
         self.has_gradient: set[Group] = set()
         #: Reduced gradients that replicas have summed; torch holds them until the backward ends.
         self.replicated = 0
@@ -215,7 +219,13 @@ class _Step:
         self.state["communication"] += pieces * received * self.shape.hidden
         replayed = pieces if schedule in ("GPipe", "LoopedBFS") else min(pieces, 4 * ranks)
         for kind, stage in actions(schedule, ranks, self.pipeline_rank, len(self.stages), replayed):
-            (self._forward if kind == "F" else self._backward)(self.stages[stage])
+            first = "tok_embeddings" in self.stages[stage]  # it has no first half, and all in the second
+            if kind == "F":
+                self._forward(self.stages[stage])
+            elif kind == "I":
+                self._first_half(() if first else self.stages[stage])
+            else:
+                self._backward(self.stages[stage], second_half=kind == "W" and not first)
         for group in self.groups:
             self._free(group)
             self._reduce(group, 0, 0, 0, True)
@@ -241,13 +251,26 @@ class _Step:
             self._keep(module, kept)
             if group.reshards and module == group.modules[-1]:
                 self._free(group)
+                if isinstance(among := self.run.training.reshard_after_forward, int):  # each keeps its part of these
+                    self.divided[group] = self._whole(group) // among
+                    self.state["gathered weights"] += self.divided[group]
 
-    def _backward(self, modules: list[str], reduces: bool = False) -> None:
+    def _first_half(self, modules: Sequence[str]) -> None:
+        """Make gradients of inputs alone; all that those of weights need lives on."""
+        for module in reversed(modules):
+            cost = self._cost(module)
+            self._emit("backward", module, self._working(module, cost.split.working))
+            self.state["activations"] += cost.pending
+
+    def _backward(self, modules: list[str], reduces: bool = False, second_half: bool = False) -> None:
         ahead = reduced = 0
         made = Counter[Group]()
         order = sorted({self.group_of[name] for name in modules}, key=lambda group: modules.index(group.modules[-1]))
         for module in reversed(modules):
             group, cost, kept = self.group_of[module], self._cost(module), self._kept(module)
+            if second_half:  # frees what gradients of weights need as it makes them, one by one
+                cost = cost._replace(backward=Peak(cost.pending))
+                self.state["activations"] -= cost.pending
             if module == group.modules[-1]:
                 if group not in self.gathered:
                     self._gather("backward", group, ahead, begun=bool(ahead))
@@ -274,7 +297,7 @@ class _Step:
         if not begun:
             parts = sum(weight.part for weight in group.weights) * (self.low + self.master * self.offloads)
             self._emit(phase, group.modules[0], {"communication": held + buffer + (parts if self.shards > 1 else 0)})
-        self.state["gathered weights"] += self._whole(group)
+        self.state["gathered weights"] += self._whole(group) - self.divided.pop(group, 0)
         self._emit(phase, group.modules[0], {"communication": buffer + copied})
         return buffer
 
@@ -336,7 +359,8 @@ class _Step:
     def _cost(self, module: str) -> ModuleMemory:
         """Return what a module needs; the last norm counts with the head."""
         if module == "output":
-            return _head(self.shape, self.run.training.loss_chunks, self.run.mesh.pipeline > 1)
+            t = self.run.training
+            return _head(self.shape, t.loss_chunks, self.run.mesh.pipeline > 1, t.enable_loss_parallel)
         if module == "tok_embeddings":
             return embedding(self.shape)
         return _block(self.shape, self._mode(self._position(module)))
@@ -353,6 +377,16 @@ class _Step:
             self.state["activations"] += size
             return
         self.away += size
+        # Two tensors are still on their way in the forward, and one is fetched ahead in the backward.
+        if size < 0:
+            under_way = self.shape.hidden * (self.away > 0)
+        elif self._mode(self._position(module)) == "none":
+            self.sent = self.shape.tokens * self.args.ffn_width // self.shape.tp * self.shape.size
+            under_way = 2 * self.sent
+        else:
+            self.sent, under_way = self.shape.hidden, self.shape.hidden + self.sent
+        self.state["activations"] += under_way - self.under_way
+        self.under_way = under_way
         self.host["activations"] = max(self.host["activations"], self.away)
 
     def _mode(self, index: int) -> str:
@@ -382,7 +416,8 @@ def _block_weights(a: LlamaArgs, mesh: MeshSizes, float8: Collection[str]) -> It
             # In expert parallelism, or where ranks cannot share whole experts, each matrix is divided.
             divides = mesh.expert > 1 or (held % over and not (rows % over and columns % over))
             size = (held * rows, columns) if rows % over == 0 else (held * columns, rows)
-            yield Weight(*(size if divides else (held, rows * columns)), over, (rows, columns), False, bool(divides))
+            rows_of = size if divides else (held, rows * columns)
+            yield Weight(*rows_of, over, (rows, columns), False, bool(divides), mesh.expert)
     for name, (rows, columns) in matrices.items():
         yield Weight(rows, columns, shards, (rows, columns), name in float8)
     yield from [Weight(a.dim, 1, shards)] * 2 + [Weight(a.head_dim, 1, shards)] * (2 * a.qk_norm)
@@ -394,5 +429,5 @@ def _block(shape: Shape, mode: str) -> ModuleMemory:
 
 
 @functools.cache
-def _head(shape: Shape, chunks: int, holds_logits: bool) -> ModuleMemory:
-    return measure(*head_ops(shape, chunks, holds_logits))
+def _head(shape: Shape, chunks: int, holds_logits: bool, divided: bool) -> ModuleMemory:
+    return measure(*head_ops(shape, chunks, holds_logits, divided or shape.tp == 1))

@@ -25,7 +25,7 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
         _BYTES[name] for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
     )
     rest *= settings.kahan
-    block = min(256, math.gcd(weight.width, 2048) // 8) if weight.matrix else 0
+    block = min(256, math.gcd(weight.width, 2048) // 8) if weight.width > 1 else 0
     quantized = weight.numbers >= 4096 and block >= 32
     by_name = {
         "AnyPrecisionAdamW": momentum + variance + rest,
