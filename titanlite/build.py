@@ -371,7 +371,7 @@ def build(
         documents = DocumentLog(file if writes else None, datasets.train, text, batch.global_batch_size, part)
 
     def report(trainer: Trainer) -> list[str]:
-        return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model)
+        return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model, planned)
 
     in_epochs, planned = run.training.epochs is not None, with_vocabulary(run, datasets.tokenizer.vocab_size)
     drift = run.float8.drift_check if in_float8 else 0
@@ -434,8 +434,9 @@ def startup_lines(
     peak: float | None,
     kept: ActivationStats,
     model: nn.Module,
+    planned: RunConfig,
 ) -> list[str]:
-    """Return the lines of the startup report: what is about to run."""
+    """Return the lines of the startup report: what is about to run. planned: the run with its vocabulary's size."""
     on_meta, blocks = builder.spec.build_on_meta(builder.args), builder.spec.block_names(builder.args)
     parameters = rep.parameter_counts(on_meta)
     state = state_bytes(dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks)
@@ -472,7 +473,7 @@ def startup_lines(
         window = getattr(builder.args, "window", None)
         rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
-    rows += start_rows(with_vocabulary(run, datasets.tokenizer.vocab_size), device.type, memory)
+    rows += start_rows(planned, device.type, memory)
     rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
     rows += rep.optimizer_rows(run.optimizer, run.training, state)
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))

@@ -1,7 +1,7 @@
 """What the exit codes of `train.py` and `titanlite` mean.
 
-torchrun masks a worker's code: it ends with 1 whatever the workers returned. `run_llama_train.sh` ends with the
-workers' code; the last line of the run's attempts.jsonl has it too.
+torchrun masks a worker's code: it ends with 1 whatever the workers returned. `run_llama_train.sh` ends with the code
+that says most. The last line of the run's attempts.jsonl has the code of rank 0: LOST_PEER where another rank failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PREEMPTED_UNSAVED = 6
 #: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be reached. The cause is
 #: there.
 LOST_PEER = 7
-#: A rank ran out of the memory of its device or its host, or would by the plan. The same command would again.
+#: A rank ran out of the memory of its device or its host, where the same command would again; or a run that is only
+#: planned would.
 OUT_OF_MEMORY = 8
 #: The same command may go on after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
@@ -48,20 +49,24 @@ INTERRUPTED = 130
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 #: torch's own errors where it cannot serve a store.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
-#: Those of a host without memory, of a GPU's driver and of NCCL; that of the allocator on a GPU has a class.
+#: Those of a host without memory, of a GPU's driver and libraries, and of NCCL; that of torch's allocator has a class.
 _NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|Cuda failure .*out of memory"
+    r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|Cuda failure .*out of memory|"
+    r"CU(BLAS|DNN)_STATUS_\w*ALLOC"
 )
+#: Errors that say only where another one was raised, which has the reason.
+_WRAPPERS = {"CallbackError", "CompileError", "BackendCompilerFailed", "InductorError"}
 
 
 def memory_error_of(error: BaseException | None) -> BaseException | None:
-    """Return the failed allocation that `error` is or was caused by, also in a compiler; None without one."""
+    """Return the failed allocation that `error` is, or that ended a callback or the compiler; None without one."""
     while error is not None:
         by_torch = type(error) is RuntimeError or type(error).__module__.startswith("torch")
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if kinds & {"MemoryError", "OutOfMemoryError"} or by_torch and _NO_MEMORY.search(str(error)):
             return error
-        error = error.__cause__ or getattr(error, "inner_exception", None)
+        inner = error.__cause__ or getattr(error, "inner_exception", None)
+        error = inner if kinds & _WRAPPERS else None
     return None
 
 
@@ -88,16 +93,19 @@ def code_of(error: BaseException) -> int:
     return int(code)
 
 
-def report_code(code: int, error: str = "") -> None:
+def report_code(code: int, error: str = "") -> bool:
     """Write this worker's exit code where the launcher looks for it: torchrun does not pass it on.
 
-    error: the last line of an unforeseen error.
+    error: the last line of an unforeseen error. Return whether no other worker of this machine wrote that before: True
+    for one of them, or for all where no launcher looks.
     """
-    path = os.environ.get(VARIABLE)
-    if path:
-        with contextlib.suppress(OSError), open(path, "a") as file:
-            text = f" {json.dumps(error)}" if error else ""
-            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{text}\n")
+    line = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{f' {json.dumps(error)}' if error else ''}\n"
+    with contextlib.suppress(OSError), open(os.environ.get(VARIABLE) or os.devnull, "ab+", buffering=0) as file:
+        file.write(line.encode())
+        end = file.tell()  # of this line, wherever others write
+        file.seek(0)
+        return line not in file.read(end - len(line)).decode().splitlines(keepends=True)
+    return True
 
 
 def end_process(code: int, error: str = "") -> NoReturn:

@@ -92,7 +92,6 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
-    from titanlite.plan.plan import with_vocabulary
     from titanlite.plan.runtime import last_words
     from titanlite.preflight import check_machine
     from titanlite.run_text import read_datasets
@@ -102,7 +101,7 @@ def run(argv: Sequence[str]) -> int:
 
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
-    folder, watchdog, planned = Path(config.job.dump_folder), HangWatchdog(), config
+    folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
     traces = str(folder / "comm_traces")
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with StopSignal(at_once=True) as stop:
@@ -123,7 +122,6 @@ def run(argv: Sequence[str]) -> int:
                 check_model(config, datasets.tokenizer.vocab_size)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
-                planned = with_vocabulary(config, datasets.tokenizer.vocab_size)
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
                 opened = DistEnv.open(
                     store=store,
@@ -148,7 +146,10 @@ def run(argv: Sequence[str]) -> int:
             if code == exit_codes.ERROR:
                 raise
             if code == exit_codes.OUT_OF_MEMORY:
-                return print_error(last_words(planned, error, watchdog.where, rank), code)
+                stop.at_once = False  # torchrun's SIGTERM, when the first other rank ends, must not cut the report off
+                if exit_codes.report_code(code):
+                    return print_error(last_words(config, error, watchdog.where, rank), code)
+                return print_error(f"out of memory ({watchdog.where}): see the report of another rank here", code)
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
 

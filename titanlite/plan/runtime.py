@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import resource
@@ -10,30 +11,33 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from msgspec.structs import replace as replace_fields
-
 from titanlite.callbacks import SLOW_PHASES, Callback
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sections import ActivationCheckpoint, Config
+from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.exit_codes import memory_error_of
 from titanlite.fit import check_loaded
+from titanlite.plan.hardware import Gpu, cluster_of, gpu_of_device
 from titanlite.plan.memory import NoFormula, estimate
 from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory
+from titanlite.plan.plan import needed_bytes, with_vocabulary
+from titanlite.plan.speed import predict
 from titanlite.utils import Table, human_bytes, logger, render
 
 if TYPE_CHECKING:
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
-#: Measured and planned peaks that are further apart than this share are reported.
-APART = 0.15
+#: Measured and planned peaks that are further apart than this share, and these bytes, are reported. Work spaces of
+#: CUDA's libraries are not planned.
+APART, APART_BYTES = 0.15, 2**28
 #: Remedies that are shown, and the least share of the peak that each saves.
 _REMEDIES, _LEAST = 3, 0.02
 #: Phases in which a peak is none of a training step.
 _OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
+_SAVE = "Any of these saves memory, by the plan:"
 _REQUEST = re.compile(r"(?:allocate|allocating) ([\d.]+ (?:bytes|[KMGT]iB))")
 
 
@@ -52,13 +56,20 @@ def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]
     except Exception as error:
         return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
     size, of_rank = planned.peak.total, f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
-    each = f"{size / GIB:,.1f} of {total / GIB:,.1f} GiB per GPU"
     if device == "cpu":
-        each = f"{human_bytes(size)} of host memory per rank"
-    rows = [("memory", f"planned {each}, in {planned.peak.place}{of_rank}")]
-    if device == "cuda" and size > total:
-        rows.append(("warning", "by the plan this run needs more memory than a GPU has: it will end with code 8"))
+        text = f"{human_bytes(size)} of tensors per rank (the process itself takes more)"
+    else:
+        needed = f"{needed_bytes(planned) / GIB:,.1f} with overhead"
+        text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
+    rows = [("memory", f"{_planned(run)} {text}, in {planned.peak.place}{of_rank}")]
+    if device == "cuda" and needed_bytes(planned) > total:
+        rows.append(("warning", "by the plan this run needs more memory than a GPU has: it may end with code 8"))
     return rows
+
+
+def _planned(run: RunConfig) -> str:
+    """Return the plan's verb: formulas do not know what a compiler saves."""
+    return "planned at most" if run.training.compile else "planned"
 
 
 class PeakCheck(Callback):
@@ -102,12 +113,14 @@ class PeakCheck(Callback):
         measured, plans = peaks.tolist()
         if not all(plans):
             return
-        rank = max(range(world.size), key=lambda one: abs(measured[one] / plans[one] - 1))
-        share = measured[rank] / plans[rank] - 1
+        shares = [size / plan - 1 for size, plan in zip(measured, plans, strict=True)]
+        wrong = shares if self._run.training.compile else [abs(one) for one in shares]
+        rank = max(range(world.size), key=wrong.__getitem__)
         where = f" on rank {rank}" if world.size > 1 else ""
         text = f"memory of step {trainer.step}: measured {measured[rank] / GIB:,.2f} GiB at the peak{where}, "
-        text += f"planned {plans[rank] / GIB:,.2f} GiB ({share:+.1%})"
-        if abs(share) <= APART or world.rank:  # the console shows a warning once
+        text += f"{_planned(self._run)} {plans[rank] / GIB:,.2f} GiB ({shares[rank]:+.1%})"
+        far = wrong[rank] > APART and abs(measured[rank] - plans[rank]) > APART_BYTES
+        if not far or world.rank:  # the console shows a warning once
             logger.info(text)
             return
         logger.warning(
@@ -128,8 +141,10 @@ class Remedy(NamedTuple):
     ranks: int | None
     #: Bytes of the planned peak.
     saves: int
-    #: A rough share of the speed that it costs.
-    slower: float
+    #: Bytes of a GPU that are needed then.
+    needed: int
+    #: Predicted share of the speed that it costs; None where the GPU is not known.
+    slower: float | None
 
     def __str__(self) -> str:
         on = [f"{self.ranks} ranks"] if self.ranks else []
@@ -142,21 +157,43 @@ def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None
     return check_loaded(config, [], ranks or run.mesh.world_size, training=False)[1]
 
 
-def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda") -> list[Remedy]:
-    """Return what saves memory at the planned peak, the cheapest first. rank None: on the worst rank."""
-    peak, found = estimate(run, rank, device).peak.total, []
-    for changes, ranks, slower in _candidates(run):
-        with contextlib.suppress(ValueError):  # a ConfigError: the run cannot be so; or there are no formulas for it
+def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda", gpu: Gpu | None = None) -> list[Remedy]:
+    """Return up to three changes that save memory at the planned peak, the cheapest in speed first.
+
+    rank: None: the worst one. gpu: None: not known, and the order is roughly that of the cost.
+    """
+    peak, rate, found = estimate(run, rank, device).peak.total, _rate(run, gpu), list[Remedy]()
+    others = list[tuple[float | None, Mapping[str, Any], int | None, RunConfig]]()
+    for changes, ranks in _candidates(run):
+        with contextlib.suppress(ValueError):  # a ConfigError: the run cannot be so
             other = changed(run, changes, ranks)
-            saves = peak - estimate(other, rank if other.mesh == run.mesh else None, device).peak.total
-            if saves >= _LEAST * peak:
-                found.append(Remedy(changes, ranks, saves, slower))
-    return sorted(found, key=lambda one: (one.slower, -one.saves))
+            others.append((rate and 1 - (_rate(other, gpu) or rate) / rate, changes, ranks, other))
+    for slower, changes, ranks, other in sorted(others, key=lambda one: round(one[0] or 0.0, 2)):
+        with contextlib.suppress(ValueError):  # no formulas
+            memory = estimate(other, rank if other.mesh == run.mesh else None, device)
+            if peak - memory.peak.total >= _LEAST * peak:
+                found.append(Remedy(changes, ranks, peak - memory.peak.total, needed_bytes(memory), slower))
+        if len(found) == _REMEDIES:
+            break
+    return found
 
 
-def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None, float]]:
-    """Yield settings, other ranks, and the share of the speed that they cost: a rough one."""
-    t, ac, mesh = run.training, run.activation_checkpoint, run.mesh
+def _rate(run: RunConfig, gpu: Gpu | None) -> float | None:
+    """Return the predicted tokens per second of a GPU; None where nothing predicts them."""
+    with contextlib.suppress(ValueError):  # a ConfigError
+        size = math.gcd(int(os.environ.get("LOCAL_WORLD_SIZE", "8")), run.mesh.world_size)
+        return (
+            gpu
+            and predict(
+                run, cluster_of(run, gpu="" if run.launch.instance_type else gpu.key, gpus_per_node=size)
+            ).tokens_per_second
+        )
+    return None
+
+
+def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None]]:
+    """Yield settings and other ranks, roughly in the order of their cost in speed."""
+    t, mesh = run.training, run.mesh
     same_batch = {"training.global_batch_size": run.batch.global_batch_size} if t.global_batch_size == -1 else {}
     shard, replicate = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
 
@@ -164,38 +201,25 @@ def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None, fl
         return {} if t.data_parallel_shard_degree == -1 else {shard: count}
 
     if t.loss_chunks < 8:
-        yield {"training.loss_chunks": 8}, None, 0.01
-    yield {"training.prefetch": 0}, None, 0.02
-    yield {"training.reshard_after_forward": "always"}, None, 0.03
-    if run.optimizer.name == "AdamW":
-        yield {"optimizer.name": "AdamW8bit"}, None, 0.03
-    yield {"training.gradient_sync": "every"}, None, 0.05
-    yield {"training.batch_size": max(t.batch_size // 2, 1), **same_batch}, None, 0.05
+        yield {"training.loss_chunks": 8}, None
+    yield {"training.prefetch": 0}, None
+    yield {"training.reshard_after_forward": "always"}, None
+    yield {"training.gradient_sync": "every"}, None
+    yield {"training.batch_size": max(t.batch_size // 2, 1), **same_batch}, None
     if t.data_parallel_type == "ddp":
-        yield {"training.data_parallel_type": "fsdp", replicate: 1, shard: -1}, None, 0.1
+        yield {"training.data_parallel_type": "fsdp", replicate: 1, shard: -1}, None
     elif mesh.dp_replicate % 2 == 0:
-        yield {replicate: mesh.dp_replicate // 2, **shards(mesh.dp_shard * 2)}, None, 0.05
+        yield {replicate: mesh.dp_replicate // 2, **shards(mesh.dp_shard * 2)}, None
     for option in ({"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"}):
-        # A step is three forwards; the backward repeats a share of one.
-        again = _recomputed(replace_fields(ac, **option)) - _recomputed(ac)
-        if again >= 0:
-            changes = {f"activation_checkpoint.{name}": value for name, value in option.items()}
-            yield changes, None, again / (3 + _recomputed(ac) + again)
-    yield {"activation_checkpoint.offload": True}, None, 0.1
+        yield {f"activation_checkpoint.{name}": value for name, value in option.items()}, None
+    yield {"activation_checkpoint.offload": True}, None
     degrees = {"experimental.context_parallel_degree": mesh.context, "training.tensor_parallel_degree": mesh.tensor}
     for key, degree in degrees.items():
         if mesh.dp_shard % 2 == 0:
-            yield {key: 2 * degree, **shards(mesh.dp_shard // 2), **same_batch}, None, 0.15
+            yield {key: 2 * degree, **shards(mesh.dp_shard // 2), **same_batch}, None
     if t.data_parallel_type == "fsdp":
-        yield shards(2 * mesh.dp_shard), 2 * mesh.world_size, 0.2
-    yield {"training.enable_cpu_offload": True}, None, 0.5
-
-
-def _recomputed(ac: ActivationCheckpoint) -> float:
-    """Return the share of a forward that the backward repeats."""
-    if ac.mode == "selective":
-        return 0.5 if ac.selective_ac_option == "op" else 1 / int(ac.selective_ac_option)
-    return {"none": 0.0, "budget": 1 - ac.memory_budget}.get(ac.mode, 1.0)
+        yield shards(2 * mesh.dp_shard), 2 * mesh.world_size
+    yield {"training.enable_cpu_offload": True}, None
 
 
 def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, device: str) -> str:
@@ -204,19 +228,37 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises nothing.
     """
     cause, figures = memory_error_of(error) or error, dict[str, float]()
-    of_host = device == "cuda" and type(cause).__name__ != "OutOfMemoryError" and "CUDA" not in str(cause).upper()
     text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is below with its figures
+    place = "GPU" if type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", str(cause)) else "host"
+    of_host = device == "cuda" and place == "host"
+    if "CUDA error: out of memory" in str(cause):
+        place = "GPU or pinned host memory"
     when = "before the first step" if where == "start" else f"in {where}"
-    lines = [f"out of memory of the {'host' if of_host or device == 'cpu' else 'GPU'}, {when}: {text}"]
+    lines = [f"out of memory of the {place}, {when}: {text}"]
     if cause is not error:
         lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
         figures = _allocator(cause, device)
-        lines += _plan_lines(estimate(run, rank, device), figures)
-        found = remedies(run, rank, device)[:_REMEDIES]
+        run = with_vocabulary(run)
+        planned = estimate(run, rank, device)
+        lines += _plan_lines(planned, figures)
+        held = figures.get("allocated", 0) + figures.get("request", 0)
+        if held > (1 + APART) * planned.peak.total + APART_BYTES:
+            more = f"{human_bytes(held - planned.peak.total)} more than planned"
+            lines.append(
+                f"The process wants {more}: it holds other memory, which no key below saves, or the plan is wrong"
+            )
+        gpu = _gpu(device)
+        found = remedies(run, rank, device, gpu)
         width = max((len(str(one)) for one in found), default=0)
-        lines.append("Any of these saves memory, by the plan:" if found else "By the plan, no single key saves much")
-        lines += [f"  {one!s:<{width}}  saves {human_bytes(one.saves)}, about {one.slower:.0%} slower" for one in found]
+        lines.append(_SAVE if found else "By the plan, no single key saves much")
+        fits = needed_bytes(planned) <= figures.get("of the GPU", 0)  # then the plan does not tell what is missing
+        for one in found:
+            enough = (
+                one.saves >= figures.get("request", math.inf) if fits else one.needed <= figures.get("of the GPU", 0)
+            )
+            cost = "" if one.slower is None else f", about {max(one.slower, 0):.0%} slower"
+            lines.append(f"  {one!s:<{width}}  saves {human_bytes(one.saves)}{cost}{', enough by the plan' * enough}")
     except Exception as failed:  # the error itself is the one to be seen
         lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
         lines.append(f"There is no plan to compare with: {failed}")
@@ -237,19 +279,20 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
 
 
 def last_words(run: RunConfig, error: BaseException, where: str, rank: int) -> str:
-    """Return `memory_report` for the device of this process, and from where the run goes on."""
-    import torch
+    """Return `memory_report` for the device of this process, and from where the run goes on. It raises nothing."""
+    report, steps, section = str(error), list[int](), run.checkpoint
+    with contextlib.suppress(Exception):  # no memory even for this, or a store that does not answer
+        import torch
 
-    from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
-    from titanlite.checkpoint.paths import to_path
+        from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
+        from titanlite.checkpoint.paths import to_path
 
-    report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
-    steps, section = list[int](), run.checkpoint
-    if section.enable_checkpoint:
-        with contextlib.suppress(Exception):  # a store that does not answer
+        report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
+        if section.enable_checkpoint:
             root = to_path(section.folder)
             steps = [step for step in steps_in(root) if (step_folder(root, step) / FILE).is_file()]
-    kept = f"The same command resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is saved"
+    start = "With one of these keys the" if _SAVE in report else "The"
+    kept = f"{start} run resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is found"
     return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
 
 
@@ -285,13 +328,22 @@ def _allocator(error: BaseException, device: str) -> dict[str, float]:
         if now := re.search(r"memory ([\d.]+ \S+) is allocated by PyTorch, and ([\d.]+ \S+) is reserved", str(error)):
             figures["allocated"] = _bytes(now[1])
             figures["reserved"] = _bytes(now[1]) + _bytes(now[2])
-        if stats:
+        if total := re.search(r"total capacity of ([\d.]+ \S+)", str(error)):
+            figures["of the GPU"] = _bytes(total[1])
+        elif stats:
             figures["of the GPU"] = torch.cuda.get_device_properties().total_memory
     else:
         figures["resident, peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if request := _REQUEST.search(str(error)):
         figures["request"] = _bytes(request[1])
     return figures
+
+
+def _gpu(device: str) -> Gpu | None:
+    """Return the GPU of this process; None: a CPU, or a GPU that is not known."""
+    import torch
+
+    return gpu_of_device(torch.cuda.get_device_name()) if device == "cuda" and torch.cuda.is_available() else None
 
 
 def _bytes(text: str) -> float:

@@ -6,6 +6,7 @@ events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -59,12 +60,12 @@ class Fault:
     """A fault in one rank; the default is none.
 
     kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the disk is full. memory:
-    the backward runs out of the GPU's memory.
+    the backward, or the start of `build`, runs out of the GPU's memory.
     """
 
     kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
     #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (all
-    #: but full), when a "validation" begins (signals).
+    #: but full), when a "validation" begins (signals), in "build" (memory).
     event: str = ""
     #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
@@ -95,6 +96,8 @@ def inject(fault: Fault) -> None:
         _watch_files(_full_disk(fault.number))
     elif fault.event == "step":
         before_steps(look)
+    elif fault.event == "build":
+        call_before(importlib.import_module("titanlite.build"), "check_ranks", _run_out)
     elif fault.event == "validation":
         call_before(ValidationLoader, "__iter__", count)
     else:
@@ -112,7 +115,7 @@ def _strike(fault: Fault, model: Any = None) -> None:
         list(model.parameters())[-1].register_post_accumulate_grad_hook(_run_out)
 
 
-def _run_out(_: object) -> None:
+def _run_out(*_: object, **__: object) -> None:
     from torch import OutOfMemoryError
 
     raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
