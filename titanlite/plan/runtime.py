@@ -180,14 +180,12 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda", gpu:
 
 def _rate(run: RunConfig, gpu: Gpu | None) -> float | None:
     """Return the predicted tokens per second of a GPU; None where nothing predicts them."""
+    if gpu is None:
+        return None
+    size = math.gcd(int(os.environ.get("LOCAL_WORLD_SIZE", "8")), run.mesh.world_size)
     with contextlib.suppress(ValueError):  # a ConfigError
-        size = math.gcd(int(os.environ.get("LOCAL_WORLD_SIZE", "8")), run.mesh.world_size)
-        return (
-            gpu
-            and predict(
-                run, cluster_of(run, gpu="" if run.launch.instance_type else gpu.key, gpus_per_node=size)
-            ).tokens_per_second
-        )
+        cluster = cluster_of(run, gpu="" if run.launch.instance_type else gpu.key, gpus_per_node=size)
+        return predict(run, cluster).tokens_per_second
     return None
 
 
@@ -246,7 +244,7 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
         if held > (1 + APART) * planned.peak.total + APART_BYTES:
             more = f"{human_bytes(held - planned.peak.total)} more than planned"
             lines.append(
-                f"The process wants {more}: it holds other memory, which no key below saves, or the plan is wrong"
+                f"The process wants {more}: other memory, which the keys below do not free, or the plan is wrong"
             )
         gpu = _gpu(device)
         found = remedies(run, rank, device, gpu)
