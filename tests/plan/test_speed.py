@@ -161,7 +161,7 @@ def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
     assert of(16, *flags).parts["sharding traffic"] < 0.5 * (gather + reduce)
 
 
-def test_float32_moves_twice_the_bytes_and_computes_at_an_eighth_of_the_rate(monkeypatch) -> None:
+def test_float32_moves_twice_the_bytes_and_computes_at_an_eighth_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_LATENCY", 0.0)
     flags = ("experimental.context_parallel_degree=2", tp(2), "training.seq_len=32768")
     low, high = (of(8, *flags, *more).parts for more in ((), ("training.mixed_precision_param=float32",)))

@@ -429,8 +429,8 @@ class _Step:
         parts["sharding traffic"] = seconds
         weights = host * gathers, host * (gathers * self.frees + reductions)
         kept = self.kept * m * self.stage_share / self.gpu.pcie * self.run.activation_checkpoint.offload
-        for sizes, computing in ((weights, beside), ((kept, kept), (forward * m, backward * m))):
-            parts["host transfers"] += sum(max(0.0, a - b) for a, b in zip(sizes, computing, strict=True))
+        for sizes, hidden in ((weights, beside), ((kept, kept), (forward * m, backward * m))):
+            parts["host transfers"] += sum(max(0.0, a - b) for a, b in zip(sizes, hidden, strict=True))
 
     @cached_property
     def kept(self) -> float:
