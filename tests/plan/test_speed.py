@@ -141,6 +141,35 @@ def test_features_move_the_speed_as_they_should() -> None:
     assert mixture.parts["expert traffic"] > of(64, config="mixtral_8x7b").parts["expert traffic"] == 0.0
 
 
+def test_experts_are_shared_by_fewer_ranks_than_the_other_weights() -> None:
+    run = make(16, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
+    step = speed._Step(run, cluster(16), IDEAL)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    dense = 46_702_792_704 - experts
+    # Each rank has one of 8 experts, half of it: the other half is in the other machine.
+    assert step.owned == pytest.approx(dense / 16 + experts / 8 / 2, rel=1e-3)
+    assert step._update() == pytest.approx(40 * step.owned / 3350e9)
+    gathers = step.collective(2 * dense / 32, 16, 1) + step.collective(2 * experts / 8 / 32, 2, 8)
+    assert step.sharding()[0] == pytest.approx(32 * gathers, rel=1e-3)
+
+
+def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
+    one, flags = "training.fsdp_units=root", ("training.batch_size=2",)
+    step = speed._Step(make(16, *flags, one), cluster(16), CONSTANTS)
+    gather, again, reduce, _ = step.sharding()
+    assert again == 0.0 and of(16, *flags, one).parts["sharding traffic"] == gather + reduce
+    assert of(16, *flags).parts["sharding traffic"] < 0.5 * (gather + reduce)
+
+
+def test_float32_moves_twice_the_bytes_and_computes_at_an_eighth_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_LATENCY", 0.0)
+    flags = ("experimental.context_parallel_degree=2", tp(2), "training.seq_len=32768")
+    low, high = (of(8, *flags, *more).parts for more in ((), ("training.mixed_precision_param=float32",)))
+    assert high["attention"] == pytest.approx(8 * low["attention"])
+    for name in ("tensor traffic", "context traffic"):
+        assert high[name] == pytest.approx(2 * low[name])
+
+
 @pytest.mark.parametrize(
     "schedule, microbatches, idle", [("1F1B", 8, 7 / 8), ("GPipe", 16, 7 / 16), ("Interleaved1F1B", 8, 7 / 16)]
 )
