@@ -78,7 +78,7 @@ def plan_page(plan: Plan) -> str:
                     f"{moment.phase} {moment.module}",
                     [round(moment.parts.get(name, 0) / GIB, digits + 1) for name in names],
                 )
-                for moment in moments
+                for m in moments
             ],
         },
     )
