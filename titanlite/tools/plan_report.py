@@ -74,10 +74,7 @@ def plan_page(plan: Plan) -> str:
         data={
             "across": across,
             "moments": [
-                (
-                    f"{moment.phase} {moment.module}",
-                    [round(moment.parts.get(name, 0) / GIB, digits + 1) for name in names],
-                )
+                (f"{m.phase} {m.module}", [round(m.parts.get(name, 0) / GIB, digits + 1) for name in names])
                 for m in moments
             ],
         },
