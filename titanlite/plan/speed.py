@@ -19,6 +19,7 @@ from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
+from titanlite.utils import counted
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
 PARTS = (
@@ -475,7 +476,7 @@ class _Step:
         ]
         if cluster.nodes > 1:
             bits = f"{cluster.network * 8 / 1e9:.0f} Gbit/s"
-            found.append(f"network {bits} for each machine of {cluster.gpus_per_node} GPUs")
+            found.append(f"network {bits} for each machine of {counted(cluster.gpus_per_node, 'GPUs')}")
         if self.in_float8:
             found.append("the MFU is of the peak in bf16, though products run in float8")
         found.append("data, checkpoints and validation take no time")
