@@ -91,7 +91,7 @@ class Measured(NamedTuple):
     #: Of an all-reduce of four bytes.
     latency: float
     product_seconds: float
-    #: Of the bits of products that should be equal.
+    #: Of the bits of products that should be equal; empty: other ranks may have other bits.
     digests: tuple[int, ...]
     #: Its clock right after a collective.
     clock: float
@@ -234,8 +234,8 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
         free, total = torch.cuda.mem_get_info(world.device)
         if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
             notes.append(
-                f"only {human_bytes(free)} of {human_bytes(total)} are free before the run. Another process uses the "
-                "GPU, see nvidia-smi there"
+                f"only {human_bytes(free)} of {human_bytes(total)} are free before the run on local rank "
+                f"{world.local_rank}. Another process uses its GPU, see nvidia-smi there"
             )
     if has_others:
         notes += filter(None, map(interface_problem, INTERFACES if kind == "cuda" else INTERFACES[:1]))
@@ -245,13 +245,13 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
     base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
     sums, right = [], True
     for _ in range(3):
-        total_of_all = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
-        sums.append(_timed(world.device, partial(dist.all_reduce, total_of_all)))
-        right &= bool((total_of_all == world.size * base + sum(rank % 64 for rank in range(world.size))).all())
-    del base, total_of_all
+        reduced = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
+        sums.append(_timed(world.device, partial(dist.all_reduce, reduced)))
+        right &= bool((reduced == world.size * base + sum(rank % 64 for rank in range(world.size))).all())
+    del base, reduced
     seconds, digests = products(world.device)
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(digests) == 1:
-        digests = (0,)  # each rank chooses its kernels by time: their bits may differ
+        digests = ()  # each rank chooses its kernels by time: their bits may differ
     if kind == "cuda":  # the run's own peaks begin with the model
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
@@ -285,7 +285,8 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
     problems = []
     if wrong := [rank for rank in ranks if not found[rank.number].sum_is_right]:
         problems.append(f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and test them")
-    for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
+    compared = [rank for rank in ranks if found[rank.number].digests]
+    for group in _by_value(compared, [rank.kind for rank in compared]).values():
         common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
         odd = [rank for rank in group if len(found[rank.number].digests) > 1]  # its own products differ
         if not odd and votes < len(group):

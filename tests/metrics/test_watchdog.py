@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 import weakref
@@ -333,16 +334,17 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
 # Whole runs under torchrun
 
 _FAULTY = """
-import os, sys, time
+import os, signal, sys, time
 from titanlite import main
 from titanlite.data.prefetch import Prefetcher
 from titanlite.data.loader import TrainLoader
+kind, struck = sys.argv[1:3]
 rank, asked, read = os.environ["RANK"], 0, 0
 
 def read_shard(self, step=TrainLoader.next_step):
     global read
     read += 1
-    if read == 3 and rank == "1":
+    if read == 3 and rank == "1" and kind == "raise":
         raise OSError(5, "Input/output error", "/data/shard-3")
     return step(self)
 
@@ -350,26 +352,33 @@ def next_step(self, step=Prefetcher.next_step):
     global asked
     asked += 1
     if asked == 3 and rank == "1":
-        open(sys.argv[1], "w").write(str(time.time()))
+        open(struck, "w").write(str(time.time()))
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
     # Like a collective of NCCL, which does not notice that a rank is gone.
-    elif asked == 3:
+    elif asked == 3 and kind == "raise":
         time.sleep(600)
     return step(self)
 
 TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
-main.main(sys.argv[2:])
+main.main(sys.argv[3:])
 """
+
+
+def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run two ranks, of which rank 1 fails in its third step. Return also the seconds from then to the end."""
+    script, struck = tmp_path / "faulty.py", tmp_path / "struck"
+    script.write_text(_FAULTY)
+    launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
+    done = python(*launch, script, kind, struck, *flags)
+    return done, time.time() - float(struck.read_text())
 
 
 @pytest.mark.soak
 def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path) -> None:
     """Rank 0 is where nothing tells it of the other's end, as in a collective of NCCL."""
-    script, struck = tmp_path / "faulty.py", tmp_path / "struck"
-    script.write_text(_FAULTY)
-    launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
-    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
-    done = python(*launch, script, struck, *flags)
-    seconds = time.time() - float(struck.read_text())
+    done, seconds = _torchrun(tmp_path, "raise")
     assert done.returncode == exit_codes.ERROR
     host, error = socket.gethostname(), "OSError: [Errno 5] Input/output error: '/data/shard-3'"
     said, last = done.stdout.splitlines()[-2:]
@@ -384,6 +393,21 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
     assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
     # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's patience takes over 30.
     assert seconds < 28
+
+
+@pytest.mark.soak
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    done, seconds = _torchrun(tmp_path, "kill")
+    assert done.returncode == exit_codes.LOST_PEER and seconds < 60
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    culprit = r"rank 1 \(\S+, process \d+\) does not answer, last seen in "
+    assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), "the run's last words"
+    assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
+    report = log[log.index("a collective failed:\n") :].splitlines()
+    assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"]
+    assert report[2].endswith("lost its peers")
+    assert report[3].split()[0] == "1" and report[3].endswith("no answer")
+    assert re.match(culprit, report[4]) and report[4] in done.stdout
 
 
 def test_a_watchdog_that_only_logs_announces_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Memory by formula, against peaks that `titanlite.plan.trace` found."""
+"""Memory by formula, against peaks that `titanlite.tools.plan_trace` found."""
 
 import pytest
 

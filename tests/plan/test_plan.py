@@ -18,6 +18,7 @@ from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan, with_vocabulary
+from titanlite.plan.text import verdict
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:
@@ -94,6 +95,18 @@ def test_numbers_of_a_plan_agree() -> None:
     full = replace(plan, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed)))
     assert full.fits and full.margin == 0
     assert not replace(full, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed - 1))).fits
+    assert found["host_usable_gib"] == 2048 and found["host_gib"] == pytest.approx(sum(found["host_parts"].values()))
+
+
+def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
+    run = planned("llama3_1_405b.toml", 8, "--training.enable_cpu_offload")
+    plan = make_plan(run, cluster_of(run, instance="p5e.48xlarge"))
+    assert plan.margin > 0 and not plan.fits
+    assert verdict(plan).endswith("does not fit: a machine needs 6,072 GiB of host memory, and has 2,048")
+    plan = make_plan(run, cluster_of(run, gpu="h200-141g"))
+    assert plan.fits and verdict(plan).endswith("and needs a host of 6,072 GiB")
+    barely = replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(plan.needed * 1.04)))
+    assert "fits barely, with " in verdict(replace(plan, cluster=barely))
 
 
 def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:

@@ -11,7 +11,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan import speed
-from titanlite.plan.hardware import GPUS, INSTANCES, Cluster, cluster_of, find_gpu, peak_flops
+from titanlite.plan.hardware import GPUS, HOST_GIB, INSTANCES, Cluster, cluster_of, find_gpu, peak_flops
 from titanlite.plan.speed import CONSTANTS, Speed, predict
 
 H100 = GPUS["h100-80g"]
@@ -44,28 +44,32 @@ def tp(ranks: int) -> str:
 
 def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device() -> None:
     assert find_gpu("h100-80g") is find_gpu("NVIDIA H100 80GB HBM3") is H100
+    assert find_gpu("NVIDIA H200") is GPUS["h200-141g"]
     assert find_gpu("L4").key == "l4-24g" and find_gpu("NVIDIA A100-SXM4-40GB").key == "a100-40g"
     assert all(find_gpu(key).key == key for key in GPUS)
     assert {one.gpu_key for one in INSTANCES.values()} <= GPUS.keys()
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
     with pytest.raises(ConfigError, match="nearest: h100-80g"):
         find_gpu("h100-80")
-    with pytest.raises(ConfigError, match="says not which of h100-nvl-94g, h100-pcie-80g, h100-80g"):
-        find_gpu("h100")
+    for name, several in (("h100", "h100-nvl-94g, h100-pcie-80g, h100-80g"), ("A100", "a100-80g, a100-40g")):
+        with pytest.raises(ConfigError, match=f"{name} may be each of {several}"):
+            find_gpu(name)
 
 
 def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
     run = make(16, "launch.instance_type=ml.p5.48xlarge", "launch.nodes=2")
     found = cluster_of(run)
     assert (found.gpu, found.gpus_per_node, found.nodes, found.network) == (H100, 8, 2, 3200e9 / 8)
+    assert found.host == 2 << 40 and HOST_GIB.keys() == INSTANCES.keys()
     named = cluster_of(run, gpu="a100-80g", gpus_per_node=4)  # the GPU replaces the section's machine
-    assert (named.gpu.key, named.nodes, named.gpus, named.network) == ("a100-80g", 4, 16, 4 * 50e9)
+    assert (named.gpu.key, named.nodes, named.gpus, named.network) == ("a100-80g", 4, 16, 25e9)  # half of a p4de
+    assert named.host is None and cluster_of(run, gpu="h100-nvl-94g").network == 400e9  # AWS has none
     assert cluster_of(make(2), gpu="l4").gpus_per_node == 2  # a part of one machine
     for words, match in (
         ({"gpu": "l4", "instance": "p5.48xlarge"}, "both a GPU"),
         ({"gpu": "l4", "gpus": 12}, "no whole machines of 8"),
         ({"gpu": "l4", "gpus": 32}, "32 GPUs, but the run has 16 ranks"),
-        ({"gpu": "l4", "nodes": 3, "gpus": 16}, "or not 3"),
+        ({"gpu": "l4", "nodes": 3, "gpus": 16}, "16 GPUs are 2 machines of 8, but --nodes says 3"),
         ({"instance": "p5.48xlage"}, "nearest: p5.48xlarge"),
     ):
         with pytest.raises(ConfigError, match=match):
@@ -139,6 +143,35 @@ def test_features_move_the_speed_as_they_should() -> None:
     assert context.parts["context traffic"] > 0
     mixture = of(64, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
     assert mixture.parts["expert traffic"] > of(64, config="mixtral_8x7b").parts["expert traffic"] == 0.0
+
+
+def test_experts_are_shared_by_fewer_ranks_than_the_other_weights() -> None:
+    run = make(16, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
+    step = speed._Step(run, cluster(16), IDEAL)
+    experts = 32 * 8 * 3 * 4096 * 14336
+    dense = 46_702_792_704 - experts
+    # Each rank has one of 8 experts, half of it: the other half is in the other machine.
+    assert step.owned == pytest.approx(dense / 16 + experts / 8 / 2, rel=1e-3)
+    assert step._update() == pytest.approx(40 * step.owned / 3350e9)
+    gathers = step.collective(2 * dense / 32, 16, 1) + step.collective(2 * experts / 8 / 32, 2, 8)
+    assert step.sharding()[0] == pytest.approx(32 * gathers, rel=1e-3)
+
+
+def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
+    one, flags = "training.fsdp_units=root", ("training.batch_size=2",)
+    step = speed._Step(make(16, *flags, one), cluster(16), CONSTANTS)
+    gather, again, reduce, _ = step.sharding()
+    assert again == 0.0 and of(16, *flags, one).parts["sharding traffic"] == gather + reduce
+    assert of(16, *flags).parts["sharding traffic"] < 0.5 * (gather + reduce)
+
+
+def test_float32_moves_twice_the_bytes_and_computes_at_an_eighth_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "_LATENCY", 0.0)
+    flags = ("experimental.context_parallel_degree=2", tp(2), "training.seq_len=32768")
+    low, high = (of(8, *flags, *more).parts for more in ((), ("training.mixed_precision_param=float32",)))
+    assert high["attention"] == pytest.approx(8 * low["attention"])
+    for name in ("tensor traffic", "context traffic"):
+        assert high[name] == pytest.approx(2 * low[name])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.plan.measured import CASES, measure, planned
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
+from titanlite.plan.memory import estimate
+from titanlite.plan.parts import PARTS
 from titanlite.tools.plan_trace import trace
 
 #: Whole runs in a second each; the benchmark compares all.
@@ -20,6 +22,7 @@ SLOW = [
     "1 rank, float8 rowwise, AC op",
     "1 rank, mixture, AC full",
     "1 rank, Muon",
+    "fsdp 2, four micro-batches, reduced each",
     "tp 2",
     "cp 2",
     "pp 2, Interleaved1F1B",
@@ -42,8 +45,26 @@ def test_the_peak_is_that_of_the_real_run(pool, case):
     traced = trace(planned(case), ranks - 1, "cpu").peak
     assert traced.total == pytest.approx(real.total, rel=0.05)
     assert (traced.phase, traced.module) == (real.phase, real.module)
+    formula = estimate(planned(case), ranks - 1, "cpu").peak.total
+    assert formula == pytest.approx(real.total, rel=0.1)
     for part, size in real.parts.items():
         assert traced.parts[part] == pytest.approx(size, rel=0.05, abs=0.02 * real.total), part
+
+
+@pytest.mark.parametrize(
+    "ranks, name, flags",
+    [
+        (8, "llama3_8b.toml", {}),
+        (8, "llama3_8b.toml", {"activation_checkpoint.mode": "full", "training.loss_chunks": 8}),
+        (8, "llama3_8b.toml", {"training.tensor_parallel_degree": 2}),
+        (64, "mixtral_8x7b.toml", {"activation_checkpoint.mode": "full", "model.overrides.n_layers": 3}),
+    ],
+)
+def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
+    run = config(ranks, name, **flags)
+    formula, traced = estimate(run, 0).peak, trace(run).peak
+    for part in PARTS:
+        assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
 
 
 def test_a_gpu_takes_the_fused_optimizer():

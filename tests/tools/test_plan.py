@@ -47,8 +47,9 @@ def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
     assert re.search(r"^activations +\d+\.\d\d +\d+\.\d%  █+$", out, re.MULTILINE)
     found = json.loads(plan("llama3_8b.toml", "--instance=p5.48xlarge", "--nodes=2", "--tokens=1B", "--json")[1])
     assert found["steps"] == -(-(10**9) // found["tokens_per_step"]) == 1908
-    cost = f"{2 * 98.32 * found['hours']:,.2f}"
-    assert "1,908 steps, 1.0B tokens" in out and f"for {cost} at 98.32 per machine and hour" in out
+    cost = f"{2 * 98.32 * found['hours']:,.0f} ("
+    assert f"1,908 steps, 1.0B tokens in {found['hours']:.1f} hours (" in out
+    assert f", for {cost}" in out and ") at 98.32 per machine and hour" in out
     assert found["cost"] is None
 
 
@@ -78,8 +79,13 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
         (["llama3_8b.toml", "--gpus", "24", "--gpu", "h100-80g"], "not a multiple of batch_size 1 * 24"),
         (["llama3_8.toml", *H100], "nearest in train_configs/: llama3_8b.toml"),
         (["llama3_8b.toml", *H100, "--rank", "8"], "expected one of 0 … 7"),
-        (["llama3_8b.toml", "--exact"], "is for one cluster"),
-        (["hf_debug.toml", *H100], "--exact traces a step"),
+        (["llama3_8b.toml", "--rank", "0"], "is for one cluster"),
+        (["llama3_8b.toml", "--gpus", "12", "--training.global_batch_size=48"], "12 GPUs are no whole machines of 8"),
+        (["llama3_8b.toml", "--price", "3"], "give --gpu NAME"),
+        (["llama3_8b.toml", *H100, "--search", "--tokens", "1B"], "is not for a search"),
+        (["llama3_8b.toml", *H100, "--write", "x.toml"], "give --search"),
+        (["llama3_8b.toml", *H100, "--html", "/nonexistent/x.html"], "--html: cannot write /nonexistent/x.html"),
+        (["hf_debug.toml"], "`titanlite plan CONFIG --gpus 1 --gpu NAME --exact` traces a step"),
         (["llama3_8b.toml", *H100, "--model.tokenizer_path=/nowhere", "--model.flavor=debugmodel"], "/nowhere"),
     ],
 )
@@ -107,7 +113,7 @@ def test_the_page_draws_the_step_and_fetches_nothing(plan: Any, tmp_path: Path) 
     assert not re.search(r"https?://|<link|src=", page)
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     sums = [sum(values) for _, values in data["moments"]]
-    assert max(sums) == pytest.approx(found["peak_gib"], abs=0.01)
+    assert max(sums) == pytest.approx(found["peak_gib"], abs=0.01) and f">peak {max(sums):.2f} GiB<" in page
     assert data["moments"][sums.index(max(sums))][0] == f"{found['phase']} {found['module']}"
     # The highest point of all areas is the peak, on the scale of the marked memory of the GPU.
     heights = [

@@ -30,6 +30,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_text import read_datasets
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
+from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
 TINY = [
@@ -226,6 +227,14 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
         assert abs(loss - other[0]) < 5e-6 and abs(norm - other[1]) < 1e-4 * norm
 
 
+@pytest.mark.slow
+def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+    golden.copy(tmp_path)
+    fresh = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint")[0]["rows"]
+    assert sorted(_losses(fresh)) == [1, 2]
+    assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(golden.folder / "metrics.jsonl")
+
+
 def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     code = (
         "import sys; from titanlite import main\n"
@@ -268,6 +277,18 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
+
+
+@pytest.mark.slow
+def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
+    for code, words, flags in [
+        (exit_codes.GUARD, "The update was not applied", ["--optimizer.lr=1e30", "--checkpoint.interval=1"]),
+        (exit_codes.CHECKPOINT, "no valid checkpoint", ["--checkpoint.start=resume", "--checkpoint.folder=nothing"]),
+        (exit_codes.CONFIG, f"{tmp_path}/nothing", [f"--training.dataset_path={tmp_path}/nothing"]),
+    ]:
+        flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", *flags]
+        codes, said = train([*flags, "--training.steps=6"], 1, tmp_path / "console")
+        assert codes == [code] and words in said and "Traceback" not in said, said
 
 
 def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.models.spec import names_like
 from titanlite.plan.parts import GIB
+from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.derive import RunConfig
@@ -132,7 +133,14 @@ INSTANCES: dict[str, Instance] = {
     "p6-b200.48xlarge": Instance("B200", 8, 180, 8, rdma=True, network=3200),
 }
 
-#: Network of machines that are not named: bytes/s of each GPU, as of 400 Gbit/s.
+#: Instance type → GiB of the host's memory; of g types an xlarge has a share.
+HOST_GIB: dict[str, int] = {
+    **{f"{kind}.{s}": gib * int(s[:-6] or 1) for kind, gib in (("g5", 16), ("g6", 16), ("g6e", 32)) for s in _SIZES},
+    **{"p4d.24xlarge": 1152, "p4de.24xlarge": 1152, "p5.48xlarge": 2048, "p5e.48xlarge": 2048, "p5en.48xlarge": 2048},
+    "p6-b200.48xlarge": 2048,
+}
+
+#: Network of machines of which AWS has none with the GPU: bytes/s of each GPU, as of 400 Gbit/s.
 DEFAULT_NETWORK = 50e9
 DEFAULT_GPUS_PER_NODE = 8
 
@@ -156,19 +164,25 @@ class Cluster:
         """GPUs of all machines."""
         return self.gpus_per_node * self.nodes
 
+    @property
+    def host(self) -> int | None:
+        """Bytes of host memory of one machine; None: no instance type is named."""
+        gib = HOST_GIB.get(self.instance.removeprefix("ml."))
+        return None if gib is None else gib * GIB
+
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its key (as far as it says one: "l4") or by CUDA's name of the device.
+    """Return a GPU by its key, by the start of a single one ("l4"), or by CUDA's name of the device.
 
     Raises ConfigError with the nearest names.
     """
-    known = gpu_of_device(name)
-    keys = [key for key in GPUS if key == name.lower()] or [key for key in GPUS if key.startswith(f"{name.lower()}-")]
-    if known is None and len(keys) == 1:
-        known = GPUS[keys[0]]
+    key = name.lower()
+    keys = [key] if key in GPUS else [other for other in GPUS if other.startswith(f"{key}-")]
+    if len(keys) > 1:
+        raise _error("gpu", f"{name} may be each of {', '.join(keys)}", "give one of them")
+    known = GPUS[keys[0]] if keys else gpu_of_device(name)
     if known is None:
-        several = f"{name} says not which of {', '.join(keys)}" if keys else f"no GPU {name!r} is known"
-        raise _error("gpu", several, "" if keys else names_like(name.lower(), GPUS))
+        raise _error("gpu", f"no GPU {name!r} is known", names_like(key, GPUS))
     return known
 
 
@@ -177,7 +191,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     if re.search(r"\bMIG\b", device_name):
         return None
     named = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.pattern}\b", device_name, re.IGNORECASE))
-    return next(named, None) if device_name.lower() not in GPUS else None
+    return next(named, None)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -204,7 +218,8 @@ def cluster_of(
 ) -> Cluster:
     """Return the machines of a run: as given, else as section `[launch]` says, for all its ranks.
 
-    gpus: of all machines. Without an instance type the network is 400 Gbit/s for each GPU, and a machine has 8.
+    gpus: of all machines. Without an instance type a machine has 8 GPUs. Its network is each GPU's share of the slowest
+    at AWS that has 8 of them, else 400 Gbit/s for each.
     Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's ranks.
     """
     if gpu and instance:
@@ -216,11 +231,15 @@ def cluster_of(
     found = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
     size = gpus_per_node or (machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE)
     total = gpus or (nodes * size if nodes else run.mesh.world_size)
-    network = machine.network / 8 * 1e9 if machine else DEFAULT_NETWORK * size
+    alike = [machine] if machine else [m for m in INSTANCES.values() if (m.gpu_key, m.gpus) == (found.key, 8)]
+    network = min((m.network / 8 * 1e9 / m.gpus for m in alike), default=DEFAULT_NETWORK) * size
     if total < size and nodes in (None, 1):  # a part of one machine
         size = total
-    if total % size or nodes not in (None, total // size):
-        raise _error("gpus", f"{total} GPUs are no whole machines of {size}" + (f", or not {nodes}" if nodes else ""))
+    if total % size:
+        raise _error("gpus", f"{total} GPUs are no whole machines of {size}")
+    if nodes not in (None, total // size):
+        machines = counted(total // size, "machines")
+        raise _error("gpus", f"{total} GPUs are {machines} of {size}, but --nodes says {nodes}")
     if total != run.mesh.world_size:
         raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
     return Cluster(found, size, total // size, network, instance)

@@ -247,7 +247,7 @@ class _Step:
                 logits = self.shape.tokens * (self.args.n_vocab // self.shape.tp + self.args.dim) * self.low
                 self._emit("forward", module, {"logits and loss": logits, "communication": buffer})
                 buffer = 0
-            self._emit("forward", module, working, {"activations": kept, "communication": buffer})
+            self._emit("forward", module, working, self._kept_parts(module), {"communication": buffer})
             self._keep(module, kept)
             if group.reshards and module == group.modules[-1]:
                 self._free(group)
@@ -281,7 +281,7 @@ class _Step:
             weights = cost.backward.weights + (made[group] if module == "tok_embeddings" else 0)
             communication = ahead + reduced + sum(made.values()) + weights
             working = self._working(module, cost.backward.working + cost.kept - kept)
-            self._emit("backward", module, working, {"activations": kept, "communication": communication})
+            self._emit("backward", module, working, self._kept_parts(module), {"communication": communication})
             made[group] += cost.weights if module != "tok_embeddings" or not made[group] else 0
             if module == group.modules[0]:
                 if self.run.mesh.pipeline == 1:
@@ -371,10 +371,19 @@ class _Step:
         first = any(module == stage[0] for stage in self.stages) and module != "tok_embeddings"
         return kept - self.shape.hidden if first else kept
 
+    def _kept_parts(self, module: str) -> Counter[str]:
+        """Return what a module keeps by part: of the head only the hidden states are activations."""
+        kept, loss = self._kept(module), 0
+        if module == "output":
+            t = self.run.training
+            loss = self._cost(module).kept - self.shape.hidden * (1 + (self.shape.tp == 1 == t.loss_chunks))
+        return Counter({"activations": kept - loss, "logits and loss": loss})
+
     def _keep(self, module: str, size: int) -> None:
         """Keep a module's tensors until the backward, or (negative) no longer; those of blocks may be offloaded."""
         if not module.startswith("layers.") or not self.run.activation_checkpoint.offload or self.device == "cpu":
-            self.state["activations"] += size
+            for part, bytes_ in self._kept_parts(module).items():
+                self.state[part] += bytes_ if size > 0 else -bytes_
             return
         self.away += size
         # Two tensors are still on their way in the forward, and one is fetched ahead in the backward.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,8 +77,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the fullest GPU has the memory."""
-        return self.margin >= 0
+        """Whether the fullest GPU has the memory, and the host, where it is known."""
+        return self.margin >= 0 and self.host_needed <= (self.cluster.host or math.inf)
+
+    @property
+    def host_needed(self) -> int:
+        """Bytes of host memory of one machine."""
+        return sum(self.host.values())
 
     @property
     def seconds(self) -> float | None:
@@ -87,9 +93,11 @@ class Plan:
     @property
     def cost(self) -> float | None:
         """Price of all machines for that time; None: one of both is not known."""
-        if self.cluster.price is None or self.seconds is None:
-            return None
-        return self.cluster.price * self.cluster.nodes * self.seconds / 3600
+        return None if self.seconds is None else self.price_of(self.seconds)
+
+    def price_of(self, seconds: float) -> float | None:
+        """Return the price of all machines for a time; None: that of one is not known."""
+        return None if self.cluster.price is None else self.cluster.price * self.cluster.nodes * seconds / 3600
 
     @property
     def mfu_range(self) -> tuple[float, float]:
@@ -124,6 +132,8 @@ class Plan:
             "usable_gib": self.cluster.gpu.memory / GIB,
             "margin_gib": self.margin / GIB,
             "margin_percent": 100 * self.margin / self.cluster.gpu.memory,
+            "host_gib": self.host_needed / GIB,
+            "host_usable_gib": self.cluster.host and self.cluster.host / GIB,
             "host_parts": in_gib(self.host),
             "checkpoint_gib": disk and disk.checkpoint / GIB,
             "checkpoints": disk and disk.count,
@@ -177,7 +187,7 @@ def make_plan(
         memory = formula(run, rank)
     speed = predict(run, cluster)
     disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
-    return Plan(run, cluster, memory, trace is not None, speed, _host(run, cluster, memory), disk)
+    return Plan(run, cluster, memory, trace is not None, speed, host_memory(run, cluster, memory), disk)
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
@@ -185,7 +195,8 @@ def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
     try:
         return estimate(run, rank)
     except NoFormula as error:
-        hint = "--exact traces a step of the code instead"
+        command = f"titanlite plan CONFIG --gpus {run.mesh.world_size} --gpu NAME --exact"
+        hint = f"`{command}` traces a step of the code instead"
         raise ConfigError([Problem("", "", str(error), hint)]) from None
 
 
@@ -202,7 +213,7 @@ def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunCon
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
 
 
-def _host(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:
+def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:
     """Return the host memory of one machine by part, in bytes."""
     data, held = run.data, {**memory.peak.parts, **memory.host}
     # Inputs and labels in 64 bits. A stream holds two prepared steps back.

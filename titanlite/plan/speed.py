@@ -19,6 +19,7 @@ from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
+from titanlite.utils import counted
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.
 PARTS = (
@@ -130,6 +131,9 @@ class _Step:
         if self.in_float8 and self.gpu.float8 is None:
             message, hint = f"{self.gpu.key} has no float8", "set it to false, or name another GPU"
             raise ConfigError([Problem("", "float8.enable_float8_linear", message, hint)])
+        in_float32 = run.training.mixed_precision_param == "float32"
+        #: Bytes of a number in activations and gathered weights, and FLOPs per second of the peak.
+        self.itemsize, self.peak = (4, self.gpu.bf16 / 8) if in_float32 else (2, self.gpu.bf16)
         #: Micro-batches of a step, and the tokens of one on this rank.
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
         rows = run.batch.micro_batch_size / run.pipeline.microbatches
@@ -202,21 +206,28 @@ class _Step:
         return max(flops) / sum(flops)
 
     @cached_property
-    def parameters(self) -> float:
-        """Parameters that this rank's group shards: of its stage, divided by tensor parallelism and experts' ranks."""
-        experts = self.experts[0]
-        dense = self.spec.count_parameters(self.args) - experts
-        return (dense / self.mesh.tensor + experts / self.mesh.expert) * self.stage_share
+    def sharded(self) -> list[tuple[float, int, int]]:
+        """What this rank's groups shard: parameters of its stage, ranks, and their distance. Expert parallelism
+        leaves a rank a part of the experts, which fewer ranks share.
+        """
+        mesh, experts = self.mesh, self.experts[0]
+        dense = (self.spec.count_parameters(self.args) - experts) / mesh.tensor * self.stage_share
+        experts *= self.stage_share / mesh.expert
+        if mesh.expert == 1:
+            return [(dense + experts, mesh.weight_shards, mesh.tensor)]
+        over = mesh.weight_shards // mesh.expert
+        return [(dense, mesh.weight_shards, mesh.tensor), (experts, over, mesh.tensor * mesh.expert)]
+
+    @cached_property
+    def owned(self) -> float:
+        """Parameters that this rank updates."""
+        return sum(parameters / ranks for parameters, ranks, _ in self.sharded)
 
     # Computing
 
     def product(self, rows: float, k: float, n: float, float8: bool = False) -> float:
         """Return the seconds of one product."""
-        peak = self.gpu.bf16 * self.gpu.sustained
-        if float8:
-            peak *= self.k.float8 * self.gpu.float8 / self.gpu.bf16  # type: ignore[operator]
-        elif self.run.training.mixed_precision_param == "float32":
-            peak /= 8
+        peak = (self.k.float8 * self.gpu.float8 if float8 else self.peak) * self.gpu.sustained  # type: ignore[operator]
         edges = 1.0
         for size in (rows, k, n):
             edges *= 1 + self.k.edge / size
@@ -229,7 +240,7 @@ class _Step:
     @cached_property
     def block_forward(self) -> _Pass:
         """All blocks, forward."""
-        products, casts = self.experts[1] * self.tokens / (self.gpu.bf16 * self.gpu.sustained * 0.8), 0.0
+        products, casts = self.experts[1] * self.tokens / (self.peak * self.gpu.sustained * 0.8), 0.0
         for choice, _ in self.linears:
             k, n, count = choice.size.in_features, choice.size.out_features, len(choice.names)
             float8 = self.in_float8 and choice.converted
@@ -240,9 +251,9 @@ class _Step:
         window = min(getattr(self.args, "window", None) or self.run.batch.seq_len, self.run.batch.seq_len)
         pairs = 1 - window / (2 * self.run.batch.seq_len)
         flops = self.attention_flops / 3 * pairs * self.tokens / self.mesh.tensor
-        attention = flops / (self.gpu.bf16 * self.gpu.attention) * (1 + self.k.context * math.log2(self.mesh.context))
+        attention = flops / (self.peak * self.gpu.attention) * (1 + self.k.context * math.log2(self.mesh.context))
         passes = self.k.passes_compiled if self.compiled else self.k.passes_eager
-        memory = self.moved(passes * 2 * self.tokens * self.outputs)
+        memory = self.moved(passes * self.itemsize * self.tokens * self.outputs)
         return _Pass(products, attention, memory, casts)
 
     def cast(self, numbers: float) -> float:
@@ -318,33 +329,42 @@ class _Step:
         return _LATENCY + _LATENCY_PER_NODE * (nodes - 1) + max(inside, between)
 
     @cached_property
-    def gather_bytes(self) -> float:
-        """Bytes of the whole weights of this rank's stage in the dtype of products."""
-        size = 2.0 if self.run.training.mixed_precision_param == "bfloat16" else 4.0
-        total = self.parameters * size
-        if self.in_float8 and self.run.float8.enable_fsdp_float8_all_gather:
-            total -= self.stage_share * sum(
-                c.size.in_features * c.size.out_features * len(c.names) for c in self.choices if c.converted
-            )
-        return total
+    def float8_saves(self) -> float:
+        """Bytes that gathers of weights in float8 save."""
+        if not (self.in_float8 and self.run.float8.enable_fsdp_float8_all_gather):
+            return 0.0
+        sizes = (c.size.in_features * c.size.out_features * len(c.names) for c in self.choices if c.converted)
+        return self.stage_share * sum(sizes)
 
     def sharding(self) -> tuple[float, float, float, float]:
         """Return the seconds of all gathers of a forward and of a backward, of the reduction of gradients, and of
         transfers to and from the host that go with them.
         """
-        shards, stride = self.mesh.weight_shards, self.mesh.tensor
-        units = max(self.blocks * self.stage_share, 1)
-        reshard = self.run.training.reshard_after_forward
-        again = reshard if isinstance(reshard, int) else 1 if reshard == "never" else shards
-        gather, once_more = (
-            units * self.collective(self.gather_bytes / units, ranks, stride) for ranks in (shards, again)
-        )
-        size = 2.0 if self.run.training.mixed_precision_reduce == "bfloat16" else 4.0
-        reduce = units * self.collective(self.parameters * size / units, shards, stride)
-        part = 2 * self.parameters * size / shards / units
-        reduce += units * self.collective(part, self.mesh.dp_replicate, stride * shards)
-        host = 4 * self.parameters / shards / self.gpu.pcie if self.run.training.enable_cpu_offload else 0.0
-        return gather, once_more, reduce, host
+        units, t = self.units, self.run.training
+        size = 2.0 if t.mixed_precision_reduce == "bfloat16" else 4.0
+        gather = once_more = reduce = 0.0
+        for index, (parameters, ranks, stride) in enumerate(self.sharded):
+            whole = parameters * self.itemsize - (0 if index else self.float8_saves)
+            among = min(t.reshard_after_forward, ranks) if isinstance(t.reshard_after_forward, int) else ranks
+            gather += units * self.collective(whole / units, ranks, stride)
+            once_more += units * self.collective(whole / units, among, stride) * self.frees
+            reduce += units * self.collective(parameters * size / units, ranks, stride)
+            part = 2 * parameters * size / ranks / units
+            reduce += units * self.collective(part, self.mesh.dp_replicate, stride * ranks)
+        return gather, once_more, reduce, 4 * self.owned / self.gpu.pcie * t.enable_cpu_offload
+
+    @property
+    def frees(self) -> bool:
+        """Whether a forward frees what it gathered. By default the last units stay, so does a single one."""
+        return self.run.training.reshard_after_forward not in (("never", "default") if self.one_unit else ("never",))
+
+    @property
+    def one_unit(self) -> bool:
+        return self.run.training.fsdp_units == "root"
+
+    @property
+    def units(self) -> float:
+        return 1 if self.one_unit else max(self.blocks * self.stage_share, 1)
 
     def tensor_seconds(self) -> float:
         """Return the seconds of tensor parallelism for one micro-batch: 4 collectives in a block's forward, 4 in its
@@ -353,20 +373,20 @@ class _Step:
         again = self.recomputed * (2 if self.by_op else 4)
         if self.in_float8 and self.run.float8.recipe_name == "tensorwise":
             again -= 1  # two gathers of the forward send half the bytes
-        one = self.collective(2 * self.tokens * self.width, self.mesh.tensor, 1)
+        one = self.collective(self.itemsize * self.tokens * self.width, self.mesh.tensor, 1)
         remains = self.k.async_tensor if self.run.experimental.enable_async_tensor_parallel else 1.0
         return self.blocks * (8 + again) * one * remains
 
     def context_seconds(self) -> float:
         """Return the seconds of context parallelism: keys and values are gathered, their gradients scattered."""
         width = 2 * getattr(self.args, "kv_heads", 0) * getattr(self.args, "head_dim", 0) / self.mesh.tensor
-        size = 2 * self.tokens * self.mesh.context * width
+        size = self.itemsize * self.tokens * self.mesh.context * width
         one = self.collective(size, self.mesh.context, self.mesh.tensor)
         return self.blocks * (2 + self.recomputed) * one
 
     def expert_seconds(self) -> float:
         """Return the seconds of expert parallelism: rows go to the ranks of their experts and back, and gradients."""
-        rows = self.tokens * getattr(self.args, "top_k", 1) * 2 * self.width
+        rows = self.tokens * getattr(self.args, "top_k", 1) * self.itemsize * self.width
         again = 0 if self.by_op else 2 * self.recomputed
         return self.blocks * (4 + again) * self.collective(rows, self.mesh.expert, self.mesh.tensor)
 
@@ -399,25 +419,25 @@ class _Step:
         """Add the traffic that computing does not hide. forward, backward: seconds of computing of one micro-batch."""
         gather, once_more, reduce, host = self.sharding()
         t, m = self.run.training, self.micro_batches
-        again = t.reshard_after_forward != "never"
-        gathers = m if again else 1
+        gathers = m if t.reshard_after_forward != "never" else 1
         reductions = m if t.gradient_sync == "every" else 1
-        units = max(self.blocks * self.stage_share, 1)
         ahead, back = gather * gathers, once_more * gathers + reduce * reductions
-        seconds = 0.0
-        for traffic, computing in ((ahead, forward * m), (back, backward * m)):
+        # Nothing runs beside the first unit and the last, nor beside a single one.
+        seconds = 0.0 if self.one_unit else (gather * gathers + reduce * reductions) / self.units
+        beside = (0.0, 0.0) if self.one_unit else (forward * m, backward * m)
+        for traffic, computing in zip((ahead, back), beside, strict=True):
             seconds += max(0.0, traffic - computing) + self.k.contention * min(traffic, computing)
-        seconds += (gather * gathers + reduce * reductions) / units  # nothing runs beside the first and the last
         parts["sharding traffic"] = seconds
+        weights = host * gathers, host * (gathers * self.frees + reductions)
         kept = self.kept * m * self.stage_share / self.gpu.pcie * self.run.activation_checkpoint.offload
-        for out, back in ((host * gathers, host * (gathers * again + reductions)), (kept, kept)):
-            parts["host transfers"] += max(0.0, out - forward * m) + max(0.0, back - backward * m)
+        for sizes, hidden in ((weights, beside), ((kept, kept), (forward * m, backward * m))):
+            parts["host transfers"] += sum(max(0.0, a - b) for a, b in zip(sizes, hidden, strict=True))
 
     @cached_property
     def kept(self) -> float:
         """Bytes that all blocks keep for the backward of one micro-batch, roughly."""
-        inputs = 2 * self.tokens * self.width * self.blocks / self.mesh.tensor
-        whole = 2 * self.tokens * self.outputs * 1.5
+        inputs = self.itemsize * self.tokens * self.width * self.blocks / self.mesh.tensor
+        whole = self.itemsize * self.tokens * self.outputs * 1.5
         return inputs + whole * (0.5 if self.by_op else 1 - self.recomputed)
 
     def _bubble(self) -> float:
@@ -429,7 +449,7 @@ class _Step:
         return (ranks - 1) / rounds / (3 if schedule.splits_backward else 1)
 
     def _update(self) -> float:
-        size = self.parameters / self.mesh.weight_shards * _UPDATE_BYTES
+        size = self.owned * _UPDATE_BYTES
         offloaded = self.run.training.enable_cpu_offload
         return (size / _HOST_MEMORY if offloaded else self.moved(size)) + self._orthogonal()
 
@@ -456,7 +476,7 @@ class _Step:
         ]
         if cluster.nodes > 1:
             bits = f"{cluster.network * 8 / 1e9:.0f} Gbit/s"
-            found.append(f"network {bits} for each machine of {cluster.gpus_per_node} GPUs")
+            found.append(f"network {bits} for each machine of {counted(cluster.gpus_per_node, 'GPUs')}")
         if self.in_float8:
             found.append("the MFU is of the peak in bf16, though products run in float8")
         found.append("data, checkpoints and validation take no time")

@@ -54,8 +54,6 @@ class Job(NamedTuple):
     ranks: int
     #: Folder of the job's files.
     folder: Path
-    #: The values that are not defaults, as TOML.
-    given: str
 
     @property
     def launch(self) -> Launch:
@@ -131,8 +129,7 @@ def prepare(argv: list[str]) -> Job:
         message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank at most"
         raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
-    folder = Path(os.path.abspath(run.job.dump_folder)) / FOLDER
-    return Job(run, instance, ranks, folder, loaded.to_toml(defaults=False))
+    return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
 
 def _instance(launch: Launch, place: str) -> Instance | None:

@@ -69,7 +69,7 @@ def files(job: Job) -> dict[str, str]:
         "volumes": [(claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()],
         "config_folder": _CONFIG_FOLDER,
         "config_file": CONFIG,
-        "config": config_text(job.given),
+        "config": config_text(job.run.toml),
     }
     names = ("kind", "nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}

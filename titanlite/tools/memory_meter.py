@@ -74,6 +74,7 @@ class MemoryMeter(TorchDispatchMode):
         self.host: Counter[str] = Counter()
         #: FSDP puts others in their place while weights are gathered; these get the gradients.
         self._parameters = list(model.parameters())
+        self._hooked = {id(parameter): parameter for parameter in self._parameters}
         self._live: dict[int, _Storage] = {}
         self._events: list[tuple[_Storage, int]] = []
         #: Phase, module, and number of events before it.
@@ -87,12 +88,19 @@ class MemoryMeter(TorchDispatchMode):
         def before(*_: Any) -> None:
             self.enter("forward", name)
 
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            if name == self._head:
-                self.enter("forward", "loss")
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            for parameter in module.parameters():
+                # FSDP has put whole weights here, and reduces or adds up their gradients.
+                if id(parameter) not in self._hooked and parameter.requires_grad:
+                    self._hooked[id(parameter)] = parameter
+                    parameter.register_post_accumulate_grad_hook(whole)
             for tensor in tree_leaves(output)[:1]:
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self.enter("backward", name))
+
+        def whole(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self.track(parameter.grad, "communication", weak=True)
 
         # Before FSDP gathers the weights.
         module.register_forward_pre_hook(before, prepend=True)
@@ -101,7 +109,7 @@ class MemoryMeter(TorchDispatchMode):
     def phase(self, name: str) -> None:
         """Note that a phase of `TrainStep` begins."""
         if name != "pipeline":
-            self.enter(name, "loss" if name == "backward" else "")
+            self.enter(name, self._head if name == "backward" else "")
 
     def enter(self, phase: str, module: str) -> None:
         """Note that a module runs from now on."""
@@ -247,7 +255,7 @@ class MemoryMeter(TorchDispatchMode):
         if life.part:
             return life.part
         phase, module, _ = self._marks[max(life.born - 1, 0)]
-        if module in (self._head, "loss"):
+        if module == self._head:
             return "logits and loss"
         kept = phase == "forward" and life.died != life.born
         return "activations" if kept else "working memory"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -46,16 +48,26 @@ def add_command(commands: Commands) -> None:
     add("--gpu", metavar="NAME", help="kind of GPU, as h100-80g")
     add("--instance", metavar="TYPE", help="kind of machine on AWS, as p5.48xlarge")
     add("--nodes", type=at_least(1), metavar="N", help="machines")
-    add("--exact", action="store_true", help="trace a step of the real code instead of formulas (tens of seconds)")
+    add(
+        "--exact",
+        action="store_true",
+        default=None,
+        help="trace a step of the real code instead of formulas (tens of seconds)",
+    )
     add("--rank", type=at_least(0), metavar="N", help="rank whose memory is shown (default: the one that needs most)")
     add("--tokens", type=_tokens, metavar="N", help="length of the run in tokens, as 15T or 300B")
-    add("--price", type=price, metavar="X", help="price of one machine for an hour")
+    add("--price", type=price, metavar="X", help="price of one machine for an hour; of one kind of GPU")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
-    add("--search", action="store_true", help="propose the fastest settings that fit, as a file to lay over the config")
-    add("--allow", action="append", choices=("float8",), default=[], help="--search: change numerics, too")
+    add(
+        "--search",
+        action="store_true",
+        default=None,
+        help="propose the fastest settings that fit, as a file to lay over the config",
+    )
+    add("--allow", action="append", choices=("float8",), help="--search: change numerics, too")
     add("--write", type=Path, metavar="FILE", help="--search: write the best settings there")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, exact=None, search=None)
 
 
 def _tokens(text: str) -> int:
@@ -74,6 +86,13 @@ def price(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    if arguments.search:
+        _refuse(arguments, ("exact", "rank", "html", "price", "tokens"), "is not for a search", "plan what it proposes")
+    else:
+        _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
+    for flag in ("html", "write"):
+        if (file := getattr(arguments, flag)) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise ConfigError([Problem("command line", f"--{flag}", f"cannot write {file}", code="bad-flag")])
     config, problems = read([*files_of(arguments), *flags], defer=True)
     if problems := problems or contradictions(config):
         raise ConfigError(problems)
@@ -90,19 +109,32 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     if arguments.search:
         from titanlite.tools import plan_search
 
-        result = plan_search.search([*files_of(arguments), *flags], cluster, allow=arguments.allow)
+        result = plan_search.search([*files_of(arguments), *flags], cluster, allow=arguments.allow or ())
+        text = as_json(plan_search.as_json(result)) if arguments.json else "\n".join(plan_search.lines(result, style))
         if arguments.write and result.ranked:
-            atomic_write(arguments.write, plan_search.overlay(result, result.ranked[0]))
-        found = as_json(plan_search.as_json(result)) if arguments.json else "\n".join(plan_search.lines(result, style))
-        return found, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
+            text += _written(arguments.write, plan_search.overlay(result, result.ranked[0]), arguments.json)
+        return text, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
     trace = import_module("titanlite.tools.plan_trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
+    text = as_json(plan.as_json()) if arguments.json else plan_text(plan, style)
     if arguments.html:
         from titanlite.tools.plan_report import plan_page
 
-        arguments.html.write_text(plan_page(plan), encoding="utf-8")
-    text = as_json(plan.as_json()) if arguments.json else plan_text(plan, style)
+        text += _written(arguments.html, plan_page(plan), arguments.json)
     return text, exit_codes.DONE if plan.fits else exit_codes.OUT_OF_MEMORY
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:
+    """Raise ConfigError for the first of some options that is given."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ConfigError([Problem("command line", f"--{name}", why, hint, code="bad-flag")])
+
+
+def _written(file: Path, content: str, quiet: bool) -> str:
+    """Write a file; return the line that says so, which JSON has not."""
+    atomic_write(file, content)
+    return "" if quiet else f"\nwrote {file}"
 
 
 def as_json(value: object) -> str:
@@ -119,32 +151,39 @@ def _for_each_gpu(
     config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace, style: Style
 ) -> tuple[str, int]:
     """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it fits."""
-    for name in ("exact", "html", "rank", "search"):
-        if getattr(arguments, name) not in (None, False):
-            hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
-            raise ConfigError([Problem("command line", f"--{name}", "is for one cluster", hint, code="bad-flag")])
+    hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
+    _refuse(arguments, ("exact", "html", "rank", "search"), "is for one cluster", hint)
+    if not arguments.gpu:
+        _refuse(arguments, ("price",), "is of one kind of machine", "give --gpu NAME, too")
     runs = {run.mesh.world_size: with_vocabulary(_lasting(run, arguments)) for run in _sizes(config, ranks)}
     needs = {size: needed_bytes(formula(run)) for size, run in runs.items()}
     plans, missing = [], []
     for gpu in [find_gpu(arguments.gpu)] if arguments.gpu else GPUS.values():
+        # A wrong number of GPUs is an error, with too little memory, too.
+        clusters = {size: replace(cluster_of(runs[size], gpu=gpu.key), price=arguments.price) for size in needs}
         size = next((size for size, need in needs.items() if need <= gpu.memory), None)
+        if size is None:
+            missing.append((gpu, "too little memory"))
+            continue
         try:
-            if size is None:
-                raise ConfigError([Problem("", "", "too little memory")])
-            cluster = replace(cluster_of(runs[size], gpu=gpu.key, gpus=size), price=arguments.price)
-            plans.append(make_plan(runs[size], cluster))
-        except ConfigError as error:  # float8 on a GPU without it is one, too
+            plans.append(make_plan(runs[size], clusters[size]))
+        except ConfigError as error:  # float8 on a GPU without it
             missing.append((gpu, error.problems[0].message))
     code = exit_codes.DONE if plans else exit_codes.OUT_OF_MEMORY
     if arguments.json:
         return as_json([plan.as_json() for plan in plans]), code
-    return gpu_table(plans, missing, needs, style), code
+    return gpu_table(plans, missing, runs, needs, style), code
 
 
 def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
-    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from the fewest."""
-    least = smallest_world(config)
-    sizes = [ranks] if ranks else [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
+    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from the fewest.
+
+    Numbers that are no whole machines are left out.
+    """
+    least, machine = smallest_world(config), config.sections.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
+    doubled = [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
+    whole = [size for size in doubled if size < machine or size % machine == 0]
+    sizes = [ranks] if ranks else whole or doubled
     found, problems = list[RunConfig](), list[ConfigError]()
     for size in sizes:
         try:

@@ -21,7 +21,8 @@ def plan_page(plan: Plan) -> str:
     """Return the page."""
     moments = _fewer(plan.memory.moments)
     peak, usable = plan.memory.peak, plan.cluster.gpu.memory
-    names = [name for name in PARTS if any(moment.parts.get(name) for moment in moments)]
+    digits = 2 if peak.total >= GIB else 4
+    names = [name for name in PARTS if any(round(m.parts.get(name, 0) / GIB, digits) for m in moments)]
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(PARTS)}
     room = usable - plan.overhead
     lines = ticks(0.0, max(room, peak.total) / GIB, 6)
@@ -47,9 +48,13 @@ def plan_page(plan: Plan) -> str:
     phases, start = [], 0
     for phase, group in groupby(moments, key=lambda moment: moment.phase):
         end = start + len(list(group))
-        phases.append((phase, x(start), x((start + end) / 2)))
+        # A label at the border ends there: a short last phase has no room around its middle.
+        edge = end == len(moments) and x(start) > _SIZES["width"] - _SIZES["right"] - 80
+        phases.append((phase, x(start), *((x(end), "end") if edge else (x((start + end) / 2), "middle"))))
         start = end
     sizes = {**{name: peak.parts.get(name, 0) for name in names}, "allocator overhead": plan.overhead}
+    sizes = {name: size for name, size in sizes.items() if round(size / GIB, digits)}
+    highest = max(range(len(moments)), key=lambda i: moments[i].total)
     whole = max(usable, plan.needed)
     bars = [(name, colors.get(name, "#888"), size / GIB, 100 * size / whole) for name, size in sizes.items()]
     return render_page(
@@ -62,13 +67,15 @@ def plan_page(plan: Plan) -> str:
         lines=[(f"{value:,.10g}", y(value * GIB)) for value in lines],
         phases=phases,
         room=(f"{room / GIB:.1f} GiB for tensors", y(room)),
+        top_of_step=(f"peak {peak.total / GIB:.{digits}f} GiB", x(highest + 0.5), y(peak.total)),
+        digits=digits,
         bars=bars,
         gib=GIB,
         data={
             "across": across,
             "moments": [
-                (f"{moment.phase} {moment.module}", [round(moment.parts.get(name, 0) / GIB, 3) for name in names])
-                for moment in moments
+                (f"{m.phase} {m.module}", [round(m.parts.get(name, 0) / GIB, digits + 1) for name in names])
+                for m in moments
             ],
         },
     )

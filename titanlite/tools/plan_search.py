@@ -26,7 +26,7 @@ from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded, divisors
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import GIB
-from titanlite.plan.plan import formula, needed_bytes, with_vocabulary
+from titanlite.plan.plan import formula, host_memory, needed_bytes, with_vocabulary
 from titanlite.plan.speed import Speed, predict
 from titanlite.utils import Style, Table, counted, render
 
@@ -83,8 +83,9 @@ class Candidate:
     changes: Mapping[str, Any]
     run: RunConfig
     speed: Speed
-    #: Bytes of the fullest GPU, with what lies outside of tensors; 0: not computed yet.
-    peak: int = 0
+    #: Bytes of the fullest GPU, with what lies outside of tensors, and of a host; 0: not computed yet.
+    needed: int = 0
+    host: int = 0
 
     @property
     def rate(self) -> float:
@@ -94,7 +95,7 @@ class Candidate:
     @property
     def order(self) -> tuple[float, int, int]:
         """Sort the best first: among speeds within half a percent the fewest changes, then the least memory."""
-        return -round(math.log(self.rate) / 0.005), len(self.changes), self.peak
+        return -round(math.log(self.rate) / 0.005), len(self.changes), self.needed
 
     @property
     def degrees(self) -> str:
@@ -179,8 +180,16 @@ class _Search:
         return self.found[name]
 
     def weighed(self, candidate: Candidate) -> Candidate:
-        """Return it with its peak."""
-        return replace(candidate, peak=needed_bytes(formula(candidate.run)))
+        """Return it with its memory."""
+        memory = formula(candidate.run)
+        host = sum(host_memory(candidate.run, self.cluster, memory).values())
+        return replace(candidate, needed=needed_bytes(memory), host=host)
+
+    def missing(self, candidate: Candidate) -> tuple[int, str]:
+        """Return the bytes over the limit of the GPU or the host, at most 0 if it fits, and of which of both."""
+        host = self.cluster.host
+        over = (candidate.needed - self.limit, ""), (candidate.host - host if host else -1, " of host memory")
+        return max(over)
 
     def meshes(self) -> Iterator[_Mesh]:
         """Yield the config's own degrees of parallelism, then all powers of two that the ranks allow."""
@@ -236,19 +245,19 @@ class _Search:
         if not (variants := self.variants(mesh, ac, extra)):
             return None
         leanest = self.weighed(self.in_chunks(variants[0]))
-        missing = leanest.peak - self.limit
+        missing, where = self.missing(leanest)
         least = f"a micro-batch of {leanest.micro_batch} and loss_chunks = {leanest.run.training.loss_chunks}"
         if leanest.mode != fastest.mode:
             least = f"{leanest.mode}, {least}"
-        reason = f"does not fit: on this mesh even {least} need {missing / GIB:.1f} GiB too much"
+        reason = f"does not fit: on this mesh even {least} need {missing / GIB:.1f} GiB{where} too much"
         return Loser(fastest, reason, missing) if missing > 0 else None
 
     def fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
         """Return the fastest settings that fit."""
         for whole in sorted(variants, key=_rate, reverse=True):
-            if (in_chunks := self.weighed(self.in_chunks(whole))).peak <= self.limit:
+            if self.missing(in_chunks := self.weighed(self.in_chunks(whole)))[0] <= 0:
                 weighed = self.weighed(whole)
-                return weighed if weighed.peak <= self.limit else in_chunks
+                return weighed if self.missing(weighed)[0] <= 0 else in_chunks
         return None
 
     def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
@@ -285,11 +294,16 @@ def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterab
     for extra, modes in _OFFLOADS:
         if not ranked:
             ranked, lost = work.attempt(extra, modes, top)
-    if base.peak <= cluster.gpu.memory:
+    if fits(base, cluster):
         better = [other for other in ranked if other.rate > base.rate * (1 + LEAST_GAIN)]
         ranked = [*better, base, *(other for other in ranked if other not in better and other.changes)]
     losers = list(_losers(base, ranked, lost, top)) if ranked else []
     return SearchResult(cluster, base, tuple(ranked[:top]), tuple(losers), sum(map(bool, work.found.values())))
+
+
+def fits(candidate: Candidate, cluster: Cluster) -> bool:
+    """Return whether GPU and host have the memory, without a margin."""
+    return candidate.needed <= cluster.gpu.memory and candidate.host <= (cluster.host or math.inf)
 
 
 def _losers(base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser], top: int) -> Iterator[Loser]:
@@ -325,7 +339,7 @@ def overlay(result: SearchResult, candidate: Candidate) -> str:
     """Return the changes of a candidate as a file to lay over the config."""
     cluster = result.cluster
     machines = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.key}"
-    memory = f"{candidate.peak / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
+    memory = f"{candidate.needed / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
     text = f"# titanlite plan --search, {machines}: {candidate.rate:,.0f} tokens/s per GPU, {memory}.\n"
     for section, changes in itertools.groupby(candidate.changes.items(), key=lambda item: item[0].partition(".")[0]):
         text += f"\n[{section}]\n" + "".join(f"{key.partition('.')[2]} = {quote(value)}\n" for key, value in changes)
@@ -336,13 +350,13 @@ def as_json(result: SearchResult) -> dict[str, Any]:
     """Return the result as JSON has it."""
 
     def shown(candidate: Candidate) -> dict[str, Any]:
-        peak = candidate.peak / GIB if candidate.peak else None
-        numbers = {"tokens_per_second": candidate.rate, "mfu": candidate.speed.mfu, "peak_gib": peak}
+        needed = candidate.needed / GIB if candidate.needed else None
+        numbers = {"tokens_per_second": candidate.rate, "mfu": candidate.speed.mfu, "needed_gib": needed}
         return {"layout": candidate.layout, "changes": dict(candidate.changes), **numbers}
 
     return {
         "config_is_best": result.config_is_best,
-        "config": shown(result.base) | {"fits": result.base.peak <= result.cluster.gpu.memory},
+        "config": shown(result.base) | {"fits": fits(result.base, result.cluster)},
         "ranked": [shown(candidate) | {"overlay": overlay(result, candidate)} for candidate in result.ranked],
         "losers": [shown(loser.candidate) | {"reason": loser.reason} for loser in result.losers],
         "tried": result.tried,
@@ -352,7 +366,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
 def lines(result: SearchResult, style: Style) -> list[str]:
     """Return the ranked settings, the best as a file, and the reasons of the others."""
     found, base, cluster = result.ranked, result.base, result.cluster
-    batch, over = base.run.batch, base.peak - cluster.gpu.memory
+    batch, over = base.run.batch, base.needed - cluster.gpu.memory
     head = f"{result.tried:,} settings for {counted(batch.global_batch_size, 'sequences')} of {batch.seq_len:,} tokens"
     head += f" a step, on {counted(cluster.nodes, 'machines')} with {cluster.gpus_per_node} {cluster.gpu.key}"
     if not found:
@@ -360,14 +374,15 @@ def lines(result: SearchResult, style: Style) -> list[str]:
     rows = []
     for n, c in enumerate(found, 1):
         more = [f"{key.partition('.')[2]} = {quote(c.changes[key])}" for key in c.changes if key in _SHOWN]
-        numbers = f"{n}", f"{c.rate:,.0f}", f"{c.speed.mfu:.1%}", f"{c.peak / GIB:.1f}"
+        numbers = f"{n}", f"{c.rate:,.0f}", f"{c.speed.mfu:.1%}", f"{c.needed / GIB:.1f}"
         rows.append((*numbers, c.layout, f"{c.micro_batch}", ", ".join(more) or "-"))
-    columns = ["", "tokens/s per GPU", "MFU", "peak GiB", "layout", "micro-batch", "further changes"]
+    columns = ["", "tokens/s per GPU", "MFU", "needed GiB", "layout", "micro-batch", "further changes"]
     out = [head, "", render(Table(columns, rows, left=(4, 6)), style.color), ""]
     if result.config_is_best:
         out.append(f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more")
     else:
         state = f", which does not fit by {over / GIB:.1f} GiB" if over > 0 else ""
+        state = state or ("" if fits(base, cluster) else ", which needs more host memory than there is")
         gain = f"{found[0].rate / base.rate - 1:+.1%} over the config as it is{state}"
         out += [f"{gain}, with this file laid over it:", "", *overlay(result, found[0]).splitlines()]
     out += ["", "left out:"] if result.losers else []

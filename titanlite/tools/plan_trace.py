@@ -74,8 +74,14 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
                 for average in averages:
                     meter.track(average, "optimizer")
                 step.after_update()
+                batches = _batches(run, parts.args)
+                if run.training.gradient_sync == "every" and len(batches) > 1:
+                    # A micro-batch leaves nothing but sharded gradients to the next one: only the last has to run.
+                    for parameter in parts.model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                        meter.track(parameter.grad, "gradients")
                 meter.restart()
-                step(_batches(run, parts.args), 2, 1e-3)
+                step(batches[-1:] if run.training.gradient_sync == "every" else batches, 2, 1e-3)
     return RankMemory(rank, meter.moments(), {part: count for part, count in meter.host.items() if count})
 
 
