@@ -168,11 +168,11 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda", gpu:
         with contextlib.suppress(ValueError):  # a ConfigError: the run cannot be so
             other = changed(run, changes, ranks)
             others.append((rate and 1 - (_rate(other, gpu) or rate) / rate, changes, ranks, other))
-    for slower, changes, ranks, other in sorted(others, key=lambda one: round(one[0] or 0.0, 2)):
+    for slower, settings, ranks, other in sorted(others, key=lambda one: round(one[0] or 0.0, 2)):
         with contextlib.suppress(ValueError):  # no formulas
             memory = estimate(other, rank if other.mesh == run.mesh else None, device)
             if peak - memory.peak.total >= _LEAST * peak:
-                found.append(Remedy(changes, ranks, peak - memory.peak.total, needed_bytes(memory), slower))
+                found.append(Remedy(settings, ranks, peak - memory.peak.total, needed_bytes(memory), slower))
         if len(found) == _REMEDIES:
             break
     return found
@@ -264,8 +264,10 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
         lower = f": lower validation.batch_size (now {run.validation.batch_size})" if phase == "validate" else ""
         lines.append(f"The plan is one of training steps, and leaves out the phase {phase}{lower}")
     if of_host:
-        held = "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
-        lines.append(f"Host memory also holds {held}")
+        others = (
+            "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
+        )
+        lines.append(f"Host memory also holds {others}")
     unused = figures.get("reserved", 0) - figures.get("allocated", 0)
     settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if unused > figures.get("request", unused) and "expandable_segments:True" not in settings:
