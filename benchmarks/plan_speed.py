@@ -3,7 +3,7 @@
     python benchmarks/plan_speed.py          # predictions with the library's constants
     python benchmarks/plan_speed.py --fit    # fitted constants too, and errors when each run is left out of the fit
 
-Only numbers are taken from the sources. What they leave open is assumed: runs on A100 are eager, on machines of 8 with
+The sources give numbers only. The rest is assumed: runs on A100 are eager, on machines of 8 with
 200 Gbit/s for each GPU; FSDP alone gathers float8 weights in float8; pipelines have 8 micro-batches. "H100 500 W" has
 memory of 2.4 TB/s, as its source says.
 """

@@ -436,7 +436,7 @@ def startup_lines(
     model: nn.Module,
     planned: RunConfig,
 ) -> list[str]:
-    """Return the lines of the startup report: what is about to run. planned: the run with its vocabulary's size."""
+    """Return the lines of the startup report. planned: the run with its vocabulary's size."""
     on_meta, blocks = builder.spec.build_on_meta(builder.args), builder.spec.block_names(builder.args)
     parameters = rep.parameter_counts(on_meta)
     state = state_bytes(dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks)

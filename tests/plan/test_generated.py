@@ -41,7 +41,7 @@ HARDWARE = {
 
 
 def comment(name: str) -> str:
-    """Return the lines on hardware: what is needed, and how full each GPU is. All of it fits."""
+    """Return the lines on hardware: the needs, and how full each GPU is. All of it fits."""
     needs, lines = [], []
     for gpus, kind in HARDWARE[name]:
         argv = [f"--job.config_file={FOLDER / name}.toml"]
@@ -70,7 +70,7 @@ def test_every_file_says_it() -> None:
 
 
 def examples(page: str) -> str:
-    """Return the page with the output of each command after "$ titanlite plan" in a block of its own."""
+    """Return the page with the output of each command in a block that begins with "$ titanlite plan"."""
 
     def printed(block: re.Match[str]) -> str:
         text = io.StringIO()

@@ -1,4 +1,4 @@
-"""What a run needs besides the memory of a step: checkpoints, disk, host memory, time, cost."""
+"""The needs of a run besides the memory of a step: checkpoints, disk, host memory, time, cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan in a run: its row, the check of its peak, and what a run out of memory says."""
+"""The plan in a run: its row, the check of its peak, the report of a run out of memory."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
 def check_peaks(
     world: DistEnv, shares: list[float], phases: list[str], config: str = "llama3_8b.toml", *flags: str
 ) -> list[str]:
-    """What a check logs on this rank, where ranks measure so much of their plan. phases: between step 1 and 2."""
+    """The log of a check on this rank, where ranks measure so much of their plan. phases: between step 1 and 2."""
     run = planned(config, world.size, "--model.vocab_size=2048", "--job.dump_folder=out", *flags)
     reads: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Lifetimes of the tensors inside of a block: what is kept for the backward, and the peaks of forward and backward.
+"""Lifetimes of the tensors inside of a block: bytes kept for the backward, and the peaks of forward and backward.
 
 A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward and backward on sizes
 alone, by the rules of autograd: a saved tensor dies with the last node that saved it, a gradient when its node is done.
@@ -39,7 +39,7 @@ class Op:
     passes: bool = False
     #: Tensors that Python variables hold until it is done.
     holds: tuple[str, ...] = ()
-    #: What it keeps is in float8.
+    #: The kept tensors are in float8.
     float8: bool = False
 
 
@@ -56,7 +56,7 @@ class Peak(NamedTuple):
 
 
 class ModuleMemory(NamedTuple):
-    """What a module needs in one micro-batch, in bytes."""
+    """The needs of a module in one micro-batch, in bytes."""
 
     #: Between forward and backward, its input included, its output not; and that part of it that is in float8.
     kept: int
@@ -195,7 +195,7 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
 
 @dataclass(frozen=True)
 class Shape:
-    """What a rank computes in one micro-batch."""
+    """The work of a rank in one micro-batch."""
 
     #: Tokens of the rank (sequences * tokens of each, without those of other context-parallel ranks).
     tokens: int

@@ -214,7 +214,7 @@ class _Step:
         run, ranks = self.run, self.run.mesh.pipeline
         schedule = run.experimental.pipeline_parallel_schedule
         pieces = run.pipeline.microbatches * run.batch.accumulation
-        # A rank receives into buffers of its own for each piece: inputs, and gradients of outputs.
+        # A rank has receive buffers for each piece: inputs, and gradients of outputs.
         received = sum(("tok_embeddings" not in stage) + ("output" not in stage) for stage in self.stages)
         self.state["communication"] += pieces * received * self.shape.hidden
         replayed = pieces if schedule in ("GPipe", "LoopedBFS") else min(pieces, 4 * ranks)
@@ -357,7 +357,7 @@ class _Step:
         return order[module] if module in order else int(module.rpartition(".")[2])
 
     def _cost(self, module: str) -> ModuleMemory:
-        """Return what a module needs; the last norm counts with the head."""
+        """Return the needs of a module; the last norm counts with the head."""
         if module == "output":
             t = self.run.training
             return _head(self.shape, t.loss_chunks, self.run.mesh.pipeline > 1, t.enable_loss_parallel)
@@ -372,7 +372,7 @@ class _Step:
         return kept - self.shape.hidden if first else kept
 
     def _kept_parts(self, module: str) -> Counter[str]:
-        """Return what a module keeps by part: of the head only the hidden states are activations."""
+        """Return the bytes that a module keeps by part: of the head only the hidden states are activations."""
         kept, loss = self._kept(module), 0
         if module == "output":
             t = self.run.training

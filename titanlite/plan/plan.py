@@ -1,4 +1,4 @@
-"""What a run needs of its machines: memory, time, disk and money. No torch."""
+"""The needs of a run: memory, time, disk and money. No torch."""
 
 from __future__ import annotations
 
