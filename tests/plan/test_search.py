@@ -30,6 +30,8 @@ extends = ["{CONFIGS / "llama3_2_1b.toml"}"]
 batch_size = 1
 global_batch_size = 32
 seq_len = 8192
+[model.overrides]
+n_layers = 4
 [activation_checkpoint]
 mode = "full"
 """
@@ -99,7 +101,7 @@ def test_settings_that_are_best_already_are_said_to_be(result: SearchResult, bas
 
 
 def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
-    cluster = with_memory(16)
+    cluster = with_memory(7)
     found = search([f"--job.config_file={base}"], cluster)
     loser = next(loser for loser in found.losers if "AC none" in loser.candidate.layout and loser.missing)
     assert loser.candidate.rate > found.ranked[0].rate
@@ -113,8 +115,7 @@ def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
     offloaded = search([f"--job.config_file={base}"], with_memory(0.5 * leanest / GIB))
     assert offloaded.ranked and all(candidate.changes.keys() & OFFLOAD for candidate in offloaded.ranked)
     small = replace(with_memory(0.5 * leanest / GIB), instance="g6.xlarge")  # a host of 16 GiB
-    assert not any(c.changes.get("training.enable_cpu_offload") for c in search([argv[0]], small).ranked)
-    nothing = search([f"--job.config_file={base}"], with_memory(2))
+    nothing = search([argv[0]], small)
     assert not nothing.ranked and "nothing fits" in lines(nothing, Style(False))[1]
 
 
