@@ -22,8 +22,8 @@ def test_one_step_of_each_cycle_is_recorded_by_every_rank(golden: GoldenRun) -> 
         trace = json.loads((folder / "iteration_20" / f"rank{rank}_trace.json").read_text())
         operations = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
         # Each of the 2 blocks has 7 linears, and there is the head: 15 products forward, 30 backward.
-        # 8 sequences in micro-batches of 1 on 2 ranks: 4 times.
-        assert operations.count("aten::mm") == 4 * 45
+        # 8 sequences in micro-batches of 2 on 2 ranks: twice.
+        assert operations.count("aten::mm") == 2 * 45
         assert operations.count("c10d::allreduce_") == 2 + 1, "the step's two, and the logger's"
 
 

@@ -15,13 +15,13 @@ from titanlite.config.errors import ConfigError
 from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 
-STEPS = ["--training.steps=4", "--training.batch_size=2", "--checkpoint.interval=2"]
+STEPS = ["--training.steps=4", "--checkpoint.interval=2"]
 PROMPTS = ["--sample.prompts=['In the beginning', 'And']", "--sample.freq=2", "--sample.max_tokens=9"]
 
 
 def _both(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """The figures of a run without and with samples, and those."""
-    flags = "--training.batch_size=2", "--training.steps=2", "--no-checkpoint.enable_checkpoint", *flags
+    flags = "--training.steps=2", "--no-checkpoint.enable_checkpoint", *flags
     bare = _run(world, f"{folder}/bare", *flags)
     found = _run(world, folder, *flags, *PROMPTS, "--sample.freq=1")
     assert _losses(bare["rows"]) == _losses(found["rows"]), "to the last bit"

@@ -324,7 +324,7 @@ def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
 
 def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=4", "--stall.deadline_seconds=1", "--validation.freq=2", "--checkpoint.interval=2"]
-    (phases, *reports), (same, *_) = pool(2).run(_train, str(tmp_path), *flags, "--training.global_batch_size=4")
+    (phases, *reports), (same, *_) = pool(2).run(_train, str(tmp_path), *flags)
     step = "data forward forward backward forward backward optimizer log"
     late = f"{step} {step} validate save"
     assert phases == same == f"{late} {late} end"

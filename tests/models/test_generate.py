@@ -111,16 +111,16 @@ def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None
             return self.logits.expand(*tokens.shape, -1)
 
     sampling = Sampling(0.8, 4, 0.95, seed=3)
-    options = {"max_tokens": 1000, "limit": 2000, "sampling": sampling}
+    options = {"max_tokens": 100, "limit": 200, "sampling": sampling}
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    rows = _rows(Fixed(), [[0]] * 8, **options)
+    rows = _rows(Fixed(), [[0]] * 80, **options)
     assert torch.get_rng_state().equal(state), "torch's own generator is not used"
     wanted = probabilities(LOGITS, sampling)[0]
     found = torch.tensor(rows).flatten().bincount(minlength=6) / 8000
     error = (wanted * (1 - wanted) / 8000).sqrt()
     assert ((found - wanted).abs() <= 4 * error).all() and (found[wanted == 0] == 0).all()
-    assert rows == _rows(Fixed(), [[0]] * 8, **options) and len({tuple(row) for row in rows}) == 8
+    assert rows[:8] == _rows(Fixed(), [[0]] * 8, **options) and len({tuple(row) for row in rows}) == 80
     assert rows[3:4] == _rows(Fixed(), [[0]], first_row=3, **options)
     assert rows[:1] != _rows(Fixed(), [[0]], **{**options, "sampling": sampling._replace(seed=4)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import signal
@@ -123,7 +124,9 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(tmp_path: P
 
 def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, command: Command) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    words = ["prepare", str(BUNDLED["c4_test"]), "--part-tokens", "15000", "--workers", "2", "--out"]
+    text, records = tmp_path / "text.jsonl", itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
+    text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
+    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "2", "--out"]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
     process = subprocess.Popen([sys.executable, "-m", "titanlite", "data", *words, str(killed)])

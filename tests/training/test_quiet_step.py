@@ -20,7 +20,8 @@ from titanlite.trainer import Trainer
 
 FLAGS = [
     *TINY,
-    *["--training.global_batch_size=2", "--training.steps=12", "--training.reshard_after_forward=always"],
+    *["--training.batch_size=1", "--training.global_batch_size=2"],
+    *["--training.steps=12", "--training.reshard_after_forward=always"],
     # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
     *["--metrics.log_freq=10", "--optimizer.implementation=fused", "--training.gc_freq=1", "--no-validation.enable"],
 ]

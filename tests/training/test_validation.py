@@ -53,7 +53,8 @@ def one_rank(pool: Pools, files: dict[str, Path], tmp_path_factory: pytest.TempP
 
 
 def before_step_1(pool: Pools, files: dict[str, Path], folder: Path, ranks: int, *flags: str) -> dict[str, float]:
-    chosen = [*FULL, "--validation.first", "--training.steps=1", "--training.global_batch_size=12", *flags]
+    batch = ["--training.batch_size=1", "--training.global_batch_size=12"]
+    chosen = [*FULL, *batch, "--validation.first", "--training.steps=1", *flags]
     found = pool(ranks).run(_run, str(folder), *chosen, *([] if flags else [sources(files)]))[0]
     assert sorted(validations(found)) == [0, 1] and any("validation at 0: loss" in line for line in found["said"])
     assert all(any(f"validation at 0, {name}: loss" in line for line in found["said"]) for name in NAMES) or flags
