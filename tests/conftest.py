@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """`-m "not slow"` leaves out the tests that take longest, too: they run if they are asked for."""
     if config.option.markexpr and "soak" not in config.option.markexpr:
         config.option.markexpr = f"({config.option.markexpr}) and not soak"
+    gc.disable()  # until all is imported
+
+
+def pytest_collection_finish() -> None:
+    """A collection of garbage would look through all that is imported, which takes half a second each time."""
+    gc.enable()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
