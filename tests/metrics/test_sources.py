@@ -68,7 +68,7 @@ COMPILED = ["--training.compile", "--compile.backend=aot_eager", "--compile.comp
         ["--training.loss_chunks=5", "--no-training.enable_loss_parallel"],
         pytest.param([*COMPILED, "--training.batch_size=6"], marks=pytest.mark.slow),
         pytest.param([f"--{PARALLEL[0]}=2", "--training.loss_chunks=2"], marks=pytest.mark.slow),
-        [f"--{PARALLEL[1]}=2", "--training.loss_chunks=4"],
+        [f"--{PARALLEL[1]}=2", "--training.loss_chunks=4", "--training.batch_size=6"],
         ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
     ],
 )
