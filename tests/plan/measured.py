@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+from tests.tiny import KEPT_TOKENS
 from titanlite.build import build
 from titanlite.data.loader import to_device
 from titanlite.derive import RunConfig
@@ -24,6 +25,7 @@ _BASE = {
     "training.reshard_after_forward": "default",
     "training.mixed_precision_param": "bfloat16",
     "validation.enable": "false",
+    "data.token_cache": KEPT_TOKENS.partition("=")[2],
 }
 _SHARD, _REPLICAS = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
 _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"

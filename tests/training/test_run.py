@@ -14,7 +14,7 @@ from tests.checkpoint.test_manifest import sign
 from tests.golden_run import GoldenRun
 from tests.pool import Pools
 from tests.processes import ROOT, TORCHRUN, python
-from tests.tiny import KEPT_TOKENS, TWO_LAYERS
+from tests.tiny import TWO_LAYERS, size
 from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
@@ -272,8 +272,8 @@ def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: P
 def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
-    small = ["--training.steps=16", "--training.seq_len=64", "--training.batch_size=2", "--optimizer.lr=4e-3"]
-    done = python(*TORCHRUN, source, KEPT_TOKENS, *small, cwd=tmp_path)
+    small = [*size(128, 2, 4, 64), "--training.steps=16", "--training.batch_size=2", "--optimizer.lr=4e-3"]
+    done = python(*TORCHRUN, source, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
