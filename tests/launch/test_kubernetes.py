@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -96,7 +97,8 @@ def _trainer(value: dict[str, Any]) -> list[str]:
     return _lost(value, model.to_dict(), value["kind"])
 
 
-def _hyperpod(spec: dict[str, Any]) -> list[str]:
+@functools.cache
+def _hyperpod_model() -> Any:
     # One file of the package: the package itself imports much more.
     end = "training/config/hyperpod_pytorch_job_unified_config.py"
     file = next(file for file in importlib.metadata.files("sagemaker-hyperpod") or [] if str(file).endswith(end))
@@ -104,7 +106,11 @@ def _hyperpod(spec: dict[str, Any]) -> list[str]:
     assert described and described.loader
     sys.modules["hyperpod_models"] = module = importlib.util.module_from_spec(described)
     described.loader.exec_module(module)
-    model = module._HyperPodPytorchJob
+    return module._HyperPodPytorchJob
+
+
+def _hyperpod(spec: dict[str, Any]) -> list[str]:
+    model = _hyperpod_model()
     unknown = [f"no field {key}" for key in spec.keys() - model.model_fields.keys()]
     try:
         model.model_validate(spec, strict=True, by_name=True, by_alias=False)
