@@ -198,6 +198,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(gradient, weight, out=of_x[begin : begin + len(rows)])
             if of_weight is not None and of_weight.dtype == weight.dtype:
                 torch.addmm(of_weight, gradient.t(), rows, out=of_weight)
+            elif of_weight is not None and x.is_cuda:
+                # cuBLAS adds products of bf16 to float32: no chunk's product in bf16, and no pass to add it.
+                torch.addmm(of_weight, gradient.t(), rows, out_dtype=torch.float32, out=of_weight)
             elif of_weight is not None:
                 of_weight += gradient.t() @ rows
             begin += len(rows)

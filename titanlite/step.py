@@ -18,8 +18,8 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
-from titanlite.optim.gradients import StepInBackward, clip_gradients, square_norm, square_norms
-from titanlite.optim.optimizer import gated_step
+from titanlite.optim.gradients import StepInBackward, clip_divisor, clip_gradients, square_norm, square_norms
+from titanlite.optim.optimizer import divides_gradients, gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
 
 #: Is told the name of the phase that begins: "forward", "backward", "pipeline", "optimizer".
@@ -159,7 +159,12 @@ class TrainStep:
 
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
         """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""
-        clip_gradients(self.model.parameters(), norm, self.max_norm)
+        divisor = None
+        # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit.
+        if norm.device.type == "cuda" and divides_gradients(self.optimizer):
+            divisor = clip_divisor(norm, self.max_norm)
+        else:
+            clip_gradients(self.model.parameters(), norm, self.max_norm)
         self.before_update()
-        gated_step(self.optimizer, ok, lr)
+        gated_step(self.optimizer, ok, lr, divisor)
         self.optimizer.zero_grad(set_to_none=True)

@@ -22,6 +22,7 @@ from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
+from titanlite.loss import _chunked, cross_entropy_sum
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
@@ -130,6 +131,17 @@ def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
     logits = 4 * 8 * 512 * vocab
     # Their probabilities and two gradients of them in float32, less a chunk's.
     assert peaks[0] - peaks[1] > 2 * logits * (chunks - 1) / chunks
+
+
+def test_the_heads_gradient_in_chunks_is_that_of_float32(world: DistEnv) -> None:
+    x, weight = (torch.randn(rows, 32, device=world.device).mul(0.3).bfloat16() for rows in (64, 48))
+    labels = torch.arange(64, device=world.device)[None] % 48
+    gradients = []
+    for chunks, inputs in ((8, (x, weight)), (1, (x.float(), weight.float()))):
+        rows, head = (t.clone().requires_grad_() for t in inputs)
+        _chunked(rows[None], head, labels, cross_entropy_sum, chunks).backward()
+        gradients.append(head.grad)
+    torch.testing.assert_close(gradients[0].float(), gradients[1], rtol=0.02, atol=0.01)
 
 
 FLOAT8 = Float8(enable_float8_linear=True)

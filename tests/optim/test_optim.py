@@ -14,8 +14,8 @@ import torch
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
 from titanlite.derive import derive
-from titanlite.optim.gradients import clip_gradients, total_norm
-from titanlite.optim.optimizer import build_optimizer, gated_step
+from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
+from titanlite.optim.optimizer import build_optimizer, divides_gradients, gated_step
 from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
 from titanlite.tools.aws_fsdp import migrate_arguments
 from titanlite.tools.cli import main
@@ -138,6 +138,25 @@ def test_gradients_are_scaled_down_to_the_limit_and_never_up(max_norm: float, ex
     clipped = [p.grad for p in parameters if p.grad is not None]
     assert total_norm(clipped).item() == pytest.approx(expected, rel=1e-5)
     assert clipped[0][1] / clipped[0][0] == pytest.approx(4 / 3) and clipped[1][1] == 0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_a_fused_step_that_clips_is_the_step_of_clipped_gradients(name: str) -> None:
+    settings = Optimizer(name=name, implementation="fused", weight_decay=0.2)
+    apart, inside = (torch.nn.Parameter(torch.linspace(-1, 1, 64)) for _ in range(2))
+    optimizers = [build_optimizer({"w": p}, settings, torch.device("cpu")) for p in (apart, inside)]
+    assert all(map(divides_gradients, optimizers))
+    for norm, good in [(4.0, True), (0.5, True), (torch.nan, False), (torch.inf, False)]:
+        at = torch.tensor(norm)
+        gradient = torch.linspace(1, 2, 64) * norm
+        apart.grad, inside.grad = gradient.clone(), gradient
+        before = inside.detach().clone()
+        clip_gradients([apart], at, 1.0)  # 4 + 1e-6 is 4 in float32, and a product with 1 / 4 rounds nothing
+        gated_step(optimizers[0], torch.tensor(good), 0.01)
+        gated_step(optimizers[1], torch.tensor(good), 0.01, clip_divisor(at, 1.0))
+        assert torch.equal(apart, inside) and torch.equal(inside, before) is not good
+    states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0]) and states[0]["step"] == 2
 
 
 def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[str]) -> None:

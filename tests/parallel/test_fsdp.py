@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire, collectives
 from tests.pool import Pools
@@ -187,3 +188,36 @@ def test_a_users_own_model_has_the_gradients_of_one_process(
 ) -> None:
     for worst, gathered in pool(2).run(_own_model, prefetch, average, replicas):
         assert worst < within and gathered == gathers
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the elements of each copy from one tensor to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0] is not args[1]:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def _one_rank(world: DistEnv) -> tuple[list[int], list[float]]:
+    """Elements of the copies of two backward passes, and the gradient over that of a plain model."""
+    torch.manual_seed(0)
+    plain, ours = Odd(), Odd()
+    ours.load_state_dict(plain.state_dict())
+    apply_fsdp(ours, groups_by_class(ours, ["Sequential", "Embedding"]), world.build_mesh(), param_dtype=torch.float32)
+    tokens = torch.arange(26).view(2, 13) % 13
+    with _Copies() as copies:
+        for model in (plain, ours, ours):
+            model(tokens).logsumexp(-1).sum().backward()
+    pairs = zip(plain.parameters(), ours.parameters(), strict=True)
+    return copies.sizes, [(b.grad.to_local() / a.grad).nanmean().item() for a, b in pairs]  # type: ignore[union-attr]
+
+
+def test_one_rank_copies_no_gradient_to_reduce_it(pool: Pools) -> None:
+    ((copied, ratios),) = pool(1).run(_one_rank)
+    assert 6 * 7 + 7 + 7 * 6 + 6 not in copied  # the gradients of a layer
+    assert ratios == [2.0] * 13

@@ -28,6 +28,7 @@ HARDWARE = {
     **dict.fromkeys(("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]),
     **{f"llama3_8b_level{level}": [(8, "h100-80g")] for level in ("1_default", "2_compile", "3_float8")},
     "llama3_8b_level4_float8_all_gather": [(8, "h100-80g")],
+    "llama3_8b_h200": [(1, "h200-141g")],
     "llama2_7b": [(8, "a100-40g")],
     "llama2_13b": [(8, "a100-80g")],
     **dict.fromkeys(("llama2_70b", "llama3_70b", "llama3_1_70b"), [(32, "h100-80g")]),

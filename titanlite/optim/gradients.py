@@ -22,6 +22,11 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
 
 
+def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what gradients of global norm `norm` are divided by so that it is `max_norm` at most (0-dim)."""
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale all gradients so that their global norm is `max_norm` at most. norm: what it is now (0-dim)."""
     gradients = local_gradients(parameters)

@@ -134,19 +134,29 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def gated_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float) -> None:
+def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `gated_step` can divide this optimizer's gradients inside of the update, which saves a pass over them."""
+    return isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
+
+
+def gated_step(
+    optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float, divisor: torch.Tensor | None = None
+) -> None:
     """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else change nothing.
 
     A parameter group with `lr_scale` steps at `lr * lr_scale`. Fused kernels of torch's select on the device, so the
     host does not wait (`found_inf` is the protocol that gradient scalers use). The other optimizers have no such
     selection: the host reads the flag, which costs nothing on a CPU and one synchronization on a GPU.
+
+    divisor: of all gradients (0-dim float32), for an optimizer that `divides_gradients`.
     """
-    ok = ok.to(optimizer.param_groups[0]["params"][0].device)  # offloaded parameters are in host memory
+    device = optimizer.param_groups[0]["params"][0].device  # offloaded parameters are in host memory
+    ok = ok.to(device)
     set_rates(optimizer, lr)
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if fused and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.grad_scale = None if divisor is None else divisor.to(device)  # type: ignore[attr-defined]
         optimizer.step()
     elif bool(ok):
         optimizer.step()
