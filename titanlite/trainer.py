@@ -266,7 +266,7 @@ class Trainer:
             elif last:
                 self.saved_step = self.step  # all ranks have waited for it; rank 0 alone gets its outcome
             else:
-                logger.info(f"checkpoint of step {self.step} is being written, after {human_time(stood)} without a step")
+                logger.info(f"checkpoint of step {self.step} is being written; no step for {human_time(stood)}")
         self.poll_saves()
         self.good_steps = 0
 

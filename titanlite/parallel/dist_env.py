@@ -34,7 +34,7 @@ RENDEZVOUS_SECONDS = 60.0
 
 #: Variables with which a user sets up torch's allocator.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-#: gloo's groups of all ranks: of a mesh, of saves, of asynchronous saves, and the default one. Other files of a process.
+#: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves. Other files.
 _GROUPS, _FILES = 4, 256
 
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")

@@ -119,7 +119,7 @@ def use_deterministic(warn_only: bool = False) -> None:
     fix_workspace()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Else each new tensor is filled with NaN before it is written: another kernel, for faults of torch's operations.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
