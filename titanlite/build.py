@@ -322,7 +322,6 @@ def build(
         averages = average.tensors if average else None
         checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
-        train_step.before_update = checkpointer.await_copy
 
     # Callbacks
     in_float8 = run.float8.enable_float8_linear

@@ -106,7 +106,7 @@ class TrainStep:
         max_norm: gradients are scaled down to this global norm.
         factors: for sums over all ranks.
         layer_norms: also compute the gradient norm of each layer. May change between steps, on all ranks alike.
-        before_update: is called before weights and moments change (`Checkpointer.await_copy`).
+        before_update: is called before weights and moments change.
         after_update: is called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
         phase: is told what begins, for the hang watchdog.
         in_backward: updates parameters during the backward pass; then no gradient is clipped or held back.

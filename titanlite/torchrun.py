@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
+from titanlite.parallel.dist_env import raise_file_limit
 from titanlite.signals import exit_on_signals
 from titanlite.utils import escape
 
@@ -78,6 +79,7 @@ def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    raise_file_limit(2**16)  # every rank of the run connects to the store, which the first torchrun serves
     exit_on_signals(*_SIGNALS)  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -54,9 +54,8 @@ class Trainer:
         self.saved_step: int | None = None
         #: Steps since the latest save that were not skipped. If there are none, its weights are not proven good.
         self.good_steps = 0
-        step_fn, wait_for_copy = parts.train_step, parts.train_step.before_update
-        step_fn.phase = self.phase
-        step_fn.before_update = lambda: (wait_for_copy(), self.callbacks("before_update", self))
+        parts.train_step.phase = self.phase
+        parts.train_step.before_update = lambda: self.callbacks("before_update", self)
 
     def train(self) -> None:
         """Run to the last step.
@@ -253,7 +252,7 @@ class Trainer:
             )
             if not last:  # a stop that came while it was written needs no second save
                 last = self.stopping = self.stop.requested_anywhere()
-            copied = time.perf_counter() - started
+            stood = time.perf_counter() - started
             if last:
                 saver.wait()
         except CheckpointError as error:
@@ -263,11 +262,11 @@ class Trainer:
         else:
             if not saver.is_async:
                 self.saved_step = self.step
-                self.callbacks("on_save", self, self.step, folder, copied)
+                self.callbacks("on_save", self, self.step, folder, stood)
             elif last:
                 self.saved_step = self.step  # all ranks have waited for it; rank 0 alone gets its outcome
             else:
-                logger.info(f"checkpoint of step {self.step} copied in {human_time(copied)}, now it is being written")
+                logger.info(f"checkpoint of step {self.step} is being written; no step for {human_time(stood)}")
         self.poll_saves()
         self.good_steps = 0
 

@@ -95,8 +95,7 @@ def train(
         assert (loaded.step if loaded else 0) == first - 1
         losses, draws, outcomes = [], [], []
         for step in range(first, last + 1):
-            hooks = {"before_update": checkpointer.await_copy, "after_update": after_update}
-            losses.append(take(step, run.rates[step - 1], step - 1, **hooks).loss.item())
+            losses.append(take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item())
             if draw:
                 draws.append(torch.rand(()).item())
             if step == last or (every and step % every == 0):

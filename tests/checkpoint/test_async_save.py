@@ -49,6 +49,7 @@ def _overwrite_while_saving(world: DistEnv, folder: Path) -> tuple[bool, bool, d
     with _saver(world, folder) as (saver, model, optimizer), patch.object(manager.dcp, "save", late):
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
+        saver.await_copy()
         in_flight, published = saver.in_flight, find(folder)[0] is not None
         with torch.no_grad():
             for parameter in model.parameters():
@@ -66,10 +67,13 @@ def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path)
 
 
 def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
-    """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were to be saved."""
+    """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were to be saved.
+
+    The loop itself never waits for a copy.
+    """
     held, seen = threading.Event(), {}
     model, optimizer, take = stepper(world, RUN)
-    with _saver(world, folder, PINNED, model, optimizer) as (saver, *_):
+    with _saver(world, folder, "async", model, optimizer) as (saver, *_):
         assert saver._async is not None
         stager = saver._async._stager
         real = stager.stage
@@ -78,13 +82,14 @@ def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
         def before_update() -> None:
             seen["held back"] = not held.is_set()  # forward and backward are done
             threading.Timer(0.5, held.set).start()
-            saver.await_copy()
+
+        def after_update() -> None:
             seen["awaited"] = held.is_set()
 
-        take(1, 0.1, before_update=saver.await_copy)
+        take(1, 0.1)
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
-        take(2, 0.1, 1, before_update=before_update)
+        take(2, 0.1, 1, before_update=before_update, after_update=after_update)
         saver.wait()
         moved = any(not torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     return {**seen, "moved": moved, "before": before}

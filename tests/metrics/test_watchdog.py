@@ -247,6 +247,23 @@ def test_one_process_alone_is_watched_too() -> None:
 # Ranks that raise
 
 
+def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], str]:
+    """What ends this rank, the errors and the verdict when NCCL has failed on all of them."""
+    ends: list[int] = []
+    with _watching(end=ends.append) as (dog, said), mock.patch.object(watchdog, "nccl_failure", lambda: failure):
+        dog.phase("data" if world.rank else "forward", 1)
+        _until(lambda: ends)
+    dist.barrier()
+    return ends, said, dog.verdict
+
+
+def test_a_failure_that_nccl_has_noticed_ends_ranks_that_wait_for_their_device(pool: Pools) -> None:
+    for ends, said, sentence in pool(2).run(_fail_in_nccl, "NCCL reports TIMEOUT in the group mesh_tp"):
+        assert ends == [exit_codes.LOST_PEER]
+        assert said[-1] == "NCCL reports TIMEOUT in the group mesh_tp: this rank ends"
+        assert "wait for a device" in sentence
+
+
 def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
     peers: list[str] = []
 

@@ -143,6 +143,27 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
         assert (world.rank, world.size) == (0, 1)
 
 
+_LIMITS = """
+import json, os, resource
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import allow_files
+soft, hard = 64, 5000
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+allow_files(512)
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(4 * 512)]  # a socket for each rank in four groups
+try:
+    allow_files(1500)
+except ParallelismError as error:
+    print(json.dumps([*resource.getrlimit(resource.RLIMIT_NOFILE), str(error)]))
+"""
+
+
+def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on_too_many_is_refused() -> None:
+    soft, hard, error = json.loads(python("-c", _LIMITS).stdout)
+    assert soft == hard == 5000
+    assert "may open 5,000 files, but 1,500 ranks need 6,256" in error and "ulimit -Hn" in error
+
+
 _FAULTS = """
 import json, resource, torch
 from titanlite.parallel.dist_env import keep_freed_memory

@@ -6,9 +6,11 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from tests.pool import Pools
 from tests.training.test_run import _trainer
@@ -188,13 +190,16 @@ def test_what_cannot_be_loaded_is_a_config_error(
 # The process
 
 
-def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:
-    """Settings of the process while it trains with debug.deterministic."""
-    seen: set[tuple[bool, str | None]] = set()
+def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, tuple[str, ...]]]:
+    """Settings of the process while it trains with debug.deterministic, and the calls that make a new tensor."""
+    seen = set[tuple[bool, str | None, tuple[str, ...]]]()
 
     class Look(Callback):
         def on_step_end(self, trainer: Trainer, result: Any) -> None:
-            seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+            with torch.autograd.profiler.profile() as calls:
+                torch.empty(9)
+            names = tuple(one.name for one in calls.function_events)
+            seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"), names))
 
     try:
         trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
@@ -202,9 +207,29 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:
         trainer.train()
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     return seen
 
 
-def test_deterministic_kernels_are_on_in_training(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8")}]
+def test_deterministic_kernels_are_on_in_training_and_new_tensors_stay_empty(pool: Pools, tmp_path: Path) -> None:
+    assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", ("aten::empty",))}]
+
+
+def _groups_made(world: DistEnv, folder: str) -> list[int]:
+    """The step at each process group that was made, in a run that saves in the background; -1: before the trainer."""
+    real, made, trainer = distributed_c10d._new_process_group_helper, list[int](), None
+
+    def make(*args: Any, **more: Any) -> Any:
+        made.append(trainer.step if trainer else -1)
+        return real(*args, **more)
+
+    with patch.object(distributed_c10d, "_new_process_group_helper", make):
+        trainer = _trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
+        trainer.train()
+    return made
+
+
+def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
+    for made in pool(2).run(_groups_made, str(tmp_path)):
+        assert len(made) >= 2 and set(made) == {-1}, "those of saves, among others, before the trainer exists"

@@ -38,19 +38,20 @@ class SaveOutcome:
 class AsyncSave:
     """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
 
-    device: of the tensors. overlap: the thread makes the copy too, while the forward and backward pass of the next step
-    run, from a GPU into page-locked memory; call `await_copy` before the tensors change. The first save takes host
-    memory for one copy of this rank's part of a checkpoint, and keeps it.
+    The thread makes the copy too, while the forward and backward pass of the next step run: call `await_copy` before
+    the tensors change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
+
+    device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
     """
 
-    def __init__(self, device: torch.device, overlap: bool = False) -> None:
-        self._overlap = overlap
-        self._pinned = overlap and device.type == "cuda"
+    def __init__(self, device: torch.device, pinned: bool = False) -> None:
+        # The thread's copies run beside the kernels of the next step, on a stream of their own.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = Event()
         self._copied.set()
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=self._pinned,
+                use_pinned_memory=pinned and device.type == "cuda",
                 use_shared_memory=False,
                 use_async_staging=False,
                 use_non_blocking_copy=False,  # the copying thread has nothing else to do
@@ -68,22 +69,26 @@ class AsyncSave:
     def start(
         self, step: int, folder: AnyPath, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
     ) -> None:
-        """Copy the tensors, then call `write(copies, group)` in a thread. Its error goes into the outcome.
+        """In a thread, copy the tensors and call `write(copies, group)`. Its error goes into the outcome.
 
-        When this returns, or with `overlap` when `await_copy` does, the copy is complete: the tensors may change.
+        When `await_copy` returns the copy is complete: the tensors may change.
         """
         assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
-        copy = self._copier(tensors)
         self._outcome = None
-        copied = None if self._overlap else copy()
         self._copied.clear()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # for the update that was issued
 
         def run() -> None:
             problem = ""
             try:
                 try:
-                    copies = copy() if copied is None else copied
+                    if self._stream is not None:
+                        # A new thread is on GPU 0 and its default stream, for whose work DCP would wait.
+                        torch.cuda.set_device(self._stream.device)
+                        torch.cuda.set_stream(self._stream)
+                    copies = cast(Tensors, self._stager.stage(tensors))
                 finally:
                     self._copied.set()
                 write(copies, self._group)
@@ -95,25 +100,8 @@ class AsyncSave:
         self._thread = Thread(target=run, name=THREAD, daemon=True)
         self._thread.start()
 
-    def _copier(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """Return a function that copies the tensors as they are now, also when another thread calls it."""
-        if not self._pinned:
-            return lambda: cast(Tensors, self._stager.stage(tensors))
-        # The thread's copies run beside the kernels of the next step, but after those that were issued so far.
-        stream, issued = torch.cuda.Stream(), torch.cuda.Event()
-        issued.record()
-
-        def copy() -> Tensors:
-            with torch.cuda.stream(stream):
-                stream.wait_event(issued)
-                copies = cast(Tensors, self._stager.stage(tensors))
-            stream.synchronize()
-            return copies
-
-        return copy
-
     def await_copy(self) -> None:
-        """Wait until the tensors of the latest save may change: returns at once without `overlap`."""
+        """Wait until the tensors of the latest save may change."""
         self._copied.wait()
 
     def poll(self) -> SaveOutcome | None:

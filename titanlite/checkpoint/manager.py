@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
 from titanlite.checkpoint.hf_save import save_hf
@@ -103,7 +104,8 @@ class Checkpointer:
         self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
         self._async: AsyncSave | None = None
         if config.async_mode != "disabled":
-            self._async = AsyncSave(world.device, overlap=config.async_mode == "async_with_pinned_mem")
+            self._async = AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
+        self._hook: RemovableHandle | None = None
 
     def load(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Mapping[str, Any] | None = None
@@ -181,8 +183,9 @@ class Checkpointer:
         WeightsError, on all ranks and before anything is written, when a weight or a moment is not finite.
 
         With `config.last_save_in_hf` the weights go to a folder of Hugging Face's, `step-N-hf`, in the foreground.
-        With `config.async_mode` it returns as soon as everything is copied ("async_with_pinned_mem": before that, see
-        `await_copy`); the checkpoint appears later, and `poll` or `wait` tells. It first waits for a save in flight.
+        With `config.async_mode` it returns at once, after a save in flight has ended. A copy is made beside the next
+        forward and backward pass; `optimizer.step` waits for it, as `await_copy` does. The checkpoint appears later,
+        and `poll` or `wait` tells.
         """
         assert self._group is not None, "closed"
         if self._async:
@@ -219,6 +222,9 @@ class Checkpointer:
                 raise
 
         if self._async:
+            if self._hook is not None:
+                self._hook.remove()
+            self._hook = optimizer.register_step_pre_hook(lambda *_: self.await_copy())
             self._async.start(step, folder, tensors, write)
         else:
             write(tensors, self._group)
@@ -316,10 +322,9 @@ class Checkpointer:
             logger.warning(f"older checkpoints were not deleted: {error}")
 
     def await_copy(self) -> None:
-        """Wait for the copy of an asynchronous save, before weights or moments change.
+        """Wait for the copy of an asynchronous save, before weights or moments change otherwise than by the optimizer.
 
-        Call it in every step: with `config.async_mode` "async_with_pinned_mem" the copy is made beside the forward and
-        backward pass after the save. Returns at once if no copy is being made.
+        Returns at once if no copy is being made.
         """
         if self._async:
             self._async.await_copy()

@@ -148,8 +148,8 @@ class Checkpoint(Section, frozen=True):
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too, to test the storage."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write while training goes on, from a copy in host memory; with_pinned_mem: copied beside the next step's forward
-    and backward pass, on GPUs into page-locked memory."""
+    """Write while training goes on, from a copy in host memory that is made beside the next step's forward and backward
+    pass; with_pinned_mem: on GPUs into page-locked memory, which is faster."""
     keep_latest_k: Natural = 0
     """Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."""
     keep_every: Natural = 0

@@ -33,8 +33,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed.distributed_c10d import _get_default_store, _world
 
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
@@ -285,8 +287,20 @@ class HangWatchdog:
         if not self._followed.is_set() and self._store.check(["raised"]):
             self._follow(RankState.load(self._store.get("raised").decode()))
             self._followed.set()
-        elif self.rank == 0 and self._deadline and not self._end_state:
+        elif self._end_state:
+            return
+        elif failure := nccl_failure():
+            self._abandon(failure)
+        elif self.rank == 0 and self._deadline:
             self._watch(now)
+
+    def _abandon(self, failure: str) -> None:
+        """End this rank, whose thread may wait for the device for ever, before NCCL aborts the process."""
+        self.failed(dist.DistBackendError(failure))
+        logger.error(f"{failure}: this rank ends")
+        self._end_by_peer()
+        if self._end is not None:
+            self._end(exit_codes.LOST_PEER)
 
     def _watch(self, now: float) -> None:
         """On rank 0: report if this rank, and so all of them, have stood still for too long."""
@@ -345,14 +359,17 @@ class HangWatchdog:
         if self.rank == 0:
             self._log_peer(peer)
             self._store.set("told", "")
-        if self.on_peer is not None:
-            with contextlib.suppress(Exception):
-                self.on_peer(PeerError(self.verdict))
+        self._end_by_peer()
         if self._end is not None:
             with contextlib.suppress(RuntimeError):  # the store may end with the rank that raised
                 self._wait_for("out", 2 * _TOLD_SECONDS)  # torchrun blames the first rank that ends
             if not self._stop.wait(2 * _POLL_SECONDS):
                 self._end(exit_codes.LOST_PEER)
+
+    def _end_by_peer(self) -> None:
+        if self.on_peer is not None:
+            with contextlib.suppress(Exception):
+                self.on_peer(PeerError(self.verdict))
 
     def _log_peer(self, peer: RankState) -> None:
         see = f". Its traceback is in {Path(self.logs) / f'rank_{peer.rank}.log'}" if self.logs else ""
@@ -362,6 +379,15 @@ class HangWatchdog:
         logger.error(f"{peer.name} raised in {peer.where}{peer.spot}: all ranks end{see}\n{peer.text}")
         if handler is not None and self._end is not None:
             logger.removeHandler(handler)  # this is to be the last line that is read
+
+
+def nccl_failure() -> str:
+    """Return what NCCL's own watchdog has found wrong, a minute before it aborts the process; empty: nothing."""
+    for group in list(_world.pg_map):
+        with contextlib.suppress(RuntimeError, AttributeError):  # no NCCL, or a wrapper that debugs
+            if (found := group._get_backend(torch.device("cuda")).get_error()) != ErrorType.SUCCESS:
+                return f"NCCL reports {found.name} in the group {group.group_desc}"
+    return ""
 
 
 def _stack(thread: int) -> tuple[tuple[str, ...], bool]:

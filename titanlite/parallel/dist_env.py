@@ -6,9 +6,11 @@ This module imports torch inside its functions, since `titanlite.main` checks th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,6 +31,11 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 KEEPS_TIMEOUT = "titanlite_keeps_timeout"
 #: Longest wait at the start for the processes of the other ranks, and for connections to them.
 RENDEZVOUS_SECONDS = 60.0
+
+#: Variables with which a user sets up torch's allocator.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves. Other files.
+_GROUPS, _FILES = 4, 256
 
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 _NO_LIMIT = 10**9
@@ -105,7 +112,7 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
     """Connect to the key-value store of the run, through which the ranks find each other; None for a single process.
 
     Call it as soon as the process is up, so that the others know that this rank is coming. Raises ParallelismError
-    when the environment is wrong, else as `rendezvous.register`.
+    when the environment is wrong or the process may open too few files, else as `rendezvous.register`.
     """
     import torch.distributed as dist
 
@@ -114,8 +121,34 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
     env = this_rank()
     if env.address is None or dist.is_initialized():
         return None
+    allow_files(env.world_size)
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return register(env.rank, env.world_size, env.address, is_master, limit)
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Let this process and its children open so many files, or as many as the hard limit allows. Return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # systems have further limits
+            higher = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (higher, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def allow_files(ranks: int) -> None:
+    """Raise the limit of open files for a run on so many ranks: gloo has a socket per rank in each group.
+
+    Raises ParallelismError where the hard limit is too low.
+    """
+    needed = _FILES + _GROUPS * ranks
+    limit = raise_file_limit(2 * needed)  # the process that serves the store has connections to all as well
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise ParallelismError(
+            f"a process on {socket.gethostname()} may open {limit:,} files, but {ranks:,} ranks need {needed:,}: gloo "
+            f"connects each to all others in {_GROUPS} groups. Raise the hard limit (ulimit -Hn): LimitNOFILE in the "
+            "service of slurmd or containerd, /etc/security/limits.conf, or docker run --ulimit nofile"
+        )
 
 
 @dataclass(frozen=True)
@@ -171,6 +204,9 @@ class DistEnv:
                 )
             device = torch.device("cuda", env.local_rank)
             torch.cuda.set_device(device)
+            if not any(name in os.environ for name in ALLOCATOR):
+                # Segments of fixed sizes do not fit the next tensors: it frees and allocates them again in each step.
+                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         if dist.is_initialized():
             with kernel_order(device_type):
                 yield cls(rank, env.local_rank, size, device)

@@ -118,6 +118,8 @@ def use_deterministic(warn_only: bool = False) -> None:
     """Let torch use deterministic algorithms. warn_only: warn where there is none, instead of an error."""
     fix_workspace()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    # Else each new tensor is filled with NaN before it is written: another kernel, for faults of torch's operations.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -225,6 +225,8 @@ def connect(backend: str, store: dist.Store, rank: int, size: int, limit: float 
     seconds = timedelta(seconds=limit)
     store.set_timeout(seconds)
     try:
+        # No device_id: torch would make a communicator for each dimension of a mesh, used or not, and barriers would go
+        # through NCCL, which does not notice that a peer has ended.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     except RuntimeError as error:
         raise RendezvousError(

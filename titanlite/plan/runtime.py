@@ -19,6 +19,7 @@ from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.exit_codes import memory_error_of
 from titanlite.fit import check_loaded
+from titanlite.parallel.dist_env import ALLOCATOR
 from titanlite.plan.hardware import Gpu, cluster_of, gpu_of_device
 from titanlite.plan.memory import NoFormula, estimate
 from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory
@@ -269,11 +270,11 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
         )
         lines.append(f"Host memory also holds {others}")
     unused = figures.get("reserved", 0) - figures.get("allocated", 0)
-    settings = "".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if unused > figures.get("request", unused) and "expandable_segments:True" not in settings:
+    chosen = " ".join(f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
+    if unused > figures.get("request", unused) and chosen and "expandable_segments:True" not in chosen:
         lines.append(
-            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True lets the allocator join them, at no cost"
+            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: without {chosen} the "
+            "allocator has expandable segments, which it can join, at no cost"
         )
     return "\n".join(lines)
 
