@@ -148,6 +148,13 @@ def test_prefetch_of_whole_weights_warns(ranks, flags):
     assert run_of(f"{T}prefetch=2", ranks=2).warnings == ()
 
 
+def test_asynchronous_tensor_parallelism_wants_two_sequences() -> None:
+    flags = [f"{T}tensor_parallel_degree=2", f"{T}compile", "--experimental.enable_async_tensor_parallel"]
+    (warning,) = run_of(*flags, f"{T}batch_size=1", ranks=2).warnings
+    assert "overlaps no all-gather at training.batch_size = 1" in warning
+    assert run_of(*flags, f"{T}batch_size=2", ranks=2).warnings == ()
+
+
 def test_float8_keys_without_float8_are_a_warning_and_other_idle_keys_a_note():
     run = run_of("--float8.emulate", "--checkpoint.keep_latest_k=3")
     (warning,) = run.warnings

@@ -27,7 +27,7 @@ def plan(config: str, ranks: int, *flags: str):
     ],
 )
 def test_the_peak_is_that_of_the_trace(traced, flags):
-    assert plan("llama3_8b", 8, *BLOCKS_6, *flags).peak.total / GIB == pytest.approx(traced, rel=0.01)
+    assert plan("llama3_1_8b", 8, *BLOCKS_6, *flags).peak.total / GIB == pytest.approx(traced, rel=0.01)
 
 
 WHOLE_STEP = "--training.global_batch_size=-1"
@@ -40,9 +40,9 @@ PIPELINE = (WHOLE_STEP, "--experimental.pipeline_parallel_degree=4", "--training
         # The gradient of the whole table in the backward of a divided embedding.
         (6.783, "llama3_1_405b", 512, "--training.tensor_parallel_degree=8 --training.loss_chunks=8"),
         (2.560, "llama3_2_1b", 8, "--training.tensor_parallel_degree=2 --training.loss_chunks=8"),
-        (16.240, "llama3_8b", 8, "--training.tensor_parallel_degree=2 --training.enable_loss_parallel=false"),
-        (10.952, "llama3_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
-        (8.720, "llama3_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
+        (16.240, "llama3_1_8b", 8, "--training.tensor_parallel_degree=2 --training.enable_loss_parallel=false"),
+        (10.952, "llama3_1_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
+        (8.720, "llama3_1_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
     ],
 )
 def test_rare_tensors_are_as_traced(traced, config, ranks, flags):
@@ -54,7 +54,7 @@ def test_rare_tensors_are_as_traced(traced, config, ranks, flags):
 @pytest.mark.parametrize(("schedule", "traced"), [("InterleavedZeroBubble", 117.522), ("ZBVZeroBubble", 101.889)])
 def test_split_backwards_hold_what_their_second_half_needs(schedule, traced):
     flags = ("--training.batch_size=8", "--activation_checkpoint.mode=none")
-    found = plan("llama3_8b", 32, *PIPELINE, *flags, f"--experimental.pipeline_parallel_schedule={schedule}")
+    found = plan("llama3_1_8b", 32, *PIPELINE, *flags, f"--experimental.pipeline_parallel_schedule={schedule}")
     assert found.peak.total / GIB == pytest.approx(traced, rel=0.01)
 
 
@@ -67,11 +67,11 @@ def test_every_rank_of_expert_parallelism_has_its_experts():
 @pytest.mark.parametrize(
     ("traced", "config", "ranks", "flags"),
     [
-        (53.58, "llama3_8b", 8, [WHOLE_STEP, "--training.reshard_after_forward=never"]),
-        (40.01, "llama3_8b", 64, [WHOLE_STEP, "--training.data_parallel_replicate_degree=8"]),
-        (123.58, "llama3_8b", 8, [WHOLE_STEP, "--training.data_parallel_type=ddp"]),
-        (27.67, "llama3_8b", 8, [WHOLE_STEP, "--training.tensor_parallel_degree=2"]),
-        (69.92, "llama3_8b", 8, ["--training.gradient_sync=last", "--training.global_batch_size=16"]),
+        (53.58, "llama3_1_8b", 8, [WHOLE_STEP, "--training.reshard_after_forward=never"]),
+        (40.01, "llama3_1_8b", 64, [WHOLE_STEP, "--training.data_parallel_replicate_degree=8"]),
+        (123.58, "llama3_1_8b", 8, [WHOLE_STEP, "--training.data_parallel_type=ddp"]),
+        (27.67, "llama3_1_8b", 8, [WHOLE_STEP, "--training.tensor_parallel_degree=2"]),
+        (69.92, "llama3_1_8b", 8, ["--training.gradient_sync=last", "--training.global_batch_size=16"]),
     ],
 )
 def test_real_sizes_are_as_traced(traced, config, ranks, flags):
@@ -79,23 +79,23 @@ def test_real_sizes_are_as_traced(traced, config, ranks, flags):
 
 
 def test_offload_moves_bytes_to_the_host():
-    device = plan("llama3_8b", 8)
-    weights = plan("llama3_8b", 8, "--training.enable_cpu_offload")
+    device = plan("llama3_1_8b", 8)
+    weights = plan("llama3_1_8b", 8, "--training.enable_cpu_offload")
     assert weights.host["parameters"] + weights.host["optimizer"] == 3 * 4 * 8_030_261_248 / 8
     assert device.peak.total - weights.peak.total >= weights.host["parameters"] + weights.host["optimizer"]
     full = "--activation_checkpoint.mode=full"
-    activations = plan("llama3_8b", 8, full, "--activation_checkpoint.offload")
+    activations = plan("llama3_1_8b", 8, full, "--activation_checkpoint.offload")
     assert activations.host["activations"] == 32 * 8192 * 4096 * 2  # the inputs of blocks
-    moved = plan("llama3_8b", 8, full).peak.total - activations.peak.total
+    moved = plan("llama3_1_8b", 8, full).peak.total - activations.peak.total
     assert moved == activations.host["activations"] * 30 / 32  # two are on their way
 
 
 def test_the_worst_pipeline_rank_has_the_logits():
-    run = read("llama3_8b", 32, *PIPELINE, "--training.batch_size=8", "--activation_checkpoint.mode=full")
+    run = read("llama3_1_8b", 32, *PIPELINE, "--training.batch_size=8", "--activation_checkpoint.mode=full")
     assert worst_rank(run) == 24
     assert estimate(run).peak.total > estimate(run, rank=0).peak.total
 
 
 def test_a_group_by_class_has_no_formula():
     with pytest.raises(NoFormula, match="fsdp_units"):
-        plan("llama3_8b", 8, '--training.fsdp_units=["Attention"]')
+        plan("llama3_1_8b", 8, '--training.fsdp_units=["Attention"]')

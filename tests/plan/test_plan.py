@@ -76,7 +76,7 @@ def test_a_run_in_seconds_saves_by_its_speed_and_one_in_epochs_is_bounded_by_the
 
 
 def test_numbers_of_a_plan_agree() -> None:
-    run = planned("llama3_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
+    run = planned("llama3_1_8b.toml", 16, "--checkpoint.async_mode=async", "--training.steps=1000")
     cluster = replace(cluster_of(run, instance="p5.48xlarge"), price=98.32)
     plan = make_plan(run, cluster)
     found = plan.as_json()
@@ -109,7 +109,7 @@ def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
 
 
 def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
-    run = planned("llama3_8b.toml", 8)
+    run = planned("llama3_1_8b.toml", 8)
     cluster = cluster_of(run, gpu="h100-80g")
     assert make_plan(run, cluster, rank=3).memory.rank == 3
     with pytest.raises(ConfigError, match="0 … 7"):

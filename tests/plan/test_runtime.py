@@ -79,7 +79,7 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(tmp_path: Path, monk
 
 
 def test_the_row_of_the_start_report_is_quick_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = planned("llama3_8b.toml", 8)
+    run = planned("llama3_1_8b.toml", 8)
     began = time.process_time()
     ((name, text),) = start_rows(run, "cuda", int(79.1 * GIB))
     assert time.process_time() - began < 0.2, "some 30 ms on a quiet machine"
@@ -87,7 +87,7 @@ def test_the_row_of_the_start_report_is_quick_and_stops_nothing(monkeypatch: pyt
     both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"
     assert (name, text) == ("memory", f"planned {both}, of 79.1 per GPU, in {peak.phase} of {peak.module}")
     assert [name for name, _ in start_rows(run, "cuda", needed - 1)] == ["memory", "warning"]
-    compiled = planned("llama3_8b.toml", 8, "--training.compile")
+    compiled = planned("llama3_1_8b.toml", 8, "--training.compile")
     assert start_rows(compiled, "cuda", GIB)[0][1].startswith("planned at most ")
     ((_, on_cpu),) = start_rows(run, "cpu", 2 * GIB)
     assert re.match(r"planned [\d.]+ GiB of tensors per rank .the process itself takes more., in ", on_cpu)
@@ -97,7 +97,7 @@ def test_the_row_of_the_start_report_is_quick_and_stops_nothing(monkeypatch: pyt
 
 
 CHANGED = [
-    ("llama3_8b.toml", 8, ["--training.loss_chunks=1"]),
+    ("llama3_1_8b.toml", 8, ["--training.loss_chunks=1"]),
     ("llama3_1_70b.toml", 64, ["--activation_checkpoint.mode=none"]),
     ("llama2_7b.toml", 16, ["--training.data_parallel_replicate_degree=4", "--training.data_parallel_shard_degree=4"]),
     (
@@ -127,7 +127,7 @@ def test_each_remedy_saves_what_it_says_when_a_config_sets_its_keys(config: str,
 
 
 def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
-    run = planned("llama3_8b.toml", 8)
+    run = planned("llama3_1_8b.toml", 8)
     error = caused(CallbackError("callback a:B failed"), ON_GPU)
     lines = memory_report(run, error, "log of step 3", 5, "cuda").splitlines()
     assert lines[0] == "out of memory of the GPU, in log of step 3: callback a:B failed"
@@ -143,7 +143,7 @@ def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
         enough = ", enough by the plan" * (one.saves >= 2 * GIB)  # by its request: the plan fits
         assert re.search(rf"^  {re.escape(str(one))} +saves [\d.]+ .iB{enough}$", table, re.M), table
     assert re.search(r"^The process wants 28.. GiB more than planned: other memory", table, re.M)
-    larger = planned("llama3_8b.toml", 8, "--training.batch_size=8")
+    larger = planned("llama3_1_8b.toml", 8, "--training.batch_size=8")
     text = memory_report(larger, ON_GPU, "forward of step 1", 5, "cuda")
     assert "wants" not in text
     for one in remedies(larger, 5):
@@ -173,7 +173,7 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
 
 
 def check_peaks(
-    world: DistEnv, shares: list[float], phases: list[str], config: str = "llama3_8b.toml", *flags: str
+    world: DistEnv, shares: list[float], phases: list[str], config: str = "llama3_1_8b.toml", *flags: str
 ) -> list[str]:
     """The log of a check on this rank, where ranks measure so much of their plan. phases: between step 1 and 2."""
     run = planned(config, world.size, "--model.vocab_size=2048", "--job.dump_folder=out", *flags)
@@ -208,7 +208,7 @@ def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(pool: P
     assert other[0].endswith("(+20.0%)"), "the console shows a warning once"
     (said, _) = pool(2).run(check_peaks, [1.0, 1.2], [], "debug_model.toml")
     assert said[0].endswith("(+20.0%)"), "work spaces of CUDA's libraries"
-    (said, _) = pool(2).run(check_peaks, [0.7, 1.0], [], "llama3_8b.toml", "--training.compile")
+    (said, _) = pool(2).run(check_peaks, [0.7, 1.0], [], "llama3_1_8b.toml", "--training.compile")
     assert "planned at most" in said[0] and said[0].endswith("(+0.0%)"), "a compiler saves memory"
     (said, _) = pool(2).run(check_peaks, [1.0, 1.0], ["validate"])
     assert "memory of step 4" in said[0], "the peak since the log of step 1 has a validation's"

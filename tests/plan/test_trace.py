@@ -31,7 +31,7 @@ SLOW = [
 ]
 
 
-def config(ranks: int, name: str = "llama3_8b.toml", **flags: Any) -> RunConfig:
+def config(ranks: int, name: str = "llama3_1_8b.toml", **flags: Any) -> RunConfig:
     given = {"model.overrides.n_layers": 2, "training.global_batch_size": -1, **flags}
     return check_config(
         [f"--job.config_file={name}", *(f"--{k}={v}" for k, v in given.items())], ranks, training=False
@@ -54,9 +54,9 @@ def test_the_peak_is_that_of_the_real_run(pool, case):
 @pytest.mark.parametrize(
     "ranks, name, flags",
     [
-        (8, "llama3_8b.toml", {}),
-        (8, "llama3_8b.toml", {"activation_checkpoint.mode": "full", "training.loss_chunks": 8}),
-        (8, "llama3_8b.toml", {"training.tensor_parallel_degree": 2}),
+        (8, "llama3_1_8b.toml", {}),
+        (8, "llama3_1_8b.toml", {"activation_checkpoint.mode": "full", "training.loss_chunks": 8}),
+        (8, "llama3_1_8b.toml", {"training.tensor_parallel_degree": 2}),
         (64, "mixtral_8x7b.toml", {"activation_checkpoint.mode": "full", "model.overrides.n_layers": 3}),
     ],
 )

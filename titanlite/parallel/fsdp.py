@@ -117,7 +117,7 @@ class _OneBuffer(ReduceScatter):
         raise AssertionError("one rank reduces nothing")
 
 
-def _reduce_in_place(model: FSDPModule) -> None:
+def _reduce_in_place(model: nn.Module) -> None:
     """Let one rank alone make its sharded gradients without a copy, and in the stream that computes.
 
     A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory of all gradients
@@ -127,7 +127,8 @@ def _reduce_in_place(model: FSDPModule) -> None:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 group._reduce_scatter_comm = _OneBuffer()
-    context = model._get_fsdp_state()._comm_ctx  # the root's, which all modules share from the first forward pass on
+    # The root's, which all modules share from the first forward pass on.
+    context: Any = cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
     make_streams = context.lazy_init
 
     def lazy_init(device: torch.device) -> None:
