@@ -72,8 +72,8 @@ class ResumeCheck:
     def after_step(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> ResumeResult | None:
         """Call it after every step, with its loss and gradient norm (0-dim, on any device).
 
-        Returns, on rank 0, the result after the first step of a resumed run. Only that step waits for a GPU: the numbers
-        of one after a save are written a step later.
+        Returns, on rank 0, the result after the first step of a resumed run. Only that step waits for a GPU: the
+        numbers of one after a save are written a step later.
         """
         if self._late is not None:
             late, identity, copy, event = self._late
