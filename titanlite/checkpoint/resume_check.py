@@ -46,6 +46,8 @@ class ResumeCheck:
         self._loaded: LoadedState | None = None
         self._same_batch: bool | None = None
         self._earlier: dict[str, Any] | None = None
+        #: Step and id of a save, and the numbers of that step on their way from a GPU.
+        self._late: tuple[int, str, torch.Tensor, torch.cuda.Event] | None = None
 
     def at_save(self, step: int, next_batch: str | None) -> dict[str, Any]:
         """Return an entry for the train state. next_batch: hash of the next step's global batch, None for none."""
@@ -70,18 +72,29 @@ class ResumeCheck:
     def after_step(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> ResumeResult | None:
         """Call it after every step, with its loss and gradient norm (0-dim, on any device).
 
-        Returns, on rank 0, the result after the first step of a resumed run. Only that step, and the one after a save,
-        wait for the device.
+        Returns, on rank 0, the result after the first step of a resumed run. Only that step waits for a GPU: the
+        numbers of one after a save are written a step later.
         """
+        if self._late is not None:
+            late, identity, copy, event = self._late
+            self._late = None
+            event.synchronize()
+            self._record(late, identity, *copy.tolist())
         loaded, self._loaded = self._loaded, None
         save = self._next if self._next is not None and step >= self._next[0] else None
         if save is not None:
             self._next = None
         if self._rank or not (save or loaded):
             return None
+        if save is not None and step == save[0] and loaded is None and loss.is_cuda:
+            copy, event = torch.empty(2, dtype=torch.float64, pin_memory=True), torch.cuda.Event()
+            copy.copy_(torch.stack([loss.double(), norm.double()]), non_blocking=True)
+            event.record()
+            self._late = step, save[1], copy, event
+            return None
         numbers = loss.item(), norm.item()
-        finite = all(map(math.isfinite, numbers))  # a step without a finite loss was skipped, or it ends the run
-        if save is not None and finite and step == save[0]:
+        finite = all(map(math.isfinite, numbers))
+        if save is not None and step == save[0]:
             self._record(step, save[1], *numbers)
         return self._compare(loaded, numbers) if loaded is not None and (finite or self._earlier is None) else None
 
@@ -124,6 +137,8 @@ class ResumeCheck:
         return False, text + (f" ({differ})" if differ else " with the same setting")
 
     def _record(self, step: int, identity: str, loss: float, norm: float) -> None:
+        if not (math.isfinite(loss) and math.isfinite(norm)):  # the step was skipped, or it ends the run
+            return
         record = {"id": identity, "step": step, "loss": loss, "norm": norm, "tolerance": self.tolerance}
         try:
             append_line(self.file, {**record, "setting": self.setting})
