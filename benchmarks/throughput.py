@@ -4,27 +4,29 @@
     python benchmarks/throughput.py --versus torchtitan    # and torchtitan 0.2.2, in turn, in an environment of its own
 
 A Llama of about 29 million parameters (dim 512, 8 layers, 8 heads, sequence 512, batch 4 per rank), fp32 and bf16, on
-1 and 2 gloo ranks with one thread each. Every repeat runs all systems one after the other, so that a machine whose
-speed drifts moves them alike; medians are printed, and ratios repeat by repeat. Both trainers run as users run them:
-torchrun on their own entry point, their own step lines read from the pipe. Writes Markdown and JSON with --out.
+1 and 2 gloo ranks with one thread each. Both trainers run as users run them: torchrun on their own entry point, their
+own step lines read from the pipe, torchtitan's default optimizer kernel (fused) in both. They start one after the
+other and then take turns, step by step: the workers of the other wait stopped (SIGSTOP). So a machine whose speed
+drifts moves both alike; ratios are medians of pairs of steps. Writes Markdown and JSON with --out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from peer import DEFAULT_ENVIRONMENT, ROOT, TITAN_SCRIPT, peer_python, torchrun, write_tokenizer
@@ -50,12 +52,18 @@ class Run:
     cell: Cell
     #: Over all ranks.
     tokens_per_second: float
+    #: Those after the warm-up.
+    step_seconds: list[float]
     seconds_to_step_1: float
     #: Processor time of a step, per rank: what a neighbour on the machine changes least.
     cpu_seconds_per_step: float
     #: Resident memory of the largest rank at its highest, GiB.
     peak_gib: float
     losses: list[float]
+
+
+#: Comes to a step's end with each turn, and returns the run.
+Running = Generator[None, None, Run]
 
 
 def workers(launcher: int) -> Iterator[int]:
@@ -87,9 +95,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(system: str, cell: Cell, command: list[str], folder: Path, environment: dict[str, str]) -> Run:
-    """Start a trainer, read its step lines as they come, watch its workers' memory."""
-    began = time.perf_counter()
+def send(signal_number: signal.Signals, pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+
+
+def measure(system: str, cell: Cell, command: list[str], folder: Path, environment: dict[str, str]) -> Running:
+    """Start a trainer; each step line that arrives ends a turn, after which its workers are stopped until the next."""
+    resumed = time.perf_counter()
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -100,31 +114,58 @@ def measure(system: str, cell: Cell, command: list[str], folder: Path, environme
     )
     assert process.stdout is not None
     said: list[str] = []
-    arrivals: list[tuple[float, float, float]] = []
+    seconds: list[float] = []
+    processor: list[float] = []
+    losses: list[float] = []
     peak = 0.0
-    for line in process.stdout:
-        said.append(line)
-        found = _STEP.search(_ANSI.sub("", line))
-        if found:
-            running = list(workers(process.pid))
-            arrivals.append((time.perf_counter(), sum(map(cpu_seconds, running)) / cell.ranks, float(found[2])))
-            peak = max([peak, *map(high_water_gib, running)])
-    if process.wait() != 0 or len(arrivals) <= WARM + 1:
+    running: list[int] = []
+    try:
+        for line in process.stdout:
+            said.append(line)
+            if found := _STEP.search(_ANSI.sub("", line)):
+                seconds.append(time.perf_counter() - resumed)
+                running = list(workers(process.pid))
+                send(signal.SIGSTOP, running)
+                processor.append(sum(map(cpu_seconds, running)) / cell.ranks)
+                peak = max([peak, *map(high_water_gib, running)])
+                losses.append(float(found[2]))
+                yield
+                resumed = time.perf_counter()
+                send(signal.SIGCONT, running)
+    except GeneratorExit:  # the other trainer has failed
+        send(signal.SIGCONT, running)
+        process.terminate()
+        raise
+    if process.wait() != 0 or len(seconds) <= WARM + 1:
         raise SystemExit(f"{system} {cell} failed:\n{''.join(said[-40:])}")
-    steps = [later[0] - earlier[0] for earlier, later in zip(arrivals[WARM:], arrivals[WARM + 1 :], strict=False)]
+    steps = seconds[WARM:]
     return Run(
         system=system,
         cell=cell,
         tokens_per_second=BATCH * SEQ * cell.ranks / statistics.median(steps),
-        seconds_to_step_1=arrivals[0][0] - began,
+        step_seconds=steps,
+        seconds_to_step_1=seconds[0],
         # The workers of the last line may be gone already.
-        cpu_seconds_per_step=(arrivals[-2][1] - arrivals[WARM - 1][1]) / (len(arrivals) - 1 - WARM),
+        cpu_seconds_per_step=(processor[-2] - processor[WARM - 1]) / (len(processor) - 1 - WARM),
         peak_gib=peak,
-        losses=[loss for _, _, loss in arrivals],
+        losses=losses,
     )
 
 
-def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Run:
+def take_turns(started: list[Running]) -> list[Run]:
+    """Run all to their ends, one step of each at a time."""
+    runs: dict[int, Run] = {}
+    while len(runs) < len(started):
+        for index, running in enumerate(started):
+            if index not in runs:
+                try:
+                    next(running)
+                except StopIteration as end:
+                    runs[index] = end.value
+    return [runs[index] for index in range(len(started))]
+
+
+def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
     flags = {
         "job.config_file": "debug_model.toml",
         "job.dump_folder": str(scratch / "titanlite"),
@@ -139,6 +180,7 @@ def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Run:
         "training.reshard_after_forward": "default",
         "activation_checkpoint.mode": "none",
         "optimizer.lr": 8e-4,
+        "optimizer.implementation": "fused",
         "training.warmup_steps": 2,
         "metrics.log_freq": 1,
         "validation.enable": "false",
@@ -175,7 +217,7 @@ class Torchtitan:
             "rope_theta": 500000,
         }
 
-    def run(self, cell: Cell, steps: int) -> Run:
+    def run(self, cell: Cell, steps: int) -> Running:
         flags = {
             "job.dump_folder": str(self.scratch / "torchtitan"),
             "model.name": "llama3",
@@ -188,7 +230,6 @@ class Torchtitan:
             "training.mixed_precision_param": cell.dtype,
             "lr_scheduler.warmup_steps": 2,
             "optimizer.lr": 8e-4,
-            "optimizer.implementation": "foreach",
             "activation_checkpoint.mode": "none",
             "metrics.log_freq": 1,
         }
@@ -240,7 +281,7 @@ def floor_seconds(ranks: int) -> float:
 
 
 def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, list[float]]) -> list[str]:
-    """Markdown: a row per cell and system, medians over repeats, then the ratios pair by pair."""
+    """Markdown: a row per cell and system, medians over repeats, then ratios: of pairs of steps, and of runs."""
     lines = [
         "| compute | ranks | system | tokens/s | of bare products | CPU s per step and rank | s to end of step 1 "
         "| floor + 1 step, s | peak GiB per rank |",
@@ -270,7 +311,9 @@ def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, lis
             def ratio(of: Callable[[Run], float], pairs: list[tuple[Run, Run]] = pairs) -> list[float]:
                 return [of(a) / of(b) for a, b in pairs]
 
-            speeds = ratio(lambda r: r.tokens_per_second)
+            speeds = [
+                b / a for x, y in pairs for a, b in zip(x.step_seconds, y.step_seconds, strict=True)
+            ]  # of pairs of steps
             lines.append(
                 f"| {cell.dtype} | {cell.ranks} | {median(speeds):.2f} ({min(speeds):.2f}–{max(speeds):.2f}) | "
                 f"{median(ratio(lambda r: r.cpu_seconds_per_step)):.2f} | "
@@ -298,7 +341,7 @@ def has_bf16() -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versus", choices=["torchtitan"], help="also run this trainer, in turn")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10, help=f"steps per run, the first {WARM} not counted")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument(
@@ -325,11 +368,10 @@ def main() -> None:
             for cell in cells:
                 bare[cell].append(bare_products(cell, vocab))
                 floors[cell].append(floor_seconds(cell.ranks))
-                start: list[Callable[[], Run]] = [partial(run_titanlite, cell, arguments.steps, scratch)]
+                started = [run_titanlite(cell, arguments.steps, scratch)]
                 if peer:
-                    start.append(partial(peer.run, cell, arguments.steps))
-                # Who goes first changes, so that a machine that slows down favours nobody.
-                latest = [run() for run in start[:: -1 if repeat % 2 else 1]]
+                    started.append(peer.run(cell, arguments.steps))
+                latest = take_turns(started[:: -1 if repeat % 2 else 1])
                 runs += latest
                 shown = ", ".join(f"{r.system} {r.tokens_per_second:,.0f}" for r in latest)
                 print(f"repeat {repeat + 1}, {cell.dtype} on {cell.ranks}: {shown} tokens/s", flush=True)

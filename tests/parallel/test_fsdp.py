@@ -203,8 +203,8 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _one_rank(world: DistEnv) -> tuple[list[int], list[float]]:
-    """Elements of the copies of two backward passes, and the gradient over that of a plain model."""
+def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
+    """Elements of the copies of two passes, the gradient over that of a plain model, and whether new weights count."""
     torch.manual_seed(0)
     plain, ours = Odd(), Odd()
     ours.load_state_dict(plain.state_dict())
@@ -214,10 +214,12 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float]]:
         for model in (plain, ours, ours):
             model(tokens).logsumexp(-1).sum().backward()
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
-    return copies.sizes, [(b.grad.to_local() / a.grad).nanmean().item() for a, b in pairs]  # type: ignore[union-attr]
+    ratios = [(b.grad.to_local() / a.grad).nanmean().item() for a, b in pairs]  # type: ignore[union-attr]
+    ours.load_state_dict({name: weight * 2 for name, weight in ours.state_dict().items()}, assign=True)
+    plain.load_state_dict({name: weight * 2 for name, weight in plain.state_dict().items()})
+    return copies.sizes, ratios, torch.equal(ours(tokens), plain(tokens))
 
 
-def test_one_rank_copies_no_gradient_to_reduce_it(pool: Pools) -> None:
-    ((copied, ratios),) = pool(1).run(_one_rank)
-    assert 6 * 7 + 7 + 7 * 6 + 6 not in copied  # the gradients of a layer
-    assert ratios == [2.0] * 13
+def test_one_rank_computes_with_its_shards_and_copies_nothing(pool: Pools) -> None:
+    ((copied, ratios, renewed),) = pool(1).run(_one_rank)
+    assert copied == [] and ratios == [2.0] * 13 and renewed

@@ -119,3 +119,18 @@ def test_it_submits_to_the_system_of_the_config(start, monkeypatch: pytest.Monke
     assert start("debug_model.toml", *job) == exit_codes.DONE
     assert "job 17 is submitted: 2 x 1 ranks" in capsys.readouterr().out
     assert (tmp_path / "words").read_text() == f"--parsable {tmp_path}/run/launch/job.sbatch\n"
+
+
+@pytest.mark.parametrize(
+    "gpus, own, chosen", [(0, {}, "libjemalloc.so.2"), (0, {"MALLOC_ARENA_MAX": "1"}, ""), (1, {}, "")]
+)
+def test_ranks_on_cpus_get_jemalloc_unless_the_user_chose(
+    start, monkeypatch: pytest.MonkeyPatch, gpus: int, own: dict[str, str], chosen: str
+) -> None:
+    monkeypatch.setattr(
+        os, "environ", {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")} | own
+    )
+    monkeypatch.setattr("ctypes.util.find_library", "lib{}.so.2".format)
+    monkeypatch.setattr(run, "count_gpus", lambda: gpus)
+    assert "--nproc_per_node" in start("debug_model.toml", "--nproc=1")
+    assert os.environ.get("LD_PRELOAD", "") == chosen and ("MALLOC_CONF" in os.environ) is bool(chosen)

@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.parallel import ParallelismError
+from titanlite.parallel.one_rank import spare_copies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -77,6 +78,7 @@ def apply_fsdp(
         _set_prefetch(model, wrapped, prefetch)
     if dp_mesh.size() == 1:
         _reduce_in_place(model)
+        spare_copies(model)
     if dp_mesh.size() == 1 or average:
         return  # one rank reduces nothing, and a division by 1.0 would copy every gradient once more
     # gloo has no pre-multiplied sum, which a divide factor alone would need.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import os
 import re
 import subprocess
@@ -67,8 +68,20 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     check_loaded(config, problems, nodes * ranks)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        _prefer_jemalloc()
     os.environ["PYTHONUNBUFFERED"] = "1"  # so that a log that is piped into a file shows each step when it is done
     start_ranks(ranks, ["train", *argv], [*options, *_output(ranks, shown)])
+
+
+def _prefer_jemalloc() -> None:
+    """Let the ranks use jemalloc where it is installed: glibc's heap keeps holes, an eighth of a small model's memory.
+
+    It keeps freed memory for the next step. The user's own choice of an allocator, or of its settings, stays.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
+        return
+    if sys.platform == "linux" and (library := ctypes.util.find_library("jemalloc")):
+        os.environ |= {"LD_PRELOAD": library, "MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
 
 
 def count_gpus() -> int:

@@ -1,0 +1,67 @@
+"""Weights and gradients that one rank holds whole: `fully_shard` without its copies, and with the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+
+def spare_copies(model: FSDPModule) -> None:
+    """Let the modules of one rank compute with the sharded weights themselves, or with one cast of them; in place.
+
+    Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two, also on one rank.
+    Weights in host memory (`CPUOffloadPolicy`) and those with an all-gather of their own (float8) stay torch's.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    own = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+                    if not (own or parameter.offload_to_cpu):
+                        parameter.__class__ = _WholeParam
+
+
+class _WholeParam(FSDPParam):
+    @property
+    def all_gather_inputs(self) -> list[torch.Tensor]:
+        return [self._sharded_param_data]  # not cast: the copy into `all_gather_outputs` casts
+
+    def init_all_gather_outputs(self, numels: list[int], dtypes: list[torch.dtype], *rest: Any) -> None:
+        data = self._sharded_param_data
+        # torch sets the size of the output's storage, which must not be one of several tensors.
+        if self.param_dtype is None and data.untyped_storage().nbytes() == data.nbytes:
+            self.all_gather_outputs = [data]  # a copy of a tensor to itself does nothing
+        else:
+            super().init_all_gather_outputs(numels, [self.param_dtype or self.orig_dtype], *rest)
+
+    def free_unsharded_param(self) -> None:
+        if self.all_gather_outputs[0] is not self._sharded_param_data:
+            super().free_unsharded_param()
+
+    def reset_sharded_param(self) -> None:
+        super().reset_sharded_param()
+        if self.all_gather_outputs and self.all_gather_outputs[0] is not self._sharded_param_data:
+            self.all_gather_outputs = []
+            del self._unsharded_param  # it is made anew, of the new weights
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Add the gradient of a backward pass to the sharded gradient, so that torch finds nothing to reduce."""
+        whole = getattr(self, "_unsharded_param", None)
+        if whole is None or whole.grad is None:
+            return
+        if self.device.type != "cpu" and whole.grad.dtype != self.orig_dtype:
+            return super().accumulate_unsharded_grad_if_needed()  # a GPU casts a group's gradients by one kernel
+        gradient = self.unsharded_grad_data.to(self.reduce_dtype or whole.grad.dtype).to(self.orig_dtype)
+        whole.grad = None
+        sharded = self.sharded_param
+        if sharded.grad is None:
+            sharded.grad = self.to_sharded_dtensor(gradient)
+        else:
+            assert isinstance(sharded.grad, DTensor)
+            sharded.grad._local_tensor += gradient
+        for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(sharded)
