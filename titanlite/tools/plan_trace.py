@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace as replace_fields
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 
 from titanlite.build import build_model, build_step
 from titanlite.data.loader import Batch
@@ -48,7 +50,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     run = _traced(run, device)
     offloaded = device == "cuda" and run.training.enable_cpu_offload
     with _fake_group(run.mesh.world_size, rank, device), _like_gpu() if device == "cuda" else contextlib.nullcontext():
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = _QuickFake(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
 
         def make(builder: ModelBuilder) -> nn.Module:
@@ -83,6 +85,45 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
                 meter.restart()
                 step(batches[-1:] if run.training.gradient_sync == "every" else batches, 2, 1e-3)
     return RankMemory(rank, meter.moments(), {part: count for part, count in meter.host.items() if count})
+
+
+#: Most operators of a step. Their kernels for tensors without data need nothing of what `FakeTensorMode` adds to them.
+_PLAIN = {
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name, overload in (operator.split(".") for operator in (
+        "view.default detach.default t.default _unsafe_view.default transpose.int slice.Tensor split.Tensor"
+        " split_with_sizes.default as_strided.default select.int unsqueeze.default expand.default mm.default add.Tensor"
+        " sub.Tensor mul.Tensor mul_.Tensor add_.Tensor neg.default cat.default silu.default silu_backward.default"
+        " sum.dim_IntList"
+    ).split())
+}
+
+
+class _QuickFake(FakeTensorMode):
+    """`FakeTensorMode` with a short way for frequent operators: the keys of its cache take half the time of a trace."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            if func is not torch.ops.aten._fused_adamw_.default:
+                return NotImplemented  # its operators on local tensors come here
+            # To find a placement for thousands of tensors takes seconds, and changes nothing in place.
+            args, kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
+        if func not in _PLAIN or not all(type(tensor) is FakeTensor and tensor.constant is None for tensor in _tensors(args)):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **(kwargs or {}))
+        return self._wrap(out) if isinstance(out, torch.Tensor) else [self._wrap(tensor) for tensor in out]
+
+    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self, tensor, torch.device("cpu"))
+
+
+def _tensors(args: Any) -> Iterator[torch.Tensor]:
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
