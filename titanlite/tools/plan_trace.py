@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titanlite.build import build_model, build_step
 from titanlite.data.loader import Batch
@@ -87,15 +87,14 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     return RankMemory(rank, meter.moments(), {part: count for part, count in meter.host.items() if count})
 
 
-#: Most operators of a step. Their kernels for tensors without data need nothing of what `FakeTensorMode` adds to them.
+_ATEN = torch.ops.aten
+#: Most operators of a step; their kernels for tensors without data need nothing of what `FakeTensorMode` adds.
 _PLAIN = {
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (operator.split(".") for operator in (
-        "view.default detach.default t.default _unsafe_view.default transpose.int slice.Tensor split.Tensor"
-        " split_with_sizes.default as_strided.default select.int unsqueeze.default expand.default mm.default add.Tensor"
-        " sub.Tensor mul.Tensor mul_.Tensor add_.Tensor neg.default cat.default silu.default silu_backward.default"
-        " sum.dim_IntList"
-    ).split())
+    *(_ATEN.view.default, _ATEN.detach.default, _ATEN.t.default, _ATEN._unsafe_view.default, _ATEN.transpose.int),
+    *(_ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.as_strided.default),
+    *(_ATEN.select.int, _ATEN.unsqueeze.default, _ATEN.expand.default, _ATEN.mm.default, _ATEN.cat.default),
+    *(_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.mul_.Tensor, _ATEN.neg.default),
+    *(_ATEN.silu.default, _ATEN.silu_backward.default, _ATEN.sum.dim_IntList),
 }
 
 
@@ -104,11 +103,11 @@ class _QuickFake(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            if func is not torch.ops.aten._fused_adamw_.default:
+            if func is not _ATEN._fused_adamw_.default:
                 return NotImplemented  # its operators on local tensors come here
-            # To find a placement for thousands of tensors takes seconds, and changes nothing in place.
+            # DTensor takes seconds to find the placements of thousands of tensors that change in place.
             args, kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
-        if func not in _PLAIN or not all(type(tensor) is FakeTensor and tensor.constant is None for tensor in _tensors(args)):
+        if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):
             out = func(*args, **(kwargs or {}))
@@ -118,12 +117,8 @@ class _QuickFake(FakeTensorMode):
         return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self, tensor, torch.device("cpu"))
 
 
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+def _has_no_data(argument: Any) -> bool:
+    return not isinstance(argument, torch.Tensor) or type(argument) is FakeTensor and argument.constant is None
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
