@@ -31,6 +31,8 @@ from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_paren
 from titanlite.utils import escape, logger
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from titanlite.checkpoint.paths import StorePath
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
@@ -101,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
 
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
-    folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
+    folder, watchdog, store = Path(config.job.dump_folder), HangWatchdog(), None
     traces = str(folder / "comm_traces")
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with StopSignal(at_once=True) as stop:
@@ -147,11 +149,18 @@ def run(argv: Sequence[str]) -> int:
                 raise
             if code == exit_codes.OUT_OF_MEMORY:
                 stop.at_once = False  # torchrun's SIGTERM, when the first other rank ends, must not cut the report off
-                if exit_codes.report_code(code):
+                if exit_codes.report_code(code) and _first_here(store):
                     return print_error(last_words(config, error, watchdog.where, rank), code)
                 return print_error(f"out of memory ({watchdog.where}): see the report of another rank here", code)
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
+
+
+def _first_here(store: Store | None) -> bool:
+    """Return whether no other rank of this machine asked before: True for all of them without the store."""
+    with contextlib.suppress(Exception):
+        return store is None or store.add(f"out of memory on {socket.gethostname()}", 1) == 1
+    return True
 
 
 def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from tests.pool import Pools
 from tests.words import listening
@@ -18,6 +19,7 @@ from titanlite.data import DataError
 from titanlite.derive import RunConfig
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
 from titanlite.fit import check_config
+from titanlite.main import _first_here
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
 from titanlite.parallel.dist_env import DistEnv
@@ -212,3 +214,8 @@ def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(pool: P
     assert "planned at most" in said[0] and said[0].endswith("(+0.0%)"), "a compiler saves memory"
     (said, _) = pool(2).run(check_peaks, [1.0, 1.0], ["validate"])
     assert "memory of step 4" in said[0], "the peak since the log of step 1 has a validation's"
+
+
+def test_one_rank_of_a_machine_prints_the_report_where_no_launcher_decides() -> None:
+    store = HashStore()
+    assert [_first_here(store), _first_here(store), _first_here(None)] == [True, False, True]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, measure, planned
@@ -14,6 +15,7 @@ from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import PARTS
+from titanlite.tools import plan_trace
 from titanlite.tools.plan_trace import trace
 
 #: Whole runs in a second each; the benchmark compares all.
@@ -65,6 +67,13 @@ def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
     formula, traced = estimate(run, 0).peak, trace(run).peak
     for part in PARTS:
         assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
+
+
+@pytest.mark.parametrize("flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}])
+def test_the_short_way_of_frequent_operators_changes_no_byte(monkeypatch, flags):
+    short = trace(config(8, **flags))
+    monkeypatch.setattr(plan_trace, "_QuickFake", FakeTensorMode)
+    assert trace(config(8, **flags)) == short
 
 
 def test_a_gpu_takes_the_fused_optimizer():

@@ -30,6 +30,7 @@ def test_json_has_every_documented_check_and_no_secret(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     flags = [f"--job.dump_folder={tmp_path}/new/run", "--checkpoint.enable_checkpoint", "--training.compile"]
+    flags += ["--model.tokenizer_path=/no"]
     monkeypatch.setattr(doctor, "examine", partial(examine, seconds=60))  # the tests' machine is busy
     code = main(["doctor", "llama3_8b.toml", *flags, "--float8.enable_float8_linear", "--json"])
     text = capsys.readouterr().out
@@ -41,6 +42,7 @@ def test_json_has_every_documented_check_and_no_secret(
     folders = [one["message"] for one in report["findings"] if one["check"] == "folder"]
     assert any(message.startswith(f"{tmp_path} (for {tmp_path}/new/run, which is not") for message in folders)
     assert "hf_secret" not in text and "a checkpoint takes about 89.7 GiB" in text
+    assert "model.tokenizer_path: /no does not exist" in text
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
 
 

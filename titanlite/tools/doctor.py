@@ -378,6 +378,8 @@ def _variables() -> _Found:
 
 def _config(run: RunConfig) -> _Found:
     """Check whether this machine fits a config."""
+    from titanlite.data import DataError
+    from titanlite.data.tokenizer import load_tokenizer
     from titanlite.preflight import compile_problems, float8_problems
     from titanlite.tools.run import count_gpus
 
@@ -393,3 +395,7 @@ def _config(run: RunConfig) -> _Found:
         yield status, f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free", fix
     for one in [*compile_problems(run.training, run.compile), *float8_problems(run.float8)]:  # these import torch
         yield ERROR, f"{one.key}: {one.message}", one.hint
+    try:
+        load_tokenizer(run.model.tokenizer_path, run.model.name)
+    except DataError as error:
+        yield ERROR, str(error)

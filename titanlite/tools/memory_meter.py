@@ -176,7 +176,7 @@ class MemoryMeter(TorchDispatchMode):
         out = func(*args, **given)
         if given.get("pin_memory"):
             self._add(out.untyped_storage(), out.untyped_storage().nbytes(), None, "activations")
-        for tensor in tree_leaves(out):
+        for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.track(tensor)
         if part := _marked(func):

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace as replace_fields
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titanlite.build import build_model, build_step
 from titanlite.data.loader import Batch
@@ -48,7 +50,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     run = _traced(run, device)
     offloaded = device == "cuda" and run.training.enable_cpu_offload
     with _fake_group(run.mesh.world_size, rank, device), _like_gpu() if device == "cuda" else contextlib.nullcontext():
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake = _QuickFake(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
 
         def make(builder: ModelBuilder) -> nn.Module:
@@ -83,6 +85,40 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
                 meter.restart()
                 step(batches[-1:] if run.training.gradient_sync == "every" else batches, 2, 1e-3)
     return RankMemory(rank, meter.moments(), {part: count for part, count in meter.host.items() if count})
+
+
+_ATEN = torch.ops.aten
+#: Most operators of a step; their kernels for tensors without data need nothing of what `FakeTensorMode` adds.
+_PLAIN = {
+    *(_ATEN.view.default, _ATEN.detach.default, _ATEN.t.default, _ATEN._unsafe_view.default, _ATEN.transpose.int),
+    *(_ATEN.slice.Tensor, _ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.as_strided.default),
+    *(_ATEN.select.int, _ATEN.unsqueeze.default, _ATEN.expand.default, _ATEN.mm.default, _ATEN.cat.default),
+    *(_ATEN.add.Tensor, _ATEN.add_.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.mul_.Tensor, _ATEN.neg.default),
+    *(_ATEN.silu.default, _ATEN.silu_backward.default, _ATEN.sum.dim_IntList),
+}
+
+
+class _QuickFake(FakeTensorMode):
+    """`FakeTensorMode` with a short way for frequent operators: the keys of its cache take half the time of a trace."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            if func is not _ATEN._fused_adamw_.default:
+                return NotImplemented  # its operators on local tensors come here
+            # DTensor takes seconds to find the placements of thousands of tensors that change in place.
+            args, kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
+        if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **(kwargs or {}))
+        return self._wrap(out) if isinstance(out, torch.Tensor) else [self._wrap(tensor) for tensor in out]
+
+    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else FakeTensor(self, tensor, torch.device("cpu"))
+
+
+def _has_no_data(argument: Any) -> bool:
+    return not isinstance(argument, torch.Tensor) or type(argument) is FakeTensor and argument.constant is None
 
 
 def _traced(run: RunConfig, device: str) -> RunConfig:
