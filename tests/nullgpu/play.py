@@ -55,7 +55,8 @@ def main() -> None:
         log.unlink(missing_ok=True)
         os.environ["NULLGPU_LOG"] = str(log)
         steps = f"--training.steps={WARM + asked.steps + 1}"
-        found = play([*flags[flags[:1] == ["--"] :], *FLAGS, steps, f"--job.dump_folder={folder}/run"], log, asked.steps)
+        flags = [*FLAGS, *flags[flags[:1] == ["--"] :], steps, f"--job.dump_folder={folder}/run"]
+        found = play(flags, log, asked.steps)
     print(json.dumps(found), flush=True)
     os._exit(0)  # the end of a run would wait for ranks that do not exist
 
@@ -86,7 +87,7 @@ class Counted(BaseException):
 
 
 def counting(log: Path, steps: int) -> Any:
-    """Return a callback that counts the calls of step `WARM` + 1 and times the steps after it."""
+    """Return a callback that counts the calls of step `WARM` + 1, without the save after it, and times later steps."""
     import torch
 
     from titanlite.callbacks import Callback
@@ -94,16 +95,19 @@ def counting(log: Path, steps: int) -> Any:
     class Counter(Callback):
         found: dict[str, Any]
 
+        def on_phase(self, trainer: Any, phase: str) -> None:
+            if phase == "data":
+                if trainer.step == WARM + 1:
+                    torch.cuda.reset_peak_memory_stats()
+                    self.times, self.before = [], read_counts()
+                    calls().nullgpu_mark(b"begin")
+                self.began = time.perf_counter(), time.process_time()
+
         def on_step_end(self, trainer: Any, result: Any) -> None:
-            # All other callbacks have run: the next step's work begins with its save and its data.
+            # All other callbacks have run.
             step, now = trainer.step, (time.perf_counter(), time.process_time())
-            if step == WARM:
-                torch.cuda.reset_peak_memory_stats()
-                self.times, before = [], read_counts()
-                calls().nullgpu_mark(b"begin")
-                self.before = before
-            elif step == WARM + 1:
-                counts = {name: count - self.before[name] for name, count in read_counts().items()}
+            if step == WARM + 1:
+                counts = {name.lower(): count - self.before[name] for name, count in read_counts().items()}
                 calls().nullgpu_mark(b"end")
                 calls().nullgpu_log(0)
                 memory = torch.cuda.memory_stats()
@@ -112,12 +116,11 @@ def counting(log: Path, steps: int) -> Any:
                     self.found[f"peak_{name}_gib"] = round(memory[f"{name}_bytes.all.peak"] / GIB, 3)
                 self.found["retries"], self.found["ooms"] = memory["num_alloc_retries"], memory["num_ooms"]
             elif step > WARM + 1:
-                self.times.append([end - begin for begin, end in zip(self.last, now, strict=True)])
+                self.times.append([end - begin for begin, end in zip(self.began, now, strict=True)])
             if step == WARM + steps:
                 wall, processor = (statistics.median(column) for column in zip(*(self.times or [(0, 0)]), strict=True))
                 self.found |= {"host_seconds": round(wall, 4), "processor_seconds": round(processor, 4)}
                 raise Counted
-            self.last = time.perf_counter(), time.process_time()
 
     return Counter()
 
@@ -176,9 +179,11 @@ def import_attention() -> None:
 def alone() -> Any:
     """Replace what waits for other ranks by nothing, and let the guard see finite numbers."""
     import torch.distributed as dist
+    from torch.distributed.checkpoint import default_planner
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     import titanlite.build
+    from titanlite.checkpoint import manager
     from titanlite.guard import FiniteGuard
     from titanlite.parallel import dist_env, rendezvous
 
@@ -195,10 +200,26 @@ def alone() -> Any:
             record.zero_()  # nothing has computed it
         read(self, unread)
 
+    def gather_all(found: list[Any], mine: Any, *_: Any, **__: Any) -> None:
+        found[:] = [mine] * len(found)
+
+    def gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        gather_all(object_gather_list or [], obj)
+
+    def scatter(found: list[Any], scatter_object_input_list: list[Any], *_: Any, **__: Any) -> None:
+        found[0] = scatter_object_input_list[rank]
+
+    rank = int(os.environ["RANK"])
     with (
         mock.patch.object(dist, "init_process_group", init_fake),
         mock.patch.object(dist, "new_group", group_fake),
+        mock.patch.object(dist, "all_gather_object", gather_all),
+        mock.patch.object(dist, "gather_object", gather),
+        mock.patch.object(dist, "broadcast_object_list", lambda *_, **__: None),
+        mock.patch.object(dist, "scatter_object_list", scatter),
         mock.patch.object(FiniteGuard, "_read", read_finite),
+        mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
+        mock.patch.object(default_planner, "_validate_global_plan", lambda *_: True),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),
         mock.patch.object(titanlite.build, "check_ranks", lambda *_, **__: []),
@@ -207,23 +228,94 @@ def alone() -> Any:
 
 
 def read_log(log: Path) -> dict[str, Any]:
-    """Return counts of the log's part between its marks: kernels, NCCL calls by kind, copies by kind of host memory."""
+    """Return counts of the log's part between its marks.
+
+    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory; syncs: waits
+    of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`).
+    """
     from collections import Counter
 
-    kinds: Counter[str] = Counter()
-    nccl: Counter[str] = Counter()
-    copies: Counter[str] = Counter()
+    kernels, gemm, streams = 0, 0, Streams()
+    nccl, copies, syncs = Counter[str](), Counter[str](), Counter[str]()
     with open(log) as lines:
         for line in lines:
-            if line.startswith("MARK begin"):
-                kinds.clear(), nccl.clear(), copies.clear()
             words = line.split()
-            kinds[words[0]] += 1
-            if words[0] == "KERNEL" and "nccl:" in words[3]:
-                nccl[words[3].rpartition("nccl:")[2]] += 1
+            if words[0] == "MARK":
+                if words[1] == "end":
+                    break
+                kernels, gemm, streams = 0, 0, Streams()
+                nccl.clear(), copies.clear(), syncs.clear()
+            elif words[0] == "KERNEL":
+                name = words[3]
+                if name.startswith("nccl:"):
+                    nccl[name.removeprefix("nccl:")] += 1
+                    streams.collective(words[2])
+                    continue
+                kernels += 1
+                if name == "gemm":
+                    m, n, k, batch = map(int, words[4:8])
+                    gemm += 2 * m * n * k * batch
+                    streams.products += words[2] == COMPUTE
             elif words[0] in ("D2H", "H2D"):
-                copies[f"{words[0]} {words[2].lower()}"] += 1
-    return {"kernels": kinds["KERNEL"] - nccl.total(), "nccl": dict(nccl), "copies": dict(copies)}
+                copies[f"{words[0].lower()} {words[2]}"] += 1
+            elif words[0] == "STREAMSYNC":
+                syncs["compute" if words[1] == COMPUTE else "other"] += 1
+            elif words[0] == "RECORD":
+                streams.record(words[4], words[2])
+            elif words[0] == "WAITEVENT":
+                streams.wait(words[2], words[4])
+    found = {"kernels": kernels, "nccl": dict(nccl), "gemm_tflop": round(gemm / 1e12, 3), "copies": dict(copies)}
+    return {**found, "syncs": dict(syncs), "exposed": streams.exposed}
+
+
+#: The default stream, in which a step computes.
+COMPUTE = "(nil)"
+
+
+class Streams:
+    """Follows the order that streams and events leave open, to tell which collectives can run beside products.
+
+    A collective begins once those products of the compute stream are done that its stream has waited for, and must end
+    before the first product that waits for it. It is exposed if there is no product in between.
+    """
+
+    def __init__(self) -> None:
+        #: Matrix products that were put into the compute stream.
+        self.products = 0
+        self.exposed = 0
+        #: Stream → products it waits for; collectives it waits for. Event → the same.
+        self._at: dict[str, tuple[int, frozenset[int]]] = {}
+        self._events: dict[str, tuple[int, frozenset[int]]] = {}
+        #: Collectives that no product waits for yet → products done before they begin.
+        self._open: dict[int, int] = {}
+        self._count = 0
+
+    def collective(self, stream: str) -> None:
+        self._count += 1
+        products, waits = self._state(stream)
+        self._open[self._count] = products
+        self._at[stream] = products, waits | {self._count}
+        if stream == COMPUTE:
+            self._close()
+
+    def record(self, stream: str, event: str) -> None:
+        self._events[event] = self._state(stream)
+
+    def wait(self, stream: str, event: str) -> None:
+        if event in self._events:
+            (products, waits), (more, others) = self._state(stream), self._events[event]
+            # Of those that are closed nothing is asked any more.
+            self._at[stream] = max(products, more), frozenset(one for one in waits | others if one in self._open)
+            if stream == COMPUTE:
+                self._close()
+
+    def _state(self, stream: str) -> tuple[int, frozenset[int]]:
+        products, waits = self._at.get(stream, (0, frozenset()))
+        return (self.products if stream == COMPUTE else products), waits
+
+    def _close(self) -> None:
+        for number in self._at[COMPUTE][1]:
+            self.exposed += self._open.pop(number, -1) == self.products
 
 
 if __name__ == "__main__":
