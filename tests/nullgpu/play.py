@@ -1,6 +1,6 @@
 """Plays one rank of N on the null GPU: the real config, model, step and Trainer, with nobody on the other ranks.
 
-    tests/nullgpu/run.sh FOLDER tests/nullgpu/play.py --ranks 8 --steps 3 -- --job.config_file=train_configs/llama3_8b.toml
+    tests/nullgpu/run.sh FOLDER tests/nullgpu/play.py --ranks=8 -- --job.config_file=train_configs/llama3_8b.toml
 
 It prints one line of JSON: the CUDA calls of a step that is not logged, the allocator's peak, and the host's time.
 NCCL is the null GPU's; torch's `fake` backend stands for gloo. Text and tokenizer are the bundled ones.
@@ -66,6 +66,7 @@ def play(argv: Sequence[str], log: Path, steps: int) -> dict[str, Any]:
     import torch
 
     from titanlite.build import build
+    from titanlite.callbacks import load_callbacks
     from titanlite.fit import check_config
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.preflight import check_machine
@@ -76,8 +77,9 @@ def play(argv: Sequence[str], log: Path, steps: int) -> dict[str, Any]:
     run = check_config(argv, int(os.environ["WORLD_SIZE"]))[1]
     check_machine(run.training, run.compile, run.float8)
     counter = counting(log, steps)
+    callbacks = [*load_callbacks(run.job.callbacks), counter]
     with alone(), DistEnv.open() as world, contextlib.suppress(Counted):
-        Trainer(build(run, world, read_datasets(run), callbacks=[counter])).train()
+        Trainer(build(run, world, read_datasets(run), callbacks=callbacks)).train()
     touched = [n for n in range(torch.cuda.device_count()) if calls().nullgpu_touched(n) and n != world.local_rank]
     return {**counter.found, "other_contexts": touched}
 
@@ -133,10 +135,9 @@ def calls() -> Any:
 
 
 #: In the order of the library's `nullgpu_count`.
-NAMES = (
-    "MALLOC FREE HOSTALLOC STREAMSYNC DEVSYNC EVENTSYNC D2H H2D D2D LAUNCH EVENTREC STREAMWAIT EVENTQUERY MEMSET "
-    "SYNCMEMCPY BLOCKINGSTREAM"
-).split()
+_NAMES = """MALLOC FREE HOSTALLOC STREAMSYNC DEVSYNC EVENTSYNC D2H H2D D2D LAUNCH EVENTREC STREAMWAIT EVENTQUERY MEMSET
+SYNCMEMCPY BLOCKINGSTREAM"""
+NAMES = _NAMES.split()
 
 
 def read_counts() -> dict[str, int]:
@@ -200,14 +201,14 @@ def alone() -> Any:
             record.zero_()  # nothing has computed it
         read(self, unread)
 
-    def gather_all(found: list[Any], mine: Any, *_: Any, **__: Any) -> None:
-        found[:] = [mine] * len(found)
+    def gather_all(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
+        object_list[:] = [obj] * len(object_list)
 
     def gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
         gather_all(object_gather_list or [], obj)
 
-    def scatter(found: list[Any], scatter_object_input_list: list[Any], *_: Any, **__: Any) -> None:
-        found[0] = scatter_object_input_list[rank]
+    def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, **_: Any) -> None:
+        scatter_object_output_list[0] = scatter_object_input_list[rank]
 
     rank = int(os.environ["RANK"])
     with (
@@ -219,7 +220,7 @@ def alone() -> Any:
         mock.patch.object(dist, "scatter_object_list", scatter),
         mock.patch.object(FiniteGuard, "_read", read_finite),
         mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
-        mock.patch.object(default_planner, "_validate_global_plan", lambda *_: True),
+        mock.patch.object(default_planner, "_validate_global_plan", lambda *_: []),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),
         mock.patch.object(titanlite.build, "check_ranks", lambda *_, **__: []),
