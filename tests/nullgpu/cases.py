@@ -41,11 +41,9 @@ class Case:
         return [config, *sizes, *depth, *(f"--{flag}" for flag in self.flags.split())]
 
 
-COMPILE, OP, FULL = (
-    "training.compile ",
-    "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option=op ",
-    "activation_checkpoint.mode=full ",
-)
+COMPILE, FULL = "training.compile ", "activation_checkpoint.mode=full "
+EVERY = "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option="
+OP = f"{EVERY}op "
 FLOAT8 = COMPILE + "float8.enable_float8_linear "
 GATHERED = FLOAT8 + "float8.enable_fsdp_float8_all_gather "
 PIPELINE = "training.gradient_sync=last training.batch_size=4 experimental.pipeline_parallel_degree=2 "
@@ -57,36 +55,38 @@ CASES: dict[str, Case] = {
     "8B": Case(layers=None),
     "8B, AC op": Case(OP, layers=None),
     "8B, AC full": Case(FULL, layers=None),
-    "8B, AC every 2nd block": Case(f"{EVERY}2"),
+    "8B, AC every 2nd block": Case(f"{EVERY}2", deep=8),
     "8B, compiled": Case(COMPILE, layers=None),
     "8B, compiled, AC op": Case(COMPILE + OP),
     "8B, compiled, AC full": Case(COMPILE + FULL),
-    "8B, compiled, AC budget 0.5": Case(COMPILE + "activation_checkpoint.mode=budget"),
-    "8B, compiled, loss in 8 chunks": Case(COMPILE + "training.loss_chunks=8"),
-    "8B, activations offloaded": Case(OP + "activation_checkpoint.offload"),
-    "8B, float8 eager": Case("float8.enable_float8_linear"),
+    "8B, compiled, AC budget 0.5": Case(COMPILE + "activation_checkpoint.mode=budget", deep=8),
+    "8B, compiled, loss in 8 chunks": Case(COMPILE + "training.loss_chunks=8", deep=8),
+    "8B, activations offloaded": Case(COMPILE + FULL + "activation_checkpoint.offload"),
+    "8B, float8 eager": Case("float8.enable_float8_linear", deep=8),
     "8B, float8": Case(FLOAT8),
-    "8B, float8 all-gather": Case(GATHERED),
+    "8B, float8 all-gather": Case(GATHERED, deep=8),
     "8B, float8 all-gather, scales precomputed": Case(
         GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp", layers=None
     ),
     "8B, float8 rowwise": Case(FLOAT8 + "float8.recipe_name=rowwise"),
-    "8B, float8 rowwise eager": Case("float8.enable_float8_linear float8.recipe_name=rowwise"),
-    "8B, float8 rowwise_with_gw_hp": Case(FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp"),
+    "8B, float8 rowwise eager": Case("float8.enable_float8_linear float8.recipe_name=rowwise", deep=8),
+    "8B, float8 rowwise_with_gw_hp": Case(FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp", deep=8),
     "8B, HSDP 2 x 8": Case(COMPILE + "training.data_parallel_replicate_degree=2", 16),
-    "8B, TP 8": Case("training.tensor_parallel_degree=8"),
+    "8B, TP 8": Case("training.tensor_parallel_degree=8", deep=8),
     "8B, TP 8, compiled": Case(COMPILE + "training.tensor_parallel_degree=8"),
-    "8B, CP 4": Case("experimental.context_parallel_degree=4"),
+    "8B, CP 4": Case("experimental.context_parallel_degree=4", deep=8),
     "8B, CP 4, compiled": Case(COMPILE + "experimental.context_parallel_degree=4"),
     "8B, PP 2, 1F1B": Case(PIPELINE + FULL),
-    "8B, 4 micro-batches, last sums": Case("training.global_batch_size=32 training.gradient_sync=last " + COMPILE),
+    "8B, 4 micro-batches, last sums": Case(
+        COMPILE + FULL + "training.global_batch_size=32 training.gradient_sync=last", deep=8
+    ),
     "8B, parameters offloaded": Case("training.enable_cpu_offload " + OP, deep=8, allowed=ON_HOST),
     "8B, save in the background": Case(SAVES + "async " + OP, layers=2, deep=2, allowed={"syncs": 2}),
     "8B, pinned save in the background": Case(
         SAVES + "async_with_pinned_mem " + OP, layers=2, deep=2, allowed={"syncs": 2, "hostalloc": 99}
     ),
     "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
-    "70B on 64": Case(FULL, 64, "llama3_70b", layers=2),
+    "70B on 64": Case(FULL, 64, "llama3_70b", layers=2, deep=8),
     "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b", layers=2),
     "70B on 64, TP 8, compiled": Case(COMPILE + FULL + "training.tensor_parallel_degree=8", 64, "llama3_70b", layers=2),
     "405B on 512": Case(FULL, 512, "llama3_1_405b", "h200-141g", layers=1),
