@@ -2,8 +2,8 @@
 
     python benchmarks/nullgpu.py [--folder .nullgpu] [--only REGEX] [--again]
 
-It writes benchmarks/results/nullgpu.json after each run, and nullgpu.md. Runs that the file has are not made again
-without --again. torchtitan's row is made when its package is in the null GPU's environment (`nullgpu_titan.py`).
+It writes tests/nullgpu/expected.json after each run, and benchmarks/results/nullgpu.md. Runs that the file has are not
+made again without --again. `torchtitan_null.py` counts torchtitan in the same way.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nullgpu.cases import CASES, HERE, Case, figures, play  # noqa: E402
+from tests.nullgpu.cases import CASES, HERE, STORED, Case, figures, play  # noqa: E402
 from titanlite.fit import check_config  # noqa: E402
 from titanlite.plan.hardware import cluster_of  # noqa: E402
 from titanlite.plan.parts import GIB  # noqa: E402
 from titanlite.plan.plan import make_plan  # noqa: E402
 from titanlite.plan.speed import CONSTANTS, ERROR, _Step  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results/nullgpu.json"
+PAGE = ROOT / "benchmarks/results/nullgpu.md"
 HEAD = """# Counted on the null GPU
 
-Made by `python benchmarks/nullgpu.py` from `nullgpu.json`; [development.md](../../docs/development.md#the-null-gpu) has
-what it is and what it cannot show. Torch 2.13.0 (CUDA 13), rank 0, one micro-batch of 8,192 tokens a GPU unless named.
+Made by `python benchmarks/nullgpu.py`; [development.md](../../docs/development.md#the-null-gpu) has what the null GPU is
+and what it cannot show. Torch 2.13.0 (CUDA 13), rank 0, one micro-batch of 8,192 tokens a GPU unless named.
 No activation checkpointing unless named. Each row is one step that is not logged, at full depth unless it says layers.
 
 - **kernels**, **NCCL**: launches and collectives of the step. **exposed**: collectives beside which no matrix product
@@ -51,7 +51,7 @@ No activation checkpointing unless named. Each row is one step that is not logge
 
 def plan(case: Case) -> dict[str, float]:
     """Return what the plan expects of a case: GiB of tensors on rank 0, MFU, FLOPs of products."""
-    run = check_config(case.argv(case.deep), case.ranks, training=False)[1]
+    run = check_config(case.argv(), case.ranks, training=False)[1]
     found = make_plan(run, cluster_of(run, gpu=case.gpu), rank=0)
     args = run.model_args(128256)
     flops = run.spec.flops_per_token(args, 0) * run.batch.tokens_per_step / run.mesh.world_size
@@ -65,11 +65,11 @@ def plan(case: Case) -> dict[str, float]:
 
 def stored() -> dict[str, Any]:
     """Return the runs that the file has."""
-    return dict(json.loads(RESULTS.read_text())) if RESULTS.exists() else {}
+    return dict(json.loads(STORED.read_text())) if STORED.exists() else {}
 
 
 def row(name: str, case: Case, found: dict[str, Any]) -> str:
-    counts, depth = figures(found), f", {case.deep} layers" if case.deep else ""
+    counts, depth = figures(found), f", {case.layers} layers" if case.layers else ""
     cells: list[Any] = [name + depth, case.ranks, f"{found['kernels']:,}", sum(found["nccl"].values())]
     cells += [found["exposed"], counts["syncs"] + counts["devsync"], counts["pageable"]]
     cells += [counts["malloc"] + counts["free"], f"{found['processor_seconds']:.2f}"]
@@ -95,11 +95,11 @@ def main() -> None:
         if re.search(asked.only, name) and (asked.again or name not in stored()):
             began = time.monotonic()
             try:
-                found = play(asked.folder, case, case.deep)
+                found = play(asked.folder, case)
             except RuntimeError as error:
                 print(f"{name}: FAILED\n{error}", flush=True)
                 continue
-            RESULTS.write_text(json.dumps({**stored(), name: found}, indent=1) + "\n")
+            STORED.write_text(json.dumps({**stored(), name: found}, indent=1) + "\n")
             print(f"{name}: {found['kernels']:,} kernels, {time.monotonic() - began:.0f} s", flush=True)
     results = stored()
     page = HEAD.format(error=ERROR)
@@ -107,7 +107,7 @@ def main() -> None:
         if name in results:
             case = CASES.get(name)
             page += row(name, case or Case(), {**results[name], **({"plan": plan(case)} if case else {})})
-    RESULTS.with_suffix(".md").write_text(page)
+    PAGE.write_text(page)
 
 
 if __name__ == "__main__":

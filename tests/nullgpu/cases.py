@@ -12,6 +12,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+#: Figures of all cases, which benchmarks/nullgpu.py writes and the tests compare with.
+STORED = HERE / "expected.json"
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,14 @@ class Case:
     ranks: int = 8
     config: str = "llama3_8b"
     gpu: str = "h100-80g"
-    #: Depth in the tests; None: the model's. What a layer adds is the same for each.
-    layers: int | None = 4
-    #: Depth in the benchmark; None: the model's.
-    deep: int | None = None
+    #: Depth; None: the model's. Where no memory is asked for a few show what each layer adds.
+    layers: int | None = None
     #: Name of a figure → the most there may be, where that is not zero.
     allowed: Mapping[str, int] = field(default_factory=dict)
 
-    def argv(self, layers: int | None) -> list[str]:
-        """Return the flags of a run with so many layers."""
-        depth = [f"--model.overrides.n_layers={layers}"] if layers else []
+    def argv(self) -> list[str]:
+        """Return the flags of the run."""
+        depth = [f"--model.overrides.n_layers={self.layers}"] if self.layers else []
         sizes = [
             "--training.global_batch_size=-1",
             "--activation_checkpoint.mode=none",
@@ -52,49 +52,47 @@ SAVES = "checkpoint.enable_checkpoint checkpoint.interval=2 checkpoint.async_mod
 ON_HOST = {"syncs": 3, "pageable": 3, "eventsync": 300}
 
 CASES: dict[str, Case] = {
-    "8B": Case(layers=None),
-    "8B, AC op": Case(OP, layers=None),
-    "8B, AC full": Case(FULL, layers=None),
-    "8B, AC every 2nd block": Case(f"{EVERY}2", deep=8),
-    "8B, compiled": Case(COMPILE, layers=None),
+    "8B": Case(),
+    "8B, AC op": Case(OP),
+    "8B, AC full": Case(FULL),
+    "8B, AC every 2nd block": Case(f"{EVERY}2", layers=8),
+    "8B, compiled": Case(COMPILE),
     "8B, compiled, AC op": Case(COMPILE + OP),
     "8B, compiled, AC full": Case(COMPILE + FULL),
-    "8B, compiled, AC budget 0.5": Case(COMPILE + "activation_checkpoint.mode=budget", deep=8),
-    "8B, compiled, loss in 8 chunks": Case(COMPILE + "training.loss_chunks=8", deep=8),
+    "8B, compiled, AC budget 0.5": Case(COMPILE + "activation_checkpoint.mode=budget", layers=8),
+    "8B, compiled, loss in 8 chunks": Case(COMPILE + "training.loss_chunks=8", layers=8),
     "8B, activations offloaded": Case(COMPILE + FULL + "activation_checkpoint.offload"),
-    "8B, float8 eager": Case("float8.enable_float8_linear", deep=8),
+    "8B, float8 eager": Case("float8.enable_float8_linear", layers=8),
     "8B, float8": Case(FLOAT8),
-    "8B, float8 all-gather": Case(GATHERED, deep=8),
-    "8B, float8 all-gather, scales precomputed": Case(
-        GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp", layers=None
-    ),
+    "8B, float8 all-gather": Case(GATHERED, layers=8),
+    "8B, float8 all-gather, scales precomputed": Case(GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp"),
     "8B, float8 rowwise": Case(FLOAT8 + "float8.recipe_name=rowwise"),
-    "8B, float8 rowwise eager": Case("float8.enable_float8_linear float8.recipe_name=rowwise", deep=8),
-    "8B, float8 rowwise_with_gw_hp": Case(FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp", deep=8),
+    "8B, float8 rowwise eager": Case("float8.enable_float8_linear float8.recipe_name=rowwise", layers=8),
+    "8B, float8 rowwise_with_gw_hp": Case(FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp", layers=8),
     "8B, HSDP 2 x 8": Case(COMPILE + "training.data_parallel_replicate_degree=2", 16),
-    "8B, TP 8": Case("training.tensor_parallel_degree=8", deep=8),
+    "8B, TP 8": Case("training.tensor_parallel_degree=8", layers=8),
     "8B, TP 8, compiled": Case(COMPILE + "training.tensor_parallel_degree=8"),
-    "8B, CP 4": Case("experimental.context_parallel_degree=4", deep=8),
+    "8B, CP 4": Case("experimental.context_parallel_degree=4", layers=8),
     "8B, CP 4, compiled": Case(COMPILE + "experimental.context_parallel_degree=4"),
     "8B, PP 2, 1F1B": Case(PIPELINE + FULL),
     "8B, 4 micro-batches, last sums": Case(
-        COMPILE + FULL + "training.global_batch_size=32 training.gradient_sync=last", deep=8
+        COMPILE + FULL + "training.global_batch_size=32 training.gradient_sync=last", layers=8
     ),
-    "8B, parameters offloaded": Case("training.enable_cpu_offload " + OP, deep=8, allowed=ON_HOST),
-    "8B, save in the background": Case(SAVES + "async " + OP, layers=2, deep=2, allowed={"syncs": 2}),
+    "8B, parameters offloaded": Case("training.enable_cpu_offload " + OP, layers=8, allowed=ON_HOST),
+    "8B, save in the background": Case(SAVES + "async " + OP, layers=2, allowed={"syncs": 2}),
     "8B, pinned save in the background": Case(
-        SAVES + "async_with_pinned_mem " + OP, layers=2, deep=2, allowed={"syncs": 2, "hostalloc": 99}
+        SAVES + "async_with_pinned_mem " + OP, layers=2, allowed={"syncs": 2, "hostalloc": 99}
     ),
     "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
-    "70B on 64": Case(FULL, 64, "llama3_70b", layers=2, deep=8),
-    "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b", layers=2),
-    "70B on 64, TP 8, compiled": Case(COMPILE + FULL + "training.tensor_parallel_degree=8", 64, "llama3_70b", layers=2),
-    "405B on 512": Case(FULL, 512, "llama3_1_405b", "h200-141g", layers=1),
+    "70B on 64": Case(FULL, 64, "llama3_70b", layers=8),
+    "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b"),
+    "70B on 64, TP 8, compiled": Case(COMPILE + FULL + "training.tensor_parallel_degree=8", 64, "llama3_70b"),
+    "405B on 512": Case(FULL, 512, "llama3_1_405b", "h200-141g"),
 }
 
 
-def play(folder: Path, case: Case, layers: int | None, steps: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Play a case on the null GPU in `folder` with so many layers, and return what play.py prints.
+def play(folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Play a case on the null GPU in `folder`, and return what play.py prints.
 
     more: flags. Raises RuntimeError with the end of its output.
     """
@@ -114,9 +112,7 @@ def play(folder: Path, case: Case, layers: int | None, steps: int = 2, more: tup
         f"--steps={steps}",
         "--",
     ]
-    done = subprocess.run(
-        [*command, *case.argv(layers), *more], env=environment, capture_output=True, text=True, cwd=ROOT
-    )
+    done = subprocess.run([*command, *case.argv(), *more], env=environment, capture_output=True, text=True, cwd=ROOT)
     if done.returncode or not done.stdout.strip():
         raise RuntimeError("\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-25:]]))
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
