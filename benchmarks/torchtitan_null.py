@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.nullgpu.counts import WARM, Counted, Counting, import_attention, nobody_else, set_ranks
+from tests.nullgpu.counts import WARM, Counted, Counting, nobody_else, set_ranks
 
 STEPS = 2
 
@@ -39,7 +39,6 @@ def play(flags: list[str], counting: Counting) -> dict[str, Any]:
     from torchtitan.config import ConfigManager
     from torchtitan.train import Trainer
 
-    import_attention()
     config = ConfigManager().parse_args(flags)
     rows, length = config.training.local_batch_size, config.training.seq_len
     own = specs.get_train_spec("llama3")

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -129,35 +129,6 @@ def nobody_else() -> Iterator[None]:
         mock.patch.object(default_planner, "_validate_global_plan", lambda *_: []),
     ):
         yield
-
-
-def import_attention() -> None:
-    """Let cuDNN's attention, which asks its own library, give results of the right shape without one."""
-    import warnings
-
-    import torch
-    from torch.utils._pytree import tree_map
-
-    def hollow(op: Any) -> Callable[..., Any]:
-        def empty(tensor: Any, device: Any) -> Any:
-            if not isinstance(tensor, torch.Tensor):
-                return tensor
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-            shapes, named = tree_map(lambda t: empty(t, "meta"), (args, kwargs))
-            CUDA.nullgpu_kernel(op._schema.name.encode(), None)
-            return tree_map(lambda t: empty(t, device), op(*shapes, **named))
-
-        return call
-
-    library = torch.library.Library("aten", "IMPL")
-    for name in ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            library.impl(name, hollow(getattr(torch.ops.aten, name).default), "CUDA")
-    import_attention.library = library  # type: ignore[attr-defined]  # its end would take the kernels away
 
 
 def read_log(log: Path) -> dict[str, Any]:

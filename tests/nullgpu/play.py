@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.nullgpu.counts import WARM, Counted, Counting, import_attention, nobody_else, set_ranks
+from tests.nullgpu.counts import WARM, Counted, Counting, nobody_else, set_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Flags that every run has: text that is here, the vocabulary of Llama 3, and no log of the counted steps.
@@ -72,7 +72,6 @@ def play(argv: Sequence[str], log: Path, steps: int) -> dict[str, Any]:
         def on_step_end(self, trainer: Trainer, result: Any) -> None:
             counting.end(trainer.step)
 
-    import_attention()
     run = check_config(argv, int(os.environ["WORLD_SIZE"]))[1]
     check_machine(run.training, run.compile, run.float8)
     callbacks = [*load_callbacks(run.job.callbacks), Counter()]

@@ -14,13 +14,14 @@ if ! has torch triton; then
     # === takes the build without a local version: the CUDA one.
     "$python" -m pip install -q 'torch===2.13.0' && has triton || missing "the CUDA build of torch (torch===2.13.0) cannot be installed"
 fi
-needed=(torchao numpy msgspec jinja2 rich safetensors xxhash tiktoken sentencepiece tensorboard tomli pytest)
+needed=(torchao numpy msgspec jinja2 rich safetensors xxhash tiktoken sentencepiece tensorboard tomli pytest transformers)
 has "${needed[@]}" || "$python" -m pip install -q "${needed[@]}" || missing "the packages of titanlite cannot be installed"
 headers=$("$python" -c 'import pathlib, sysconfig; print(pathlib.Path(sysconfig.get_path("purelib"), "triton/backends/nvidia/include"))')
 build() {  # library, sources: replaced at once, since other runs may have it open
     local to="$dir/lib/$1"; shift
-    "${CC:-gcc}" -shared -fPIC -O1 -w -I"$headers" -o "$to.$$" "$@" -ldl -lpthread && mv "$to.$$" "$to"
+    "${CC:-gcc}" -shared -fPIC -O1 -w ${CFLAGS:-} -I"$headers" -o "$to.$$" "$@" -ldl -lpthread && mv "$to.$$" "$to"
 }
 build libnullgpu.so "$here"/src/{runtime,nothing,cublas,nccl}.c
 build libcuda.so.1 "$here/src/driver.c"
 build libnvidia-ml.so.1 "$here/src/nvml.c"
+CFLAGS="-Wl,-soname,libnvrtc.so.13" build libnvrtc.so.13 "$here/src/nvrtc.c"  # torch loads it by this name
