@@ -30,8 +30,8 @@ from titanlite.plan.speed import CONSTANTS, ERROR, _Step  # noqa: E402
 PAGE = ROOT / "benchmarks/results/nullgpu.md"
 HEAD = """# Counted on the null GPU
 
-Made by `python benchmarks/nullgpu.py`; [development.md](../../docs/development.md#the-null-gpu) has what the null GPU is
-and what it cannot show. Torch 2.13.0 (CUDA 13), rank 0, one micro-batch of 8,192 tokens a GPU unless named.
+Made by `python benchmarks/nullgpu.py`; [null-gpu.md](../../docs/null-gpu.md) has what it is and what it cannot
+show. Torch 2.13.0 (CUDA 13), rank 0, one micro-batch of 8,192 tokens a GPU unless named.
 No activation checkpointing unless named. Each row is one step that is not logged, at full depth unless it says layers.
 
 - **kernels**, **NCCL**: launches and collectives of the step. **exposed**: collectives beside which no matrix product

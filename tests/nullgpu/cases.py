@@ -55,7 +55,7 @@ CASES: dict[str, Case] = {
     "8B": Case(),
     "8B, AC op": Case(OP),
     "8B, AC full": Case(FULL),
-    "8B, AC every 2nd block": Case(f"{EVERY}2", layers=8),
+    "8B, AC every 2nd block": Case(f"{EVERY}2"),
     "8B, compiled": Case(COMPILE),
     "8B, compiled, AC op": Case(COMPILE + OP),
     "8B, compiled, AC full": Case(COMPILE + FULL),
