@@ -84,6 +84,17 @@ def row(name: str, case: Case, found: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, [*cells, *["–"] * (14 - len(cells))])) + " |\n"
 
 
+def write_page() -> None:
+    """Write the page of all runs that the file has."""
+    results = stored()
+    page = HEAD.format(error=ERROR)
+    for name in [*CASES, *(name for name in results if name not in CASES)]:
+        if name in results:
+            case = CASES.get(name)
+            page += row(name, case or Case(), {**results[name], **({"plan": plan(case)} if case else {})})
+    PAGE.write_text(page)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / ".nullgpu")
@@ -101,13 +112,7 @@ def main() -> None:
                 continue
             STORED.write_text(json.dumps({**stored(), name: found}, indent=1) + "\n")
             print(f"{name}: {found['kernels']:,} kernels, {time.monotonic() - began:.0f} s", flush=True)
-    results = stored()
-    page = HEAD.format(error=ERROR)
-    for name in [*CASES, *(name for name in results if name not in CASES)]:
-        if name in results:
-            case = CASES.get(name)
-            page += row(name, case or Case(), {**results[name], **({"plan": plan(case)} if case else {})})
-    PAGE.write_text(page)
+    write_page()
 
 
 if __name__ == "__main__":
