@@ -1,0 +1,72 @@
+"""Counts a step of torchtitan 0.2.2 on the null GPU, as `tests/nullgpu/play.py` does for titanlite.
+
+    tests/nullgpu/run.sh FOLDER benchmarks/torchtitan_null.py RANKS torchtitan's flags …
+
+FOLDER's environment needs torchtitan==0.2.2 (`pip install --no-deps`) with torchdata, tyro, einops, tokenizers and
+datasets. Its own Trainer and step run as they are, on one sequence of zeros in place of a text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.nullgpu.counts import WARM, Counted, Counting, nobody_else, set_ranks
+
+STEPS = 2
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="nullgpu-") as folder:
+        log = Path(folder, "calls")
+        set_ranks(0, int(sys.argv[1]), log)
+        size = [f"--training.steps={WARM + STEPS + 1}", f"--job.dump_folder={folder}/run", "--metrics.log_freq=1000"]
+        found = play([*sys.argv[2:], *size], Counting(log, STEPS))
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def play(flags: list[str], counting: Counting) -> dict[str, Any]:
+    """Train as the flags say until all steps are counted, and return the counts."""
+    import torch
+    import torchtitan.protocols.train_spec as specs
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+
+    config = ConfigManager().parse_args(flags)
+    rows, length = config.training.local_batch_size, config.training.seq_len
+    own = specs.get_train_spec("llama3")
+    own.build_tokenizer_fn = None
+    own.build_dataloader_fn = lambda **_: _Zeros(torch.zeros(rows, length, dtype=torch.int64))
+    specs.register_train_spec("llama3", own)
+
+    class Observed(Trainer):
+        def train_step(self, data: Any) -> None:
+            counting.begin(self.step)
+            super().train_step(data)
+            counting.end(self.step)
+
+    with nobody_else(), contextlib.suppress(Counted):
+        Observed(config).train()
+    return counting.found
+
+
+class _Zeros:
+    """What torchtitan's trainer asks of a data loader."""
+
+    def __init__(self, tokens: Any) -> None:
+        self._tokens = tokens
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        while True:
+            yield {"input": self._tokens.clone()}, self._tokens.clone()
+
+
+if __name__ == "__main__":
+    main()
