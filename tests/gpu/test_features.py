@@ -46,6 +46,7 @@ FLOAT8_HARDWARE = pytest.mark.skipif(
 )
 
 
+@pytest.mark.numbers
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -71,6 +72,7 @@ def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.T
     return peak, {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
 
 
+@pytest.mark.numbers
 def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
     """Peak memory over a forward and backward pass, less what was there before."""
     args = replace(TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
@@ -87,6 +89,7 @@ def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
             torch.testing.assert_close(ours[parameter], gradient, rtol=2e-2, atol=1e-3, msg=f"{name}: {parameter}")
 
 
+@pytest.mark.numbers
 def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None:
     """In fp32, where inductor keeps the precision of the products; equal blocks are one graph."""
     from torch._dynamo.utils import counters
@@ -115,6 +118,7 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: P
     assert sizes.count(2**22) >= 2
 
 
+@pytest.mark.numbers
 def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
     vocab, chunks = 32768, 8
     tokens, labels = batches(2, 8, 512, vocab)
@@ -137,6 +141,7 @@ GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)
 ROWWISE = changed(FLOAT8, recipe_name="rowwise")
 
 
+@pytest.mark.numbers
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize(
     ("plan", "compiled"),
@@ -161,6 +166,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.numbers
 @FLOAT8_HARDWARE
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(

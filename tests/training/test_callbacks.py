@@ -188,13 +188,14 @@ def test_what_cannot_be_loaded_is_a_config_error(
 # The process
 
 
-def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:
-    """Settings of the process while it trains with debug.deterministic."""
-    seen: set[tuple[bool, str | None]] = set()
+def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, bool]]:
+    """Settings of the process while it trains with debug.deterministic; whether new memory is filled."""
+    seen: set[tuple[bool, str | None, bool]] = set()
 
     class Look(Callback):
         def on_step_end(self, trainer: Trainer, result: Any) -> None:
-            seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+            on, workspace = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+            seen.add((on, workspace, bool(torch.empty(1000).isnan().all())))
 
     try:
         trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
@@ -207,4 +208,4 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:
 
 
 def test_deterministic_kernels_are_on_in_training(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8")}]
+    assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", False)}]
