@@ -75,7 +75,8 @@ def modes_command(bench: Bench, cell: Cell, out: Path) -> list[str]:
     return [
         *(sys.executable, "benchmarks/activation_modes.py", "--out", str(out)),
         *("--modes", cell[0], "--compile", "on" if cell[1] else "off"),
-        *(("--steps", "1", "--layers", "2", "--seq", "64", "--dim", "64") if bench.toy else ()),
+        *(("--steps", "1", "--layers", "2") if bench.short else ()),
+        *(("--seq", "64", "--dim", "64") if bench.toy else ()),
     ]
 
 
