@@ -4,14 +4,15 @@ set -u
 
 usage() {
     cat <<'HELP'
-usage: ./run_tests.sh [--full | --soak] [pytest arguments ...]
+usage: ./run_tests.sh [--full | --soak | --nullgpu] [pytest arguments ...]
 
 Checks the repository: ruff (lint and formatting), mypy, pytest. Makes .venv first when it is missing or out of date;
 an active environment that has titanlite and the test tools is used instead.
 
   (nothing)   the quick tier: every test that is not marked slow
   --full      every test that is not marked soak
-  --soak      every test
+  --soak      every test, but those of the null GPU
+  --nullgpu   the tests on the null GPU alone (docs/development.md): CUDA calls, kernels and memory, counted without a GPU
   others      go to pytest: ./run_tests.sh tests/config -k unknown
 
 PYTHON=/path/to/python3.12 names the interpreter that .venv is made with.
@@ -19,17 +20,18 @@ All stages run even when one fails; the exit code is 1 if any did (2 to 5: pytes
 HELP
 }
 
-tier="quick" select="not slow and not soak"
+tier="quick" select="not slow and not soak and not nullgpu"
 for argument in "$@"; do
     case "$argument" in
         -h | --help) usage; exit 0 ;;
-        --full) tier="full" select="not soak" ;;
-        --soak) tier="soak" select="" ;;
+        --full) tier="full" select="not soak and not nullgpu" ;;
+        --soak) tier="soak" select="not nullgpu" ;;
+        --nullgpu) tier="nullgpu" select="nullgpu" ;;
     esac
 done
 arguments=()
 for argument in "$@"; do
-    case "$argument" in --full | --soak) ;; *) arguments+=("$argument") ;; esac
+    case "$argument" in --full | --soak | --nullgpu) ;; *) arguments+=("$argument") ;; esac
 done
 
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1

@@ -12,6 +12,6 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 case " $* " in *" --dry-run "*)
     null="${NULLGPU_DIR:-.nullgpu}"
     tests/nullgpu/setup.sh "$null"
-    exec tests/nullgpu/run.sh "$null" benchmarks/gpu.py "$@" ;;
+    NULLGPU_ZERO=1 exec tests/nullgpu/run.sh "$null" benchmarks/gpu.py "$@" ;;
 esac
 exec "$PYTHON" benchmarks/gpu.py "$@"

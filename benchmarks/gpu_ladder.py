@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -33,10 +32,6 @@ LEVELS = ("default", "compile", "float8", "float8-all-gather")
 TRIES = 4
 #: Of the peak, for the time that is told before a ladder.
 EXPECTED_MFU = 0.4
-
-#: Whether this is the null GPU (tests/nullgpu), where nothing is computed that the guard could look at.
-NULL_GPU = "libnullgpu" in os.environ.get("LD_PRELOAD", "")
-NULL_FLAGS = ("--job.callbacks=benchmarks.gpu_dry:FiniteRecords",)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ TOY_FLAGS = (
 def climb(bench: Bench, name: str) -> Result:
     """One ladder, with as many blocks as fit; a level that fails does not take the others with it."""
     setting = SETTINGS[name]
-    flags = [*setting.flags, *(TOY_FLAGS if bench.toy else ()), *(NULL_FLAGS if NULL_GPU else ())]
+    flags = [*setting.flags, *(TOY_FLAGS if bench.toy else ())]
     refuse(setting, flags)
     layers = fitting(bench, name, setting, flags)
     tell_time(bench, name, setting, flags, layers)

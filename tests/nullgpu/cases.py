@@ -1,0 +1,142 @@
+"""Runs on the null GPU: the table of `test_steps.py` and of `benchmarks/nullgpu.py`, and how one is played."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a config with flags on so many ranks of a GPU."""
+
+    flags: str = ""
+    ranks: int = 8
+    config: str = "llama3_8b"
+    gpu: str = "h100-80g"
+    #: Depth in the tests; None: the model's. What a layer adds is the same for each.
+    layers: int | None = 4
+    #: Depth in the benchmark; None: the model's.
+    deep: int | None = None
+    #: Name of a figure → the most there may be, where that is not zero.
+    allowed: Mapping[str, int] = field(default_factory=dict)
+
+    def argv(self, layers: int | None) -> list[str]:
+        """Return the flags of a run with so many layers."""
+        depth = [f"--model.overrides.n_layers={layers}"] if layers else []
+        sizes = [
+            "--training.global_batch_size=-1",
+            "--activation_checkpoint.mode=none",
+            "--no-checkpoint.enable_checkpoint",
+        ]
+        config = f"--job.config_file={ROOT}/train_configs/{self.config}.toml"
+        return [config, *sizes, *depth, *(f"--{flag}" for flag in self.flags.split())]
+
+
+COMPILE, FULL = "training.compile ", "activation_checkpoint.mode=full "
+EVERY = "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option="
+OP = f"{EVERY}op "
+FLOAT8 = COMPILE + "float8.enable_float8_linear "
+GATHERED = FLOAT8 + "float8.enable_fsdp_float8_all_gather "
+PIPELINE = "training.gradient_sync=last training.batch_size=4 experimental.pipeline_parallel_degree=2 "
+SAVES = "checkpoint.enable_checkpoint checkpoint.interval=2 checkpoint.async_mode="
+#: An update on the host reads the norm and the guard's flag, and waits for each parameter's gradient.
+ON_HOST = {"syncs": 3, "pageable": 3, "eventsync": 300}
+
+CASES: dict[str, Case] = {
+    "8B": Case(layers=None),
+    "8B, AC op": Case(OP, layers=None),
+    "8B, AC full": Case(FULL, layers=None),
+    "8B, AC every 2nd block": Case(f"{EVERY}2", deep=8),
+    "8B, compiled": Case(COMPILE, layers=None),
+    "8B, compiled, AC op": Case(COMPILE + OP),
+    "8B, compiled, AC full": Case(COMPILE + FULL),
+    "8B, compiled, AC budget 0.5": Case(COMPILE + "activation_checkpoint.mode=budget", deep=8),
+    "8B, compiled, loss in 8 chunks": Case(COMPILE + "training.loss_chunks=8", deep=8),
+    "8B, activations offloaded": Case(COMPILE + FULL + "activation_checkpoint.offload"),
+    "8B, float8 eager": Case("float8.enable_float8_linear", deep=8),
+    "8B, float8": Case(FLOAT8),
+    "8B, float8 all-gather": Case(GATHERED, deep=8),
+    "8B, float8 all-gather, scales precomputed": Case(
+        GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp", layers=None
+    ),
+    "8B, float8 rowwise": Case(FLOAT8 + "float8.recipe_name=rowwise"),
+    "8B, float8 rowwise eager": Case("float8.enable_float8_linear float8.recipe_name=rowwise", deep=8),
+    "8B, float8 rowwise_with_gw_hp": Case(FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp", deep=8),
+    "8B, HSDP 2 x 8": Case(COMPILE + "training.data_parallel_replicate_degree=2", 16),
+    "8B, TP 8": Case("training.tensor_parallel_degree=8", deep=8),
+    "8B, TP 8, compiled": Case(COMPILE + "training.tensor_parallel_degree=8"),
+    "8B, CP 4": Case("experimental.context_parallel_degree=4", deep=8),
+    "8B, CP 4, compiled": Case(COMPILE + "experimental.context_parallel_degree=4"),
+    "8B, PP 2, 1F1B": Case(PIPELINE + FULL),
+    "8B, 4 micro-batches, last sums": Case(
+        COMPILE + FULL + "training.global_batch_size=32 training.gradient_sync=last", deep=8
+    ),
+    "8B, parameters offloaded": Case("training.enable_cpu_offload " + OP, deep=8, allowed=ON_HOST),
+    "8B, save in the background": Case(SAVES + "async " + OP, layers=2, deep=2, allowed={"syncs": 2}),
+    "8B, pinned save in the background": Case(
+        SAVES + "async_with_pinned_mem " + OP, layers=2, deep=2, allowed={"syncs": 2, "hostalloc": 99}
+    ),
+    "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
+    "70B on 64": Case(FULL, 64, "llama3_70b", layers=2, deep=8),
+    "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b", layers=2),
+    "70B on 64, TP 8, compiled": Case(COMPILE + FULL + "training.tensor_parallel_degree=8", 64, "llama3_70b", layers=2),
+    "405B on 512": Case(FULL, 512, "llama3_1_405b", "h200-141g", layers=1),
+}
+
+
+def play(folder: Path, case: Case, layers: int | None, steps: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Play a case on the null GPU in `folder` with so many layers, and return what play.py prints.
+
+    more: flags. Raises RuntimeError with the end of its output.
+    """
+    from titanlite.plan.hardware import find_gpu
+
+    gpu = find_gpu(case.gpu)
+    environment = {
+        **os.environ,
+        "NULLGPU_GIB": f"{gpu.memory / 2**30:.2f}",
+        "NULLGPU_NAME": f"NVIDIA {case.gpu[:4].upper()}",
+    }
+    command = [
+        str(HERE / "run.sh"),
+        str(folder),
+        str(HERE / "play.py"),
+        f"--ranks={case.ranks}",
+        f"--steps={steps}",
+        "--",
+    ]
+    done = subprocess.run(
+        [*command, *case.argv(layers), *more], env=environment, capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode or not done.stdout.strip():
+        raise RuntimeError("\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-25:]]))
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def figures(found: Mapping[str, Any]) -> dict[str, int]:
+    """Return the counts of a step that are to be zero: waits of the host, slow copies, calls that stop the device."""
+    calls, copies = found["calls"], found["copies"]
+    return {
+        "syncs": found["syncs"].get("compute", 0),
+        "devsync": calls["devsync"],
+        # The guard reads the record of the step before: its event has passed.
+        "eventsync": max(calls["eventsync"] - 1, 0),
+        "pageable": sum(count for kind, count in copies.items() if kind.endswith("pageable")),
+        "syncmemcpy": calls["syncmemcpy"],
+        "malloc": calls["malloc"],
+        "free": calls["free"],
+        "blockingstream": calls["blockingstream"],
+        "retries": found["retries"],
+        "ooms": found["ooms"],
+        "other contexts": len(found["other_contexts"]),
+    }

@@ -1,0 +1,112 @@
+"""Plays one rank of N on the null GPU: the real config, model, step and Trainer, with nobody on the other ranks.
+
+    tests/nullgpu/run.sh FOLDER tests/nullgpu/play.py --ranks=8 -- --job.config_file=train_configs/llama3_8b.toml
+
+It prints one line of JSON: the CUDA calls of a step that is not logged, the allocator's peak, and the host's time.
+NCCL is the null GPU's; torch's `fake` backend stands for gloo. Text and tokenizer are the bundled ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.nullgpu.counts import WARM, Counted, Counting, import_attention, nobody_else, set_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Flags that every run has: text that is here, the vocabulary of Llama 3, and no log of the counted steps.
+FLAGS = (
+    "--training.dataset=c4_test",
+    f"--model.tokenizer_path={ROOT}/titanlite/data/assets/tokenizer.tiktoken",
+    "--no-validation.enable",
+    "--no-metrics.enable_tensorboard",
+    "--model.vocab_size=128256",
+    "--metrics.log_freq=1000",
+    "--training.seed=0",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=3, help="one is counted, the others give the host's time")
+    parser.add_argument("--log", help="keep the calls of the counted step in this file")
+    asked, flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory(prefix="nullgpu-") as folder:
+        log = Path(asked.log or f"{folder}/calls").resolve()
+        set_ranks(asked.rank, asked.ranks, log)
+        steps = f"--training.steps={WARM + asked.steps + 1}"
+        flags = [*FLAGS, *flags[flags[:1] == ["--"] :], steps, f"--job.dump_folder={folder}/run"]
+        found = play(flags, log, asked.steps)
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # the end of a run would wait for ranks that do not exist
+
+
+def play(argv: Sequence[str], log: Path, steps: int) -> dict[str, Any]:
+    """Train as the flags say until all steps are counted, and return the counts. log: of the null GPU."""
+    from titanlite.build import build
+    from titanlite.callbacks import Callback, load_callbacks
+    from titanlite.fit import check_config
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.preflight import check_machine
+    from titanlite.run_text import read_datasets
+    from titanlite.trainer import Trainer
+
+    counting = Counting(log, steps)
+
+    class Counter(Callback):
+        """Counts from the fetch of the data until all other callbacks have run: without the save that may follow."""
+
+        def on_phase(self, trainer: Trainer, phase: str) -> None:
+            if phase == "data":
+                counting.begin(trainer.step)
+
+        def on_step_end(self, trainer: Trainer, result: Any) -> None:
+            counting.end(trainer.step)
+
+    import_attention()
+    run = check_config(argv, int(os.environ["WORLD_SIZE"]))[1]
+    check_machine(run.training, run.compile, run.float8)
+    callbacks = [*load_callbacks(run.job.callbacks), Counter()]
+    with nobody_else(), no_waiting(), DistEnv.open() as world, contextlib.suppress(Counted):
+        Trainer(build(run, world, read_datasets(run), callbacks=callbacks)).train()
+    return counting.found
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Replace titanlite's own waiting for other ranks by nothing, and let its guard see finite numbers."""
+    import torch.distributed as dist
+
+    import titanlite.build
+    from titanlite.checkpoint import manager
+    from titanlite.guard import FiniteGuard
+    from titanlite.parallel import dist_env, rendezvous
+
+    read = FiniteGuard._read
+
+    def read_finite(self: FiniteGuard, unread: int) -> None:
+        for record, _ in self._copies:
+            record.zero_()  # nothing has computed it
+        read(self, unread)
+
+    with (
+        mock.patch.object(FiniteGuard, "_read", read_finite),
+        mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
+        mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
+        mock.patch.object(rendezvous, "barrier", lambda *_: None),
+        mock.patch.object(titanlite.build, "check_ranks", lambda *_, **__: []),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    main()

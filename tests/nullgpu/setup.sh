@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# setup.sh DIR: the null GPU in DIR: a Python environment with torch's CUDA build (3 GB of packages, minutes) and the
+# stand-ins for CUDA's libraries. Run again, it brings both up to date. Exit code 3: something that it needs is not here.
+set -eu
+dir=${1:?folder} here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+missing() { echo "null GPU: $1" >&2; exit 3; }
+command -v "${CC:-gcc}" >/dev/null || missing "no C compiler (${CC:-gcc}): install gcc, or set CC"
+[ "$(uname -sm)" = "Linux x86_64" ] || [ "$(uname -sm)" = "Linux aarch64" ] || missing "torch has no CUDA build for $(uname -sm)"
+mkdir -p "$dir/lib"; dir=$(cd "$dir" && pwd)
+python="$dir/venv/bin/python"
+[ -x "$python" ] || "${PYTHON:-python3}" -m venv "$dir/venv"
+has() { "$python" -c 'import sys; from importlib.metadata import version; [version(name) for name in sys.argv[1:]]' "$@" 2>/dev/null; }
+if ! has torch triton; then
+    # === takes the build without a local version: the CUDA one.
+    "$python" -m pip install -q 'torch===2.13.0' && has triton || missing "the CUDA build of torch (torch===2.13.0) cannot be installed"
+fi
+needed=(torchao numpy msgspec jinja2 rich safetensors xxhash tiktoken sentencepiece tensorboard tomli pytest transformers)
+has "${needed[@]}" || "$python" -m pip install -q "${needed[@]}" || missing "the packages of titanlite cannot be installed"
+headers=$("$python" -c 'import pathlib, sysconfig; print(pathlib.Path(sysconfig.get_path("purelib"), "triton/backends/nvidia/include"))')
+build() {  # library, sources: replaced at once, since other runs may have it open
+    local to="$dir/lib/$1"; shift
+    "${CC:-gcc}" -shared -fPIC -O1 -w ${CFLAGS:-} -I"$headers" -o "$to.$$" "$@" -ldl -lpthread && mv "$to.$$" "$to"
+}
+build libnullgpu.so "$here"/src/{runtime,nothing,cublas,nccl}.c
+build libcuda.so.1 "$here/src/driver.c"
+build libnvidia-ml.so.1 "$here/src/nvml.c"
+CFLAGS="-Wl,-soname,libnvrtc.so.13" build libnvrtc.so.13 "$here/src/nvrtc.c"  # torch loads it by this name
