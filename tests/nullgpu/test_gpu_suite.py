@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nullgpu.conftest import ROOT
+from tests.nullgpu.cases import ROOT
 
 pytestmark = pytest.mark.nullgpu
 
