@@ -128,7 +128,8 @@ def use_deterministic(warn_only: bool = False) -> None:
     """Let torch use deterministic algorithms. warn_only: warn where there is none, instead of an error."""
     fix_workspace()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # else each new tensor is filled with NaN, by a kernel
+    # Else a kernel fills each new tensor with NaN.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
