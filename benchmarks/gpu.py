@@ -6,7 +6,7 @@
 
 Each piece writes FOLDER/NAME.json when it is done and is not run again then, so the same command goes on where it was
 broken off: a ladder with the runs it lacks, the modes with the modes they lack. What is done is printed as tables and
-written to FOLDER/gpu.md, and, unless --toy, to benchmarks/results/gpu.md and gpu.json (--results names others).
+written to FOLDER/gpu.md, and, if it measured, to benchmarks/results/gpu.md and gpu.json (--results names others).
 Pieces are started anew with --again, and all when the sources have changed; one that failed is tried again in any case.
 
 A piece takes the largest number of blocks of its model that fits: by the bytes of weights, gradients and optimizer
@@ -14,7 +14,9 @@ state, then two fewer as long as a step of any level runs out of memory. loss-8b
 named with its reason, the others stay.
 Exit status: 0 when all that was asked for is done or not built yet, else 1; 128 and the signal's number after a signal.
 Without a GPU it refuses to start. --toy runs every piece on tiny shapes, on a CPU too: that shows that the pieces work,
-and measures nothing (the piece `tests` fails where it finds no GPU).
+and measures nothing (the piece `tests` fails where it finds no GPU). --dry-run runs every piece on two blocks of the
+real shapes for a few steps, by CUDA's and Triton's real code, on a machine without a GPU: benchmarks/gpu.sh makes a
+null GPU for it, in .nullgpu or $NULLGPU_DIR (3 GB of packages). It measures and judges nothing.
 """
 
 from __future__ import annotations
@@ -72,13 +74,15 @@ def main() -> int:
         "--results",
         type=Path,
         metavar="FILE",
-        help="write FILE.md and FILE.json too (default: benchmarks/results/gpu; with --toy none)",
+        help="write FILE.md and FILE.json too (default: benchmarks/results/gpu; with --toy or --dry-run none)",
     )
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="stop then, within a minute; the same command goes on"
     )
     parser.add_argument("--again", action="store_true", help="run the named pieces anew, with all they have kept")
-    parser.add_argument("--toy", action="store_true", help="tiny shapes, on a CPU too; measures nothing")
+    short = parser.add_mutually_exclusive_group()
+    short.add_argument("--toy", action="store_true", help="tiny shapes, on a CPU too; measures nothing")
+    short.add_argument("--dry-run", action="store_true", help="few blocks and steps, on a null GPU; measures nothing")
     arguments = parser.parse_args()
     if arguments.list:
         for name, piece in PIECES.items():
@@ -91,14 +95,15 @@ def main() -> int:
         return 0
     if unknown := [name for name in arguments.pieces if name not in PIECES]:
         parser.error(f"no piece {', '.join(unknown)}; there are {', '.join(PIECES)}")
-    folder = (arguments.out or ROOT / "outputs" / ("gpu-toy" if arguments.toy else "gpu")).absolute()
-    results = arguments.results or (None if arguments.toy else RESULTS)
+    toy, dry = arguments.toy, arguments.dry_run
+    folder = (arguments.out or ROOT / "outputs" / ("gpu-toy" if toy else "gpu-dry" if dry else "gpu")).absolute()
+    results = arguments.results or (None if toy or dry else RESULTS)
     deadline = float("inf") if arguments.budget is None else time.monotonic() + arguments.budget
     try:
         with stoppable():
-            bench = Bench(folder, arguments.toy, deadline)
+            bench = Bench(folder, toy, deadline, dry=dry)
             bench.about = {**probe(bench, "facts"), "sources": sources()}
-            if not (bench.about["gpu"] or arguments.toy):
+            if not (bench.about["gpu"] or toy):
                 print(
                     "error: torch sees no CUDA device, and this measures one: run it where there is a GPU "
                     "(--toy tries the pieces on tiny shapes without one)",
@@ -145,11 +150,11 @@ def run(bench: Bench, names: Sequence[str], again: bool = False, results: Path |
         left.remove(name)
     done = {name: json.loads(path.read_text()) for name in PIECES if (path := bench.folder / f"{name}.json").exists()}
     command = " ".join([COMMAND, *sys.argv[1:]])
-    text = page(done, about, command, bench.toy)
+    text = page(done, about, command, bench.short)
     (bench.folder / "gpu.md").write_text(text)
     print(f"\n{text}\nwritten: {bench.folder / 'gpu.md'} and a .json for each piece", flush=True)
     if results is not None:
-        verdicts = targets(done, bench.toy)
+        verdicts = targets(done, bench.short)
         report = {**about, "command": command, "targets": verdicts, "pieces": done}
         write_json(results.with_suffix(".json"), report)
         results.with_suffix(".md").write_text(text)

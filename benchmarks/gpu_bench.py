@@ -43,11 +43,19 @@ class Bench:
     """The settings of one call, and its clock."""
 
     folder: Path
+    #: Tiny shapes.
     toy: bool
     #: Of time.monotonic; infinite without a budget.
     deadline: float
     #: What `gpu_probe.py` says of the device: `gpu`, `memory_bytes`, `peak_flops` and what figures hold for.
     about: Mapping[str, Any] = field(default_factory=dict)
+    #: Real shapes, two blocks of them and few steps.
+    dry: bool = False
+
+    @property
+    def short(self) -> bool:
+        """Whether it measures nothing."""
+        return self.toy or self.dry
 
     @property
     def left(self) -> float:

@@ -139,11 +139,11 @@ def ladder_command(
     bench: Bench, setting: Setting, flags: Sequence[str], layers: int, out: Path, skip: Sequence[str]
 ) -> list[str]:
     """`titanlite benchmark` on one rank."""
-    steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
+    steps, warmup = (4, 2) if bench.short else (setting.steps, setting.warmup)
     return [
         *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
-        *("--repeats", str(1 if bench.toy else setting.repeats)),
+        *("--repeats", str(1 if bench.short else setting.repeats)),
         *(word for level in skip for word in ("--skip", level)),
         *(f"--model.overrides.n_layers={layers}", *flags),
     ]
@@ -170,15 +170,17 @@ def keep_layers(bench: Bench, name: str, layers: int) -> None:
 
 def fitting(bench: Bench, name: str, setting: Setting, flags: Sequence[str]) -> int:
     """Blocks with which two eager steps run: as many as the model has, or as memory allows. Raises Failed."""
-    kept = kept_layers(bench, name)
+    kept, log = kept_layers(bench, name), bench.folder / "logs" / f"{name}-fit.log"
     if kept.exists():
         return int(kept.read_text())
-    if bench.toy:
-        return 2
+    if bench.short:
+        layers = 2
+        if bench.dry and (code := bench.call(fit_command(bench, setting, flags, layers), log)):
+            raise Failed(f"exit {code}: {last_line(log)}")
+        return layers
     if setting.layers is not None:
         return setting.layers
     layers = layers_by_state(setting, flags, bench.about.get("memory_bytes"))
-    log = bench.folder / "logs" / f"{name}-fit.log"
     while layers > 0:
         code = bench.call(fit_command(bench, setting, flags, layers), log)
         if code == 0:
@@ -214,7 +216,7 @@ def layers_by_state(setting: Setting, flags: Sequence[str], memory_bytes: int | 
 def tell_time(bench: Bench, name: str, setting: Setting, flags: Sequence[str], layers: int) -> None:
     """Print about how long each run will take, where the device's peak is known: a ladder resumes whole runs only."""
     peak = bench.about.get("peak_flops")
-    if bench.toy or not peak:
+    if bench.short or not peak:
         return
     config = load_config(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
     tokens = setting.steps * config.batch.tokens_per_step

@@ -56,8 +56,8 @@ def judge(target: Target, done: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{'met' if met and math.isfinite(value) else 'missed'} ({value:{pattern}})"
 
 
-def targets(done: Mapping[str, Mapping[str, Any]], toy: bool) -> list[dict[str, Any]]:
-    """A row per target. Tiny shapes measure nothing."""
+def targets(done: Mapping[str, Mapping[str, Any]], short: bool) -> list[dict[str, Any]]:
+    """A row per target. Tiny shapes and few steps measure nothing."""
     return [
         {
             "target": one.about,
@@ -65,20 +65,20 @@ def targets(done: Mapping[str, Mapping[str, Any]], toy: bool) -> list[dict[str, 
             "level": one.level,
             "figure": one.figure,
             "bound": one.bound,
-            "verdict": "not measured" if toy else judge(one, done),
+            "verdict": "not measured" if short else judge(one, done),
         }
         for one in TARGETS
     ]
 
 
-def page(done: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any], command: str, toy: bool) -> str:
+def page(done: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any], command: str, short: bool) -> str:
     """gpu.md."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     driver = f", driver and power limit {about['driver and power limit']}" if about["driver and power limit"] else ""
     lines = ["# On one GPU", "", f"{about['device']}{driver}; CUDA {about['cuda']}; {versions}.  ", f"`{command}`", ""]
-    if toy:
-        lines += ["Tiny shapes (`--toy`): that the pieces work; nothing here is a measurement.", ""]
-    lines += [f"- {one['target']} ({one['piece']}): {one['verdict']}" for one in targets(done, toy)]
+    if short:
+        lines += ["`--toy` or `--dry-run`: that the pieces work; nothing here is a measurement.", ""]
+    lines += [f"- {one['target']} ({one['piece']}): {one['verdict']}" for one in targets(done, short)]
     for name, result in done.items():
         lines += ["", f"## {name}", ""]
         if "reason" in result:

@@ -78,6 +78,7 @@ def relative_error(a: Any, b: Any) -> float:
     return ((a.float() - b).norm() / b.norm()).item()
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(
     ("dtype", "kv_heads", "within"), [(torch.bfloat16, 8, 1e-2), (torch.bfloat16, 2, 1e-2), (torch.float32, 8, 1e-3)]
 )
@@ -90,6 +91,7 @@ def test_context_kernels_know_the_mask(dtype: torch.dtype, kv_heads: int, within
     assert set(seen.attention) <= {*plain, "_efficient_attention_forward"}
 
 
+@pytest.mark.numbers
 def test_compiled_attention_is_the_same() -> None:
     error, _ = attend_in_parts("cuda", torch.bfloat16, 2, compiled=True)
     assert error < 1e-2
@@ -105,6 +107,7 @@ def attend(attention: SdpaAttention, doc_ids: Tensor, dtype: torch.dtype) -> lis
     return [t.float().cpu() for t in (y.detach(), *torch.autograd.grad(y, leaves, upstream))]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("window", "documents"), [(None, True), (20, True), (100, False)])
@@ -130,6 +133,7 @@ def test_the_host_does_not_wait_for_the_mask(world: DistEnv) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("compile", [None, Compile()])
 def test_losses_equal_those_of_documents_alone_to_the_rounding_of_bf16(world: DistEnv, compile: Compile | None) -> None:
     by_operation = ActivationCheckpoint(mode="selective", selective_ac_option="op")

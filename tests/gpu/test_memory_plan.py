@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 
@@ -19,15 +20,17 @@ from titanlite.trainer import Trainer
 FLAGS = ["--model.overrides.dim=512", "--training.seq_len=1024", "--training.batch_size=8", "--no-validation.enable"]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("ac", ["none", "full"])
 def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(world: DistEnv, tmp_path: Path, ac: str) -> None:
     more = ["--training.steps=3", f"--activation_checkpoint.mode={ac}", f"--job.dump_folder={tmp_path}"]
+    gc.collect()  # a trainer refers to itself
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()  # of other tests
     with listening() as said:
         Trainer(build(load_config("debug_model.toml", 1, [*FLAGS, *more]), world)).train()
     assert before < 2**26
-    (line,) = [line for line in said if "GiB at the peak" in line]
+    line = "".join(line for line in said if "GiB at the peak" in line)
     found = re.fullmatch(r"memory of step 2: measured ([\d.]+) GiB at the peak, planned ([\d.]+) GiB \(.*%\)", line)
     assert found and abs(float(found[1]) / float(found[2]) - 1) < 0.15, line
     assert any(

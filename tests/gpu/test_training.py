@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.checkpoint.runs import train as train_and_save
@@ -30,13 +32,51 @@ from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.models import get_spec
+from titanlite.models.spec import Init
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.init import ROWS, fill
 from titanlite.tools.tensors import Contents, compare
+
+SHAPE, KINDS = (2 * ROWS + 5, 1000), ("normal", "trunc_normal", "uniform")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(world: DistEnv, kind: Any) -> None:
+    sizes: list[int] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket.__name__ in ("normal_", "uniform_"):
+                sizes.append(args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    whole = torch.empty(SHAPE, device=world.device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Seen():
+            fill(whole, (0, 0), SHAPE, "w", Init(kind, std=0.02, bound=0.06), seed=3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum(sizes) == whole.numel() and max(sizes) <= 2**15
+
+
+@pytest.mark.numbers
+@pytest.mark.parametrize(("kind", "std"), zip(KINDS, (0.02, 0.0197, 0.0346), strict=True))
+def test_a_part_is_a_cut_of_the_whole(world: DistEnv, kind: Any, std: float) -> None:
+    init = Init(kind, std=0.02, bound=0.06)
+    whole, part = torch.empty(SHAPE, device=world.device), torch.empty(80, 400, device=world.device)
+    fill(whole, (0, 0), SHAPE, "w", init, seed=3)
+    fill(part, (100, 50), SHAPE, "w", init, seed=3)
+    assert torch.equal(part, whole[100:180, 50:450])
+    assert whole.std().item() == pytest.approx(std, rel=0.01) and abs(whole.mean().item()) < 2e-4
+    assert (whole.abs().max() <= 0.06) == (kind != "normal")
+
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2)
 BF16 = replace(RUN, training=Training())
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 def test_fp32_training_is_that_of_transformers_on_a_cpu(world: DistEnv, implementation: str) -> None:
     run = replace(RUN, implementation=implementation)
@@ -46,6 +86,7 @@ def test_fp32_training_is_that_of_transformers_on_a_cpu(world: DistEnv, implemen
         spec.hf_config(run.args), start, TOKENS, LABELS, optimizer="AdamW", rates=WARM, max_norm=run.max_norm
     )
     ours = train(world, run)
+    assert ours.gradients, "no update"
     gradients = spec.to_hf(ours.gradients, run.args)
     clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
     for name, gradient in expected.gradients.items():
@@ -53,6 +94,7 @@ def test_fp32_training_is_that_of_transformers_on_a_cpu(world: DistEnv, implemen
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-5)
 
 
+@pytest.mark.numbers
 def test_bf16_training_stays_within_the_spread_of_seeds(world: DistEnv) -> None:
     """Mean distance of its losses from those of fp32: at most twice what another seed makes of them."""
     plain, *others = (torch.tensor(train(world, replace(RUN, seed=seed)).losses) for seed in (7, 8, 9))
@@ -75,6 +117,7 @@ def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
         guard.poll()
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
     """6 steps, saved at the third and gone on with, are the same bits; a save in the background copies in time."""
@@ -100,6 +143,7 @@ def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("implementation", [None, "foreach"])
 def test_offloaded_training_is_the_same(world: DistEnv, implementation: str | None) -> None:
     on_device = train(world, RUN)
@@ -129,6 +173,7 @@ GUARDED = Run(*batches(5, 4, 16, 192), [3e-3] * 5)
 BAD = 3
 
 
+@pytest.mark.numbers
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
     guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]

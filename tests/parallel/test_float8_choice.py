@@ -92,3 +92,19 @@ def test_a_gpu_needs_capability_8_9(monkeypatch: pytest.MonkeyPatch, capability:
     with pytest.raises(ConfigError, match=rf"compute capability 8\.{capability[1]}, and float8 products need 8\.9"):
         check()
     check(emulate=True)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "ao_version", "fine"), [("2.14.0", "0.17.0", False), ("2.13.0", "0.17", True)]
+)
+def test_packages_that_store_float8_wrong_are_refused(
+    monkeypatch: pytest.MonkeyPatch, torch_version: str, ao_version: str, fine: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("importlib.metadata.version", {"torch": torch_version, "torchao": ao_version}.get)
+    if fine:
+        check()
+        return
+    with pytest.raises(ConfigError, match=r"torch 2\.14\.0.*torchao 0\.17\.0.*pip install 'torchao>=0\.18'"):
+        check()

@@ -181,7 +181,7 @@ class CompileWatch:
             code = inspect.unwrap(function).__code__
             place = code.co_filename, code.co_firstlineno
             # Modules of several classes may run the same code, as under tensor parallelism.
-            self._names[place] = "/".join(dict.fromkeys([*filter(None, [self._names.get(place)]), name]))
+            self._names[place] = "/".join(dict.fromkeys([*self._names.get(place, name).split("/"), name]))
         self._backend = backend
         self._warm: set[str] = set()
         self._reported: set[tuple[str, str]] = set()

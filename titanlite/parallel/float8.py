@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import metadata
 from typing import Any, cast
 
 import torch
@@ -34,16 +36,33 @@ from titanlite.parallel.pipeline import PipelineModel
 
 #: The first with float8 products: Ada and Hopper.
 _CAPABILITY = (8, 9)
+#: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the forward and has them
+#: in the backward: with a scale per row losses become NaN (pytorch issue 150859).
+COMPILE_OPTIONS = {"rowwise": {"emulate_precision_casts": True}}
 
 
 def check_float8() -> None:
-    """Raise ParallelismError unless this machine has float8 products; no process group is needed."""
+    """Raise ParallelismError unless this machine has float8 products and packages that store them right.
+
+    It needs no process group.
+    """
     if not torch.cuda.is_available():
         raise ParallelismError("a CPU has no float8 products")
     capability = torch.cuda.get_device_capability()
     if torch.version.hip is None and capability < _CAPABILITY:
         version, name = ".".join(map(str, capability)), torch.cuda.get_device_name()
         raise ParallelismError(f"{name} has compute capability {version}, and float8 products need 8.9")
+    torch_, torchao_ = (metadata.version(name) for name in ("torch", "torchao"))
+    if _release(torch_) >= (2, 14) and _release(torchao_) < (0, 18):
+        # triton issue 11111: inductor of torch 2.14 meets it, and torchao 0.18 avoids it.
+        raise ParallelismError(
+            f"compiled by torch {torch_}, float8 values are stored wrong, which torchao {torchao_} does not prevent: "
+            "pip install 'torchao>=0.18'"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed, parameter name, block). A
 rank draws only the blocks that its shard touches: the same weights on any mesh, with no full tensor in memory. (Plain
-`nn.init` on DTensors gives every CPU rank the same shard.) Weights differ between device types, as torch's generators
-do.
+`nn.init` on DTensors gives every CPU rank the same shard.) Weights differ between CPUs and GPUs, as torch's generators
+do, and not between models of GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from titanlite.models.spec import Init
 
 #: Rows per block. Changing it changes every model's initial weights.
 ROWS = 128
+#: Values that a CUDA kernel draws at once. Beyond the threads that a GPU holds, a value's place in the random sequence
+#: depends on the number of multiprocessors: 32 of them hold so many on every GPU since 2017.
+PIECE = 32 * 1024
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
@@ -48,13 +51,20 @@ def _block_seed(seed: int, name: str, block: int) -> int:
 def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator) -> torch.Tensor:
     """Draw one block [rows, ...] in float32."""
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
-    if init.kind == "normal":
-        return block.normal_(0.0, init.std, generator=generator)
-    if init.kind == "trunc_normal":
+    cut, cuda = init.kind == "trunc_normal", block.device.type == "cuda"
+    if cut and not cuda:
         return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
-    if init.kind == "uniform":
-        return block.uniform_(-init.bound, init.bound, generator=generator)
-    raise ValueError(f"unknown kind of initial values: {init.kind!r}")
+    # torch draws values outside of the bounds again, with a host sync each time: here they are never drawn.
+    scale = math.sqrt(2) * init.std
+    bound = math.erf(init.bound / scale) if cut else init.bound
+    for piece in block.view(-1).split(PIECE) if cuda else [block]:
+        if init.kind == "normal":
+            piece.normal_(0.0, init.std, generator=generator)
+        elif cut or init.kind == "uniform":
+            piece.uniform_(-bound, bound, generator=generator)
+        else:
+            raise ValueError(f"unknown kind of initial values: {init.kind!r}")
+    return block.erfinv_().mul_(scale).clamp_(-init.bound, init.bound) if cut else block
 
 
 @torch.no_grad()

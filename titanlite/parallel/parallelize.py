@@ -27,7 +27,7 @@ from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, 
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
 from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
-from titanlite.parallel.float8 import apply_float8
+from titanlite.parallel.float8 import COMPILE_OPTIONS, apply_float8
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
@@ -116,8 +116,7 @@ class ModelBuilder:
         inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
         apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
         separate_cache(self.mesh, self.device)
-        options = ASYNC_OPTIONS if self.experimental.enable_async_tensor_parallel else None
-        apply_compile(self.compiled_modules(model), self.compile.backend, options)
+        apply_compile(self.compiled_modules(model), self.compile.backend, self.compile_options)
         present = [tuple(select(model, group)) for group in groups]
         apply_fsdp(
             model,
@@ -239,6 +238,14 @@ class ModelBuilder:
     @property
     def pp(self) -> int:
         return self.mesh["pp"].size()
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """Settings of inductor for the blocks."""
+        options = dict(ASYNC_OPTIONS) if self.experimental.enable_async_tensor_parallel else {}
+        if self.float8.enable_float8_linear and self.compile.backend == "inductor":
+            options |= COMPILE_OPTIONS.get(self.float8.recipe_name.partition("_")[0], {})
+        return options
 
     @property
     def param_dtype(self) -> torch.dtype:
