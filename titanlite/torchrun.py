@@ -1,25 +1,32 @@
 """torchrun that ends with the exit code of its workers: python -m titanlite.torchrun [torchrun's arguments]
 
 torchrun itself ends with 1 for any failure. The workers write their codes to a file (`exit_codes.report_code`).
+Ranks of `titanlite train` start as copies of this process, so torch is imported once and not by each of them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from titanlite import exit_codes
 from titanlite.signals import exit_on_signals
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: What torchrun starts for the ranks of `command`, after Python itself.
+_TRAIN = ["-u", "-m", "titanlite", "train"]
 
 
 def command(ranks: int, arguments: Sequence[str]) -> list[str]:
@@ -74,6 +81,75 @@ def _last_restart(text: str) -> list[tuple[int, str]]:
     return [(int(code), "".join(map(json.loads, words))) for restart, code, *words in lines if int(restart) == last]
 
 
+class _Copy(subprocess.Popen[bytes]):
+    """A rank that is a copy of this process instead of a new Python. GPUs and threads of torch are not in use here."""
+
+    def _execute_child(self, args: Sequence[str], *given: Any) -> None:
+        env, out, err = given[5], given[11], given[13]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or both processes write what is in its buffer
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of threads, which only talk to other torchruns
+            self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            _become_rank(list(args), env, out, err)
+
+
+def _become_rank(args: list[str], environment: Mapping[str, str], out: int, err: int) -> NoReturn:
+    """Do what the command `args` does, with these file descriptors as output (-1: unchanged). Never returns."""
+    code = exit_codes.ERROR
+    try:
+        os.setsid()
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for source, target in ((out, 1), (err, 2)):
+            if source != -1:
+                os.dup2(source, target)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.environ.clear()
+        os.environ.update(environment)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        import torch
+
+        if (threads := environment.get("OMP_NUM_THREADS", "")).isdecimal():  # it may be set since torch was imported
+            torch.set_num_threads(int(threads))
+        from titanlite.tools import cli
+
+        sys.argv = [str(Path(__file__).with_name("__main__.py")), *args[args.index("train") :]]
+        code = cli.main() or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _copy_ranks() -> None:
+    """Let torchrun start ranks of `titanlite train` as copies of this process, which imports what they need."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    import titanlite.build
+    import titanlite.main
+    import titanlite.tools.cli
+    import titanlite.trainer  # noqa: F401
+
+    gc.freeze()
+    start = SubprocessHandler._popen
+
+    def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
+        if list(args[:5]) != [sys.executable, *_TRAIN]:  # wrapped in numactl
+            return start(handler, args, env)
+        return _Copy(args, env=env, stdout=handler._stdout, stderr=handler._stderr)
+
+    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+
+
 def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
@@ -83,6 +159,8 @@ def main() -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    if " ".join(_TRAIN[1:]) in " ".join(sys.argv):
+        _copy_ranks()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
