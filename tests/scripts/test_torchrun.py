@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
-from tests.processes import environment, python
+from tests.processes import ROOT, TORCHRUN, environment, python
 from titanlite.exit_codes import CONFIG, LOST_PEER, code_of
 from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 
@@ -100,3 +102,11 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
 def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
     late = "from titanlite.signals import end_with_parent; end_with_parent(9, 2**22 + 1); print('goes on')"
     assert python("-c", late).returncode == -9
+
+
+def test_ranks_start_as_copies_of_the_launcher_and_not_as_new_pythons(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("with open('started', 'a') as file:\n    file.write('x')\n")
+    words = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "-m", "titanlite", "train", "--training.setps=3"]
+    done = python(*words, cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"})
+    assert done.returncode == CONFIG and done.stderr.count("training.setps: unknown key") == 1
+    assert (tmp_path / "started").read_text() == "x"
