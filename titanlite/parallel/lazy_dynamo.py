@@ -29,8 +29,8 @@ class _Deferred(ModuleType):
             if isinstance(self, _Deferred):  # else another thread has just loaded it
                 spec = self.__spec__
                 assert spec is not None and spec.loader is not None
-                self.__class__ = ModuleType
-                self.__path__ = spec.submodule_search_locations
+                object.__setattr__(self, "__class__", ModuleType)
+                vars(self)["__path__"] = spec.submodule_search_locations
                 spec.loader.exec_module(self)
         return getattr(self, name)
 
@@ -63,4 +63,4 @@ def defer_dynamo() -> None:
     config = sys.modules[f"{NAME}.config"] = importlib.util.module_from_spec(settings)
     settings.loader.exec_module(config)
     vars(module).update(config=config, disable=disable, graph_break=lambda *_, **__: None)
-    sys.modules[NAME] = torch._dynamo = module  # type: ignore[assignment]
+    sys.modules[NAME] = torch._dynamo = module
