@@ -147,7 +147,7 @@ def _copy_ranks() -> None:
             return start(handler, args, env)
         return _Copy(args, env=env, stdout=handler._stdout, stderr=handler._stderr)
 
-    SubprocessHandler._popen = popen  # type: ignore[method-assign]
+    SubprocessHandler._popen = popen  # type: ignore[assignment,method-assign]
 
 
 def main() -> NoReturn:
