@@ -64,6 +64,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import fix_workspace, seed_generators, use_deterministic
+from titanlite.parallel.lazy_dynamo import defer_dynamo
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
@@ -181,6 +182,8 @@ def build_model(
     spec, args = run.spec, run.model_args(tokenizer_size)
     if run.training.compile:
         prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
+    else:
+        defer_dynamo()
     mesh = world.build_mesh(**degrees.dimensions)
     builder = ModelBuilder(
         spec,

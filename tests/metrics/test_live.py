@@ -20,9 +20,9 @@ from tests.metrics.terminal import Terminal, log_step, step_lines, texts
 from tests.processes import ROOT, TORCHRUN, environment
 from tests.tiny import TWO_LAYERS
 from titanlite.metrics import live
-from titanlite.metrics.console import console_handler, setup_console
+from titanlite.metrics.console import console_handler, setup_console, start_view
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.live import ROWS, LiveView, start_view
+from titanlite.metrics.live import ROWS, LiveView
 from titanlite.utils import logger
 
 TITLES = ["step", "loss", "grad norm", "lr", "tokens/s", "memory"]

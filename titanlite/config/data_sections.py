@@ -108,7 +108,7 @@ class Data(Section, frozen=True):
     """Threads per rank that tokenize text. None: the cores of the node per rank, at most 8. 0: the main thread."""
     token_cache: Location = "auto"
     """Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "auto":
-    titanlite-tokens-UID in the folder of temporary files, for 32 MB and more. "off": each rank tokenizes alone."""
+    titanlite-tokens-UID in the folder of temporary files, for 1 MB and more. "off": each rank tokenizes alone."""
     prefetch: Natural = 2
     """Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed."""
     pin_memory: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
@@ -163,3 +165,26 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 def console_handler() -> ConsoleHandler | None:
     """Return the handler of `setup_console`, if that was called."""
     return next((handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), None)
+
+
+def start_view(done: int, steps: int) -> LiveView | None:
+    """Show the view of a run of `steps` steps, `done` of them done, where `setup_console` logs to a person's terminal.
+
+    Return None elsewhere, and on other ranks than 0.
+    """
+    handler, environment = console_handler(), os.environ
+    # Containers get terminals too, whose drawings would fill a file. Those have no size, or say where they are.
+    if is_dumb() or not environment.get("TERM") or environment.get("CI") or environment.get("KUBERNETES_SERVICE_HOST"):
+        return None
+    if handler is None or handler.rank or not is_terminal(stream := handler.target()):
+        return None
+    with contextlib.suppress(OSError):
+        if os.get_terminal_size(stream.fileno()) != (0, 0):
+            from titanlite.metrics.live import LiveView  # its library takes a while to import
+
+            handler.view = LiveView(handler, done, steps)
+    return handler.view
+
+
+def is_terminal(stream: TextIO) -> bool:
+    return isinstance(stream, io.TextIOWrapper) and not stream.closed and stream.isatty()

@@ -6,12 +6,9 @@ A step that leaves the table becomes a line of the log, so you can scroll back t
 from __future__ import annotations
 
 import contextlib
-import io
-import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titanlite.metrics.console import ConsoleHandler, Figures, console_handler, is_dumb, shown_memory
+from titanlite.metrics.console import ConsoleHandler, Figures, is_terminal, shown_memory
 from titanlite.utils import human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
@@ -43,27 +40,6 @@ _COLUMNS: dict[str, tuple[str, Callable[[Figures], str]]] = {
 _ALWAYS = ("step", "loss", "tokens/s")
 
 
-def start_view(done: int, steps: int) -> LiveView | None:
-    """Show the view of a run of `steps` steps, `done` of them done, where `setup_console` logs to a person's terminal.
-
-    Return None elsewhere, and on other ranks than 0.
-    """
-    handler, environment = console_handler(), os.environ
-    # Containers get terminals too, whose drawings would fill a file. Those have no size, or say where they are.
-    if is_dumb() or not environment.get("TERM") or environment.get("CI") or environment.get("KUBERNETES_SERVICE_HOST"):
-        return None
-    if handler is None or handler.rank or not _is_terminal(stream := handler.target()):
-        return None
-    with contextlib.suppress(OSError):
-        if os.get_terminal_size(stream.fileno()) != (0, 0):
-            handler.view = LiveView(handler, done, steps)
-    return handler.view
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    return isinstance(stream, io.TextIOWrapper) and not stream.closed and stream.isatty()
-
-
 class LiveView:
     """Draws the view on the console's terminal. What the log, sys.stdout and sys.stderr say there goes above it."""
 
@@ -82,7 +58,7 @@ class LiveView:
             get_renderable=self._render,
             console=self._console,
             auto_refresh=False,
-            redirect_stderr=_is_terminal(sys.stderr),
+            redirect_stderr=is_terminal(sys.stderr),
         )
         self._live.start(refresh=True)
 

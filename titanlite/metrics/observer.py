@@ -17,7 +17,7 @@ from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.metrics.boards import TensorBoard, WandbWriter, tags
-from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, titan_line
+from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, start_view, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
 from titanlite.metrics.throughput import StragglerDetector, Throughput, read_memory, reset_peak
 from titanlite.parallel.dist_env import DistEnv
@@ -87,8 +87,6 @@ class MetricsLogger(Callback):
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
         self._open_tensorboard(step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
-            from titanlite.metrics.live import start_view
-
             self._view = start_view(step, trainer.steps)
         head = dict(trainer.parts.model.named_modules()).get(trainer.parts.spec.head)
         self._ranks = StragglerDetector(self._world.device, head)

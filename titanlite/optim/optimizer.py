@@ -12,8 +12,27 @@ from torch import nn
 from titanlite.config.extensions import load_function
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, block_of
+from titanlite.optim.gated import local
 from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
+
+
+class Adam(torch.optim.Adam):
+    """torch's Adam, which steps on this rank's parts; its state keeps the sharding of the parameters.
+
+    All its operators are elementwise, so the numbers are the same. DTensor would take 2 s of the first step to find out
+    how each operator divides, and dispatches every later one more slowly.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        is_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return bool(is_complex)
+
+
+class AdamW(Adam, torch.optim.AdamW):
+    """torch's AdamW, in the same way."""
 
 
 def build_optimizer(
@@ -47,7 +66,7 @@ def build_optimizer(
         return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.peak_lr)
     if settings.name == "Muon":
         return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.peak_lr)
-    kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[settings.name]
+    kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
     return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr)
 

@@ -23,7 +23,6 @@ import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.data.loader import Batch
@@ -104,6 +103,8 @@ class ContextAttention(nn.Module):
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
         spans = self._spans(chunk)
         if doc_ids is None:
+            from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
+
             # Made here, since `torch.compile` can take them as arguments but cannot make them in a graph. They hold no
             # data, and dispatch modes (a trace without data, a counter of FLOPs) cannot take them.
             with _disable_current_modes():

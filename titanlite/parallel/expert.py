@@ -101,7 +101,7 @@ class Exchange:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.ranks = mesh.get_group(), mesh.size()
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # `torch.compiler.disable` would import the compiler now
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Send rows to the ranks of their experts.
 
@@ -116,7 +116,7 @@ class Exchange:
         route = Route(outward, inward, order, order.argsort(), self.group)
         return _Move.apply(rows, route, True), received.sum(0), route
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """Return the experts' results [rows, dim], in the order in which `dispatch` took their rows."""
         return _Move.apply(rows, route, False)

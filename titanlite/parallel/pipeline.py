@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.loss import LossFunction, in_chunks
 from titanlite.parallel.pipeline_split import SCHEDULES, StageLayout
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
     from titanlite.data.loader import Batch
 
 
@@ -120,6 +120,8 @@ class Pipeline:
         loss: summed over tokens. positions: tokens per sequence on this rank → their places in it, [that many] int64;
         needed where hidden states have another length.
         """
+        from torch.distributed.pipelining.schedules import get_schedule_class  # it loads the compiler
+
         self._model, self._shape, self._device, self._loss = model, shape, device, loss
         self._microbatches = microbatches
         self._positions = positions
@@ -139,6 +141,8 @@ class Pipeline:
 
     def _stage(self, number: int, count: int) -> PipelineStage:
         """Make a stage of known shapes, so that torch does not run the model once to infer them."""
+        from torch.distributed.pipelining import PipelineStage
+
         shape, first, last = self._shape, number == 0, number == count - 1
         tokens = torch.empty(shape.rows, shape.seq_len, dtype=torch.int64, device="meta")
         hidden = shape.hidden(shape.rows, shape.seq_len, "meta")
