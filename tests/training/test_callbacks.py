@@ -190,7 +190,6 @@ def test_what_cannot_be_loaded_is_a_config_error(
 # The process
 
 
-<<<<<<< HEAD
 def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, tuple[str, ...]]]:
     """Settings of the process while it trains with debug.deterministic, and the calls that make a new tensor."""
     seen = set[tuple[bool, str | None, tuple[str, ...]]]()
@@ -201,16 +200,6 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, t
                 torch.empty(9)
             names = tuple(one.name for one in calls.function_events)
             seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"), names))
-=======
-def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, bool]]:
-    """Settings of the process while it trains with debug.deterministic; whether new memory is filled."""
-    seen: set[tuple[bool, str | None, bool]] = set()
-
-    class Look(Callback):
-        def on_step_end(self, trainer: Trainer, result: Any) -> None:
-            on, workspace = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-            seen.add((on, workspace, bool(torch.empty(1000).isnan().all())))
->>>>>>> w-gpusuite
 
     try:
         trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
@@ -223,7 +212,6 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, b
     return seen
 
 
-<<<<<<< HEAD
 def test_deterministic_kernels_are_on_in_training_and_new_tensors_stay_empty(pool: Pools, tmp_path: Path) -> None:
     assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", ("aten::empty",))}]
 
@@ -245,7 +233,3 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
 def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
     for made in pool(2).run(_groups_made, str(tmp_path)):
         assert len(made) >= 2 and set(made) == {-1}, "those of saves, among others, before the trainer exists"
-=======
-def test_deterministic_kernels_are_on_in_training(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", False)}]
->>>>>>> w-gpusuite

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 
-def spare_copies(model: FSDPModule) -> None:
+def spare_copies(model: nn.Module) -> None:
     """Let the modules of one rank compute with the sharded weights themselves, or with one cast of them; in place.
 
     Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two, also on one rank.

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from titanlite.build import build_model, build_step
 from titanlite.data.loader import Batch
@@ -103,10 +103,7 @@ class _QuickFake(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            if func is not _ATEN._fused_adamw_.default:
-                return NotImplemented  # its operators on local tensors come here
-            # DTensor takes seconds to find the placements of thousands of tensors that change in place.
-            args, kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
+            return NotImplemented  # its operators on local tensors come here
         if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):

@@ -11,11 +11,8 @@ _libraries: list[Any] = []  # the end of one would take its kernels away
 
 def load() -> None:
     """Let cuDNN's attention give results of the right shape and layout, with nothing computed."""
-<<<<<<< HEAD
     import ctypes
 
-=======
->>>>>>> w-gpusuite
     import torch
     from torch.utils._pytree import tree_map
 
@@ -28,10 +25,7 @@ def load() -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
             shapes, named = tree_map(lambda t: empty(t, "meta"), (args, kwargs))
-<<<<<<< HEAD
             ctypes.CDLL(None).nullgpu_kernel(op._schema.name.encode(), None)
-=======
->>>>>>> w-gpusuite
             return tree_map(lambda t: empty(t, device), op(*shapes, **named))
 
         return call
