@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.processes import python
 from tests.tiny import EIGHT_STEPS
 
@@ -38,6 +40,7 @@ print(json.dumps([modules, operators, len(tokenized), kinds, graphs]))
 """
 
 
+@pytest.mark.slow
 def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(tmp_path: Path) -> None:
     words = [*EIGHT_STEPS, "--training.steps=2", "--data.token_cache=auto", "--validation.enable=false"]
     done = python("-c", _RUNS, *words, f"--job.dump_folder={tmp_path / 'run'}", env={"TMPDIR": str(tmp_path)})
