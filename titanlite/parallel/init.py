@@ -23,8 +23,8 @@ from titanlite.models.spec import Init
 
 #: Rows per block. Changing it changes every model's initial weights.
 ROWS = 128
-#: Values that a CUDA kernel draws at once. Beyond the threads that a GPU holds, a value's place in the random sequence
-#: depends on the number of multiprocessors: 32 of them hold so many on every GPU since 2017.
+#: Values that a CUDA kernel draws at once. The values of a larger draw depend on the number of multiprocessors. Every
+#: data-center GPU since 2017 holds the threads of 32.
 PIECE = 32 * 1024
 
 
