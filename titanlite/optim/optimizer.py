@@ -155,7 +155,7 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `gated_step` can divide this optimizer's gradients, which saves a pass over them."""
-    return isinstance(optimizer, torch.optim.Adam) and _selects(optimizer)
+    return isinstance(optimizer, Adam) and _selects(optimizer)
 
 
 def _selects(optimizer: torch.optim.Optimizer) -> bool:

@@ -56,7 +56,8 @@ def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Gene
         return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
     # torch draws values outside of the bounds again, with a host sync each time: here they are never drawn.
     scale = math.sqrt(2) * init.std
-    bound = math.erf(init.bound / scale) if cut else init.bound
+    # Below 1, whose inverse is infinite: a wide bound rounds to 1.
+    bound = min(math.erf(init.bound / scale), 1 - 2**-23) if cut else init.bound
     for piece in block.view(-1).split(PIECE) if cuda else [block]:
         if init.kind == "normal":
             piece.normal_(0.0, init.std, generator=generator)
