@@ -74,7 +74,13 @@ BROKEN = [
     ("trainer.py", 'parts.loader.load_state_dict(loaded.train["data"])', "pass", "resume", "steps [5, 6, 7, 8]"),
     ("trainer.py", 'state["validation_owed"] = True', "pass", "sigterm-validation", "steps [6]"),
     ("trainer.py", "if outcome.problem:", "if False:", "background-save", "not reported"),
-    ("step.py", "(self.optimizer, ok, lr)", "(self.optimizer, ok | True, lr)", "nan-skip", f"{[exit_codes.GUARD] * 2}"),
+    (
+        "step.py",
+        "(self.optimizer, ok, lr, divisor)",
+        "(self.optimizer, ok | True, lr)",
+        "nan-skip",
+        f"{[exit_codes.GUARD] * 2}",
+    ),
     ("trainer.py", '"data": skip_to(data, fetched)', '"data": data', "nan-rollback", "steps [5, 6, 7, 8]"),
 ]
 
