@@ -24,6 +24,8 @@ class Case:
     ranks: int = 8
     config: str = "llama3_8b"
     gpu: str = "h100-80g"
+    #: Of the rank on its machine: another than 0 shows contexts on GPU 0.
+    device: int = 0
     #: Depth; None: the model's. Where no memory is asked for a few show what each layer adds.
     layers: int | None = None
     #: Name of a figure → the most there may be, where that is not zero.
@@ -35,6 +37,7 @@ class Case:
         sizes = [
             "--training.global_batch_size=-1",
             "--activation_checkpoint.mode=none",
+            "--no-training.compile",
             "--no-checkpoint.enable_checkpoint",
         ]
         config = f"--job.config_file={ROOT}/train_configs/{self.config}.toml"
@@ -80,10 +83,9 @@ CASES: dict[str, Case] = {
         COMPILE + FULL + "training.global_batch_size=32 training.gradient_sync=last", layers=8
     ),
     "8B, parameters offloaded": Case("training.enable_cpu_offload " + OP, layers=8, allowed=ON_HOST),
-    "8B, save in the background": Case(SAVES + "async " + OP, layers=2, allowed={"syncs": 2}),
-    "8B, pinned save in the background": Case(
-        SAVES + "async_with_pinned_mem " + OP, layers=2, allowed={"syncs": 2, "hostalloc": 99}
-    ),
+    "8B, save in the background": Case(SAVES + "async " + OP, device=3, layers=2),
+    "8B, pinned save in the background": Case(SAVES + "async_with_pinned_mem " + OP, device=3, layers=2),
+    "8B, one H200": Case(COMPILE, 1, "llama3_8b_h200", "h200-141g"),
     "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
     "70B on 64": Case(FULL, 64, "llama3_70b", layers=8),
     "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b"),
@@ -110,6 +112,7 @@ def play(folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = ()) -
         str(folder),
         str(HERE / "play.py"),
         f"--ranks={case.ranks}",
+        f"--device={case.device}",
         f"--steps={steps}",
         "--",
     ]
