@@ -97,26 +97,23 @@ CASES: dict[str, Case] = {
 def play(folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
     """Play a case on the null GPU in `folder`, and return what play.py prints.
 
-    more: flags. Raises RuntimeError with the end of its output.
+    more: flags. Raises RuntimeError as `run` does.
     """
     from titanlite.plan.hardware import find_gpu
 
-    gpu = find_gpu(case.gpu)
-    environment = {
-        **os.environ,
-        "NULLGPU_GIB": f"{gpu.memory / 2**30:.2f}",
-        "NULLGPU_NAME": f"NVIDIA {case.gpu[:4].upper()}",
-    }
-    command = [
-        str(HERE / "run.sh"),
-        str(folder),
-        str(HERE / "play.py"),
-        f"--ranks={case.ranks}",
-        f"--device={case.device}",
-        f"--steps={steps}",
-        "--",
-    ]
-    done = subprocess.run([*command, *case.argv(), *more], env=environment, capture_output=True, text=True, cwd=ROOT)
+    memory = {"NULLGPU_GIB": f"{find_gpu(case.gpu).memory / 2**30:.2f}"}
+    ranks = [f"--ranks={case.ranks}", f"--device={case.device}", f"--steps={steps}"]
+    command = [HERE / "play.py", *ranks, "--", *case.argv(), *more]
+    return run(folder, *command, NULLGPU_NAME=f"NVIDIA {case.gpu[:4].upper()}", **memory)
+
+
+def run(folder: Path, *command: str | Path, **variables: str) -> dict[str, Any]:
+    """Run Python on the null GPU in `folder`, and return the JSON of its last line.
+
+    variables: of its environment. Raises RuntimeError with the end of its output.
+    """
+    own = {**os.environ, **variables}
+    done = subprocess.run([HERE / "run.sh", folder, *command], env=own, capture_output=True, text=True, cwd=ROOT)
     if done.returncode or not done.stdout.strip():
         raise RuntimeError("\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-25:]]))
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -84,13 +84,8 @@ def set_ranks(rank: int, ranks: int, log: Path, device: int | None = None) -> No
     Call it before anything uses CUDA.
     """
     log.unlink(missing_ok=True)
-    here = min(ranks, 8)
-    launch = {
-        "RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_RANK": rank % 8 if device is None else device,
-        "LOCAL_WORLD_SIZE": here,
-    }
+    here, local = min(ranks, 8), rank % 8 if device is None else device
+    launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in {**launch, **address, "NULLGPU_COUNT": here}.items()})
     os.environ["NULLGPU_LOG"] = str(log)
@@ -148,8 +143,8 @@ def nobody_else() -> Iterator[None]:
 def read_log(log: Path) -> dict[str, Any]:
     """Return counts of the log's part between its marks.
 
-    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory and thread; syncs: waits
-    of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`).
+    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory and thread;
+    syncs: waits of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`).
     """
     kernels, gemm, streams = 0, 0, Streams()
     nccl, copies, syncs = Counter[str](), Counter[str](), Counter[str]()
