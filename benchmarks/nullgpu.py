@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nullgpu.cases import CASES, HERE, STORED, Case, figures, play, run  # noqa: E402
+from tests.nullgpu.cases import CASES, HERE, PLAIN, STORED, Case, figures, play, run  # noqa: E402
 from titanlite.fit import check_config  # noqa: E402
 from titanlite.plan.hardware import cluster_of  # noqa: E402
 from titanlite.plan.parts import GIB  # noqa: E402
@@ -42,8 +42,8 @@ TORCHTITAN = {
 HEAD = """# Counted on the null GPU
 
 Made by `python benchmarks/nullgpu.py`; [null-gpu.md](../../docs/null-gpu.md) has what it is and what it cannot
-show. Torch 2.13.0 (CUDA 13), rank 0, one micro-batch of 8,192 tokens a GPU unless named.
-No activation checkpointing unless named. Each row is one step that is not logged, at full depth unless it says layers.
+show. Torch 2.13.0 (CUDA 13), rank 0, at full depth unless a row says layers. Each row is one step that is not logged.
+Settings are below the table.
 
 - **kernels**, **NCCL**: launches and collectives of the step. **exposed**: collectives beside which no matrix product
   can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the host.
@@ -57,6 +57,11 @@ No activation checkpointing unless named. Each row is one step that is not logge
 
 | run | ranks | kernels | NCCL | exposed | waits | pageable | malloc | host | peak | reserved | plan | products | MFU |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+SETTINGS = f"""
+Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags change it, and these flags before its own:
+{PLAIN}
+
 """
 
 
@@ -116,7 +121,10 @@ def write_page() -> None:
     own, theirs = stored(), stored(THEIRS)
     rows = [row(name, case, {**own[name], "plan": plan(case)}) for name, case in CASES.items() if name in own]
     rows += [row(name, Case(), found) for name, found in theirs.items()]
-    PAGE.write_text(HEAD.format(error=ERROR) + "".join(rows))
+    flags = {name: f"{case.config}.toml, {case.gpu}: {case.flags}" for name, case in CASES.items() if name in own}
+    flags |= {name: TORCHTITAN[name] for name in theirs}
+    settings = [f"- {name}: {' '.join(text.split())}\n" for name, text in flags.items()]
+    PAGE.write_text(HEAD.format(error=ERROR) + "".join(rows) + SETTINGS + "".join(settings))
 
 
 def main() -> None:

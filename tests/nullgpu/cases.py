@@ -34,14 +34,14 @@ class Case:
     def argv(self) -> list[str]:
         """Return the flags of the run."""
         depth = [f"--model.overrides.n_layers={self.layers}"] if self.layers else []
-        sizes = [
-            "--training.global_batch_size=-1",
-            "--activation_checkpoint.mode=none",
-            "--no-training.compile",
-            "--no-checkpoint.enable_checkpoint",
-        ]
         config = f"--job.config_file={ROOT}/train_configs/{self.config}.toml"
-        return [config, *sizes, *depth, *(f"--{flag}" for flag in self.flags.split())]
+        return [config, *(f"--{flag}" for flag in PLAIN.split()), *depth, *(f"--{flag}" for flag in self.flags.split())]
+
+
+#: Flags before a case's own: one micro-batch a step, eager, nothing twice, no saves.
+PLAIN = (
+    "training.global_batch_size=-1 activation_checkpoint.mode=none no-training.compile no-checkpoint.enable_checkpoint"
+)
 
 
 COMPILE, FULL = "training.compile ", "activation_checkpoint.mode=full "
