@@ -20,12 +20,12 @@ All stages run even when one fails; the exit code is 1 if any did (2 to 5: pytes
 HELP
 }
 
-tier="quick" select="not slow and not soak and not nullgpu"
+tier="quick" select="not slow and not soak"
 for argument in "$@"; do
     case "$argument" in
         -h | --help) usage; exit 0 ;;
-        --full) tier="full" select="not soak and not nullgpu" ;;
-        --soak) tier="soak" select="not nullgpu" ;;
+        --full) tier="full" select="not soak" ;;
+        --soak) tier="soak" select="" ;;
         --nullgpu) tier="nullgpu" select="nullgpu" ;;
     esac
 done

@@ -9,7 +9,7 @@ if [ -z "${PYTHON:-}" ]; then
     if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-case " $* " in *" --dry-run "*)
+case " $* " in *" --help "* | *" -h "* | *" --list "*) ;; *" --dry-run "*)
     null="${NULLGPU_DIR:-.nullgpu}"
     tests/nullgpu/setup.sh "$null"
     NULLGPU_ZERO=1 exec tests/nullgpu/run.sh "$null" benchmarks/gpu.py "$@" ;;

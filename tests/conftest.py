@@ -21,9 +21,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`-m "not slow"` leaves out the tests that take longest, too: they run if they are asked for."""
-    if config.option.markexpr and "soak" not in config.option.markexpr:
-        config.option.markexpr = f"({config.option.markexpr}) and not soak"
+    """Leave out the null GPU's tests, and with a choice like "not slow" those of `soak`, unless they are asked for."""
+    chosen = config.option.markexpr
+    left_out = ["not soak"] * (bool(chosen) and "soak" not in chosen) + ["not nullgpu"] * ("nullgpu" not in chosen)
+    config.option.markexpr = " and ".join(filter(None, [chosen and f"({chosen})", *left_out]))
     gc.disable()  # until all is imported
 
 

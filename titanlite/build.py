@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite import start_report as rep
 from titanlite._version import __version__
 from titanlite.anomalies import AnomalyLog
-from titanlite.callbacks import Callback, load_callbacks
+from titanlite.callbacks import Callback, Callbacks, load_callbacks
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.paths import StorePath, to_path
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
@@ -299,9 +299,7 @@ def build(
     validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
     optimizer, train_step = build_step(run, parts)
-    if train_step.in_backward and any(
-        type(callback).before_update is not Callback.before_update for callback in callbacks
-    ):
+    if train_step.in_backward and Callbacks(callbacks).have("before_update"):
         message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
         raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
 

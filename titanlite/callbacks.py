@@ -114,6 +114,10 @@ class Callbacks:
         """
         return [self._call(callback, point, *args) for callback in self._at[point]]
 
+    def have(self, point: str) -> bool:
+        """Return whether a callback implements `point`."""
+        return bool(self._at[point])
+
     def end(self, trainer: Trainer, end: RunEnd) -> None:
         """Call `on_end` of all, whatever one of them raises. The run's own error takes precedence over theirs."""
         failed: Exception | None = None

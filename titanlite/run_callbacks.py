@@ -171,6 +171,10 @@ class VerifyResume(Callback):
     def on_rollback(self, trainer: Trainer) -> None:
         self._check.forget()
 
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        if end.state in ("done", "preempted"):
+            self._check.flush()
+
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         return self._check.at_save(trainer.step, self._next_batch(trainer))
 

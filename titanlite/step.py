@@ -160,8 +160,10 @@ class TrainStep:
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
         """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""
         divisor = None
-        # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit.
-        if norm.device.type == "cuda" and divides_gradients(self.optimizer):
+        # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit. `before_update` is
+        # promised clipped gradients.
+        inside = norm.device.type == "cuda" and self.before_update is do_nothing
+        if inside and divides_gradients(self.optimizer):
             divisor = clip_divisor(norm, self.max_norm)
         else:
             clip_gradients(self.model.parameters(), norm, self.max_norm)

@@ -55,7 +55,6 @@ class Trainer:
         #: Steps since the latest save that were not skipped. If there are none, its weights are not proven good.
         self.good_steps = 0
         parts.train_step.phase = self.phase
-        parts.train_step.before_update = lambda: self.callbacks("before_update", self)
 
     def train(self) -> None:
         """Run to the last step.
@@ -96,6 +95,8 @@ class Trainer:
     def start(self) -> None:
         """Load a checkpoint, if there is one, and tell the callbacks that the run begins."""
         parts = self.parts
+        if self.callbacks.have("before_update"):
+            parts.train_step.before_update = lambda: self.callbacks("before_update", self)
         kept = "CHECKPOINTS ARE OFF: nothing will be saved"
         if parts.checkpointer is not None:
             kept = "then a checkpoint is written"

@@ -15,7 +15,7 @@ from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire, collectives
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.fsdp import apply_fsdp
+from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
@@ -223,3 +223,26 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
 def test_one_rank_computes_with_its_shards_and_copies_nothing(pool: Pools) -> None:
     ((copied, ratios, renewed),) = pool(1).run(_one_rank)
     assert copied == [] and ratios == [2.0] * 13 and renewed
+
+
+def _bf16_weights(world: DistEnv) -> bool:
+    """Whether gradients of several micro-batches are their sum in float32."""
+    torch.manual_seed(0)
+    plain, ours = Odd().bfloat16(), Odd().bfloat16()
+    ours.load_state_dict(plain.state_dict())
+    sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
+    apply_fsdp(ours, groups_by_class(ours, ["Sequential", "Embedding"]), world.build_mesh())
+    for last in (*[False] * 31, True):
+        tokens = torch.randint(13, (2, 13))
+        plain.zero_grad()
+        set_gradient_sync(ours, last)
+        for model in (plain, ours):
+            model(tokens).logsumexp(-1).sum().backward()
+        for total, parameter in zip(sums, plain.parameters(), strict=True):
+            total += parameter.grad
+    pairs = zip(sums, ours.parameters(), strict=True)
+    return all(torch.equal(total.bfloat16(), p.grad.to_local()) for total, p in pairs)  # type: ignore[union-attr]
+
+
+def test_one_rank_sums_gradients_of_bf16_weights_in_float32(pool: Pools) -> None:
+    assert pool(1).run(_bf16_weights) == [True]

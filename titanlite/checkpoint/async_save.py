@@ -38,8 +38,8 @@ class SaveOutcome:
 class AsyncSave:
     """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
 
-    The thread makes the copy too, while the forward and backward pass of the next step run: call `await_copy` before
-    the tensors change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
+    The thread also copies the tensors, while the next forward and backward pass run: call `await_copy` before they
+    change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
     """
@@ -85,7 +85,7 @@ class AsyncSave:
             try:
                 try:
                     if self._stream is not None:
-                        # A new thread is on GPU 0 and its default stream, for whose work DCP would wait.
+                        # A new thread starts on GPU 0 and its default stream. DCP would wait for that stream.
                         torch.cuda.set_device(self._stream.device)
                         torch.cuda.set_stream(self._stream)
                     copies = cast(Tensors, self._stager.stage(tensors))

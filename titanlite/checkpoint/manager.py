@@ -322,9 +322,9 @@ class Checkpointer:
             logger.warning(f"older checkpoints were not deleted: {error}")
 
     def await_copy(self) -> None:
-        """Wait for the copy of an asynchronous save, before weights or moments change otherwise than by the optimizer.
+        """Wait for the copy of an asynchronous save; return at once if none is being made.
 
-        Returns at once if no copy is being made.
+        Call it before anything but the optimizer changes weights or moments.
         """
         if self._async:
             self._async.await_copy()

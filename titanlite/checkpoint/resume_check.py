@@ -75,11 +75,7 @@ class ResumeCheck:
         Returns, on rank 0, the result after the first step of a resumed run. Only that step waits for a GPU: the
         numbers of one after a save are written a step later.
         """
-        if self._late is not None:
-            late, identity, copy, event = self._late
-            self._late = None
-            event.synchronize()
-            self._record(late, identity, *copy.tolist())
+        self.flush()
         loaded, self._loaded = self._loaded, None
         save = self._next if self._next is not None and step >= self._next[0] else None
         if save is not None:
@@ -97,6 +93,14 @@ class ResumeCheck:
         if save is not None and step == save[0]:
             self._record(step, save[1], *numbers)
         return self._compare(loaded, numbers) if loaded is not None and (finite or self._earlier is None) else None
+
+    def flush(self) -> None:
+        """Write the numbers that are on their way from a GPU."""
+        if self._late is not None:
+            step, identity, copy, event = self._late
+            self._late = None
+            event.synchronize()
+            self._record(step, identity, *copy.tolist())
 
     def _compare(self, loaded: LoadedState, numbers: tuple[float, float]) -> ResumeResult:
         """numbers: loss and gradient norm of the first step, to compare with those of the earlier attempt."""

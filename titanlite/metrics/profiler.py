@@ -53,7 +53,7 @@ class Profiler(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         if self._snapshots:
-            # Python's stacks alone: those of C++ double what recording costs an allocation, and the file.
+            # C++ stacks double the cost of an allocation and the size of the file.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_ENTRIES)
         if self._profiler:
             self._profiler.start()

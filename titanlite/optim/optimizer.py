@@ -154,8 +154,14 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `gated_step` can divide this optimizer's gradients inside of the update, which saves a pass over them."""
-    return isinstance(optimizer, torch.optim.Adam) and all(group["fused"] for group in optimizer.param_groups)
+    """Return whether `gated_step` can divide this optimizer's gradients, which saves a pass over them."""
+    return isinstance(optimizer, Adam) and _selects(optimizer)
+
+
+def _selects(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's kernels take a step by a flag on the device."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def gated_step(
@@ -172,8 +178,7 @@ def gated_step(
     device = optimizer.param_groups[0]["params"][0].device  # offloaded parameters are in host memory
     ok = ok.to(device)
     set_rates(optimizer, lr)
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    if fused and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if _selects(optimizer):
         optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
         optimizer.grad_scale = None if divisor is None else divisor.to(device)  # type: ignore[attr-defined]
         optimizer.step()

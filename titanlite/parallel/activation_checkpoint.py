@@ -220,7 +220,7 @@ def trace_block(
     chosen = recomputed_blocks(names, settings)
     model.to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        # As `to_empty`, which makes fake tensors of those on the meta device, by a part of the compiler.
+        # Like `to_empty`, which would load a part of the compiler for meta tensors.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         block = model.get_submodule(names[0])
         one = (

@@ -33,7 +33,7 @@ KEEPS_TIMEOUT = "titanlite_keeps_timeout"
 RENDEZVOUS_SECONDS = 60.0
 
 #: Variables with which a user sets up torch's allocator.
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 #: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves. Other files.
 _GROUPS, _FILES = 4, 256
 

@@ -56,7 +56,7 @@ def check_float8() -> None:
     if _release(torch_) >= (2, 14) and _release(torchao_) < (0, 18):
         # triton issue 11111: inductor of torch 2.14 meets it, and torchao 0.18 avoids it.
         raise ParallelismError(
-            f"compiled by torch {torch_}, float8 values are stored wrong, which torchao {torchao_} does not prevent: "
+            f"torch {torch_} stores compiled float8 values wrong, and torchao {torchao_} does not prevent it: "
             "pip install 'torchao>=0.18'"
         )
 

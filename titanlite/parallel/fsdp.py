@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.one_rank import spare_copies
+from titanlite.parallel.one_rank import avoid_copies
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -76,9 +76,10 @@ def apply_fsdp(
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
     if prefetch and dp_mesh.size(-1) > 1:
         _set_prefetch(model, wrapped, prefetch)
-    if dp_mesh.size() == 1:
+    state = model._get_fsdp_state()  # type: ignore[operator]
+    if dp_mesh.size() == 1 and hasattr(state, "_fsdp_param_groups"):  # torch 2.11 has another layout
         _reduce_in_place(model)
-        spare_copies(model)
+        avoid_copies(model)
     if dp_mesh.size() == 1 or average:
         return  # one rank reduces nothing, and a division by 1.0 would copy every gradient once more
     # gloo has no pre-multiplied sum, which a divide factor alone would need.

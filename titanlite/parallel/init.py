@@ -23,8 +23,8 @@ from titanlite.models.spec import Init
 
 #: Rows per block. Changing it changes every model's initial weights.
 ROWS = 128
-#: Values that a CUDA kernel draws at once. Beyond the threads that a GPU holds, a value's place in the random sequence
-#: depends on the number of multiprocessors: 32 of them hold so many on every GPU since 2017.
+#: Values that a CUDA kernel draws at once. The values of a larger draw depend on the number of multiprocessors. Every
+#: data-center GPU since 2017 holds the threads of 32.
 PIECE = 32 * 1024
 
 
@@ -56,7 +56,8 @@ def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Gene
         return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
     # torch draws values outside of the bounds again, with a host sync each time: here they are never drawn.
     scale = math.sqrt(2) * init.std
-    bound = math.erf(init.bound / scale) if cut else init.bound
+    # Below 1, whose inverse is infinite: a wide bound rounds to 1.
+    bound = min(math.erf(init.bound / scale), 1 - 2**-23) if cut else init.bound
     for piece in block.view(-1).split(PIECE) if cuda else [block]:
         if init.kind == "normal":
             piece.normal_(0.0, init.std, generator=generator)

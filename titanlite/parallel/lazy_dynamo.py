@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -24,15 +24,23 @@ class _Deferred(ModuleType):
     """Stands for `torch._dynamo`, and becomes it at the first use of another name than those below."""
 
     def __getattr__(self, name: str) -> Any:
-        # Python's own lock for the import of a module, which finds threads that wait for each other.
-        with importlib._bootstrap._ModuleLockManager(NAME):  # type: ignore[attr-defined]
-            if isinstance(self, _Deferred):  # else another thread has just loaded it
-                spec = self.__spec__
-                assert spec is not None and spec.loader is not None
-                object.__setattr__(self, "__class__", ModuleType)
-                vars(self)["__path__"] = spec.submodule_search_locations
-                spec.loader.exec_module(self)
+        _load(self)
         return getattr(self, name)
+
+
+def _load(module: ModuleType) -> None:
+    # Python's own lock for the import of a module: it finds threads that wait for each other.
+    with importlib._bootstrap._ModuleLockManager(NAME):  # type: ignore[attr-defined]
+        if not isinstance(module, _Deferred):  # another thread has just loaded it
+            return
+        spec: Any = module.__spec__
+        object.__setattr__(module, "__class__", ModuleType)
+        vars(module)["__path__"] = spec.submodule_search_locations
+        spec._initializing = True  # other threads that import it wait
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            spec._initializing = False
 
 
 def defer_dynamo() -> None:
@@ -46,11 +54,15 @@ def defer_dynamo() -> None:
     def disable(function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
         if function is None:
             return functools.partial(disable, recursive=recursive, **options)
+        if not isinstance(function, (FunctionType, MethodType)):  # a module would lose its parameters
+            _load(module)
+            return module.disable(function, recursive, **options)
         disabled: Callable[..., Any] | None = None
 
+        @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal disabled
-            if isinstance(module, _Deferred):
+            if isinstance(module, _Deferred) or module.disable is disable:  # it is not loaded, or not to the end
                 return function(*arguments, **named)
             disabled = disabled or module.disable(function, recursive, **options)
             return disabled(*arguments, **named)

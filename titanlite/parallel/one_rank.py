@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 
-def spare_copies(model: nn.Module) -> None:
+def avoid_copies(model: nn.Module) -> None:
     """Let the modules of one rank compute with the sharded weights themselves, or with one cast of them; in place.
 
     Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two, also on one rank.
@@ -27,6 +27,8 @@ def spare_copies(model: nn.Module) -> None:
 
 
 class _WholeParam(FSDPParam):
+    """A parameter whose gathered form is its sharded one, or a cast of it."""
+
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
         return [self._sharded_param_data]  # not cast: the copy into `all_gather_outputs` casts
@@ -54,9 +56,11 @@ class _WholeParam(FSDPParam):
         whole = getattr(self, "_unsharded_param", None)
         if whole is None or whole.grad is None:
             return
-        if self.device.type != "cpu" and whole.grad.dtype != self.orig_dtype:
-            return super().accumulate_unsharded_grad_if_needed()  # a GPU casts a group's gradients by one kernel
-        gradient = self.unsharded_grad_data.to(self.reduce_dtype or whole.grad.dtype).to(self.orig_dtype)
+        # torch's way sums micro-batches in `reduce_dtype`, and casts a group's gradients by one kernel on a GPU.
+        casts = self.device.type != "cpu" and whole.grad.dtype != self.orig_dtype
+        if casts or (self.reduce_dtype or whole.grad.dtype) != self.orig_dtype:
+            return super().accumulate_unsharded_grad_if_needed()
+        gradient = self.unsharded_grad_data.to(self.orig_dtype)
         whole.grad = None
         sharded = self.sharded_param
         if sharded.grad is None:

@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 def _prefer_jemalloc() -> None:
     """Let the ranks use jemalloc where it is installed: glibc's heap keeps holes, an eighth of a small model's memory.
 
-    It keeps freed memory for the next step. The user's own choice of an allocator, or of its settings, stays.
+    jemalloc keeps freed memory for the next step. The user's own choice of an allocator, or of its settings, stays.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
         return
