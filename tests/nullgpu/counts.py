@@ -86,7 +86,8 @@ def set_ranks(rank: int, ranks: int, log: Path, device: int | None = None) -> No
     log.unlink(missing_ok=True)
     here, local = min(ranks, 8), rank % 8 if device is None else device
     launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    # One root of NCCL's start for all ranks: beyond 128 torch asks others, which do not exist.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCH_NCCL_RANKS_PER_ROOT": ranks}
     os.environ.update({name: str(value) for name, value in {**launch, **address, "NULLGPU_COUNT": here}.items()})
     os.environ["NULLGPU_LOG"] = str(log)
 
