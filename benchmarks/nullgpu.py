@@ -46,7 +46,7 @@ show. Torch 2.13.0 (CUDA 13), rank 0, at full depth unless a row says layers. Ea
 Settings are below the table.
 
 - **kernels**, **NCCL**: launches and collectives of the step. **exposed**: collectives beside which no matrix product
-  can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the host.
+  can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the loop.
 - **malloc**: cudaMalloc and cudaFree. **host**: processor seconds of one step on a busy machine without a GPU:
   an upper bound of what launching costs.
 - **peak**: GiB of the caching allocator, allocated and reserved; **plan**: the tensors that `titanlite plan` expects.
