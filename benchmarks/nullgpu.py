@@ -34,9 +34,10 @@ PAGE = ROOT / "benchmarks/results/nullgpu.md"
 THEIRS = ROOT / "benchmarks/results/nullgpu_torchtitan.json"
 _8B = "--model.name=llama3 --model.flavor=8B --training.seq_len=8192 --training.local_batch_size=1"
 _PLAIN = f"{_8B} --activation_checkpoint.mode=none"
+_OP = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
 TORCHTITAN = {
     "torchtitan 0.2.2, 8B": _PLAIN,
-    "torchtitan 0.2.2, 8B, AC op": f"{_8B} --activation_checkpoint.mode=selective",
+    "torchtitan 0.2.2, 8B, AC op": f"{_8B} {_OP}",
     "torchtitan 0.2.2, 8B, compiled": f"{_PLAIN} --compile.enable",
 }
 HEAD = """# Counted on the null GPU
@@ -138,9 +139,10 @@ def main() -> None:
     count_all(asked, STORED, {name: partial(play, asked.folder, case) for name, case in CASES.items()})
     if asked.torchtitan:
         script = ROOT / "benchmarks/torchtitan_null.py"
+        # The allocator's setting is that of its run_train.sh, and titanlite's own.
+        own = {"PYTHONPATH": str(asked.torchtitan), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         runs = {
-            name: partial(run, asked.folder, script, "8", *flags.split(), PYTHONPATH=str(asked.torchtitan))
-            for name, flags in TORCHTITAN.items()
+            name: partial(run, asked.folder, script, "8", *text.split(), **own) for name, text in TORCHTITAN.items()
         }
         count_all(asked, THEIRS, runs)
     write_page()
