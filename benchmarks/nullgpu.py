@@ -1,9 +1,9 @@
 """Count what cannot be timed: runs of `tests/nullgpu/cases.py` at their full depth on the null GPU, beside their plans.
 
-    python benchmarks/nullgpu.py [--folder .nullgpu] [--only REGEX] [--again]
+    python benchmarks/nullgpu.py [--folder .nullgpu] [--only REGEX] [--again] [--torchtitan WHERE]
 
 It writes tests/nullgpu/expected.json after each run, and benchmarks/results/nullgpu.md. Runs that the file has are not
-made again without --again. `torchtitan_null.py` counts torchtitan in the same way.
+made again without --again. With torchtitan in WHERE (see torchtitan_null.py) that is counted too, into another file.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.nullgpu.cases import CASES, HERE, STORED, Case, figures, play  # noqa: E402
+from tests.nullgpu.cases import CASES, HERE, PLAIN, STORED, Case, figures, play, run  # noqa: E402
 from titanlite.fit import check_config  # noqa: E402
 from titanlite.plan.hardware import cluster_of  # noqa: E402
 from titanlite.plan.parts import GIB  # noqa: E402
@@ -28,14 +30,24 @@ from titanlite.plan.plan import make_plan  # noqa: E402
 from titanlite.plan.speed import CONSTANTS, ERROR, _Step  # noqa: E402
 
 PAGE = ROOT / "benchmarks/results/nullgpu.md"
+#: torchtitan's figures, and the flags of its runs: its own 8B on 8 ranks.
+THEIRS = ROOT / "benchmarks/results/nullgpu_torchtitan.json"
+_8B = "--model.name=llama3 --model.flavor=8B --training.seq_len=8192 --training.local_batch_size=1"
+_PLAIN = f"{_8B} --activation_checkpoint.mode=none"
+_OP = "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op"
+TORCHTITAN = {
+    "torchtitan 0.2.2, 8B": _PLAIN,
+    "torchtitan 0.2.2, 8B, AC op": f"{_8B} {_OP}",
+    "torchtitan 0.2.2, 8B, compiled": f"{_PLAIN} --compile.enable",
+}
 HEAD = """# Counted on the null GPU
 
 Made by `python benchmarks/nullgpu.py`; [null-gpu.md](../../docs/null-gpu.md) has what it is and what it cannot
-show. Torch 2.13.0 (CUDA 13), rank 0, one micro-batch of 8,192 tokens a GPU unless named.
-No activation checkpointing unless named. Each row is one step that is not logged, at full depth unless it says layers.
+show. Torch 2.13.0 (CUDA 13), rank 0, at full depth unless a row says layers. Each row is one step that is not logged.
+Settings are below the table.
 
 - **kernels**, **NCCL**: launches and collectives of the step. **exposed**: collectives beside which no matrix product
-  can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the host.
+  can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the loop.
 - **malloc**: cudaMalloc and cudaFree. **host**: processor seconds of one step on a busy machine without a GPU:
   an upper bound of what launching costs.
 - **peak**: GiB of the caching allocator, allocated and reserved; **plan**: the tensors that `titanlite plan` expects.
@@ -46,6 +58,11 @@ No activation checkpointing unless named. Each row is one step that is not logge
 
 | run | ranks | kernels | NCCL | exposed | waits | pageable | malloc | host | peak | reserved | plan | products | MFU |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+SETTINGS = f"""
+Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags change it, and these flags before its own:
+{PLAIN}
+
 """
 
 
@@ -63,9 +80,25 @@ def plan(case: Case) -> dict[str, float]:
     return {**figures, "tflop": flops / 1e12, "products": 1 + again / 3}
 
 
-def stored() -> dict[str, Any]:
+def stored(file: Path = STORED) -> dict[str, Any]:
     """Return the runs that the file has."""
-    return dict(json.loads(STORED.read_text())) if STORED.exists() else {}
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def count_all(asked: argparse.Namespace, file: Path, runs: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+    """Make the runs that are asked for, and write the file after each. One that fails loses its figures there."""
+    for name, make in runs.items():
+        if re.search(asked.only, name) and (asked.again or name not in stored(file)):
+            began = time.monotonic()
+            kept = stored(file)
+            try:
+                kept[name] = make()
+                print(f"{name}: {kept[name]['kernels']:,} kernels, {time.monotonic() - began:.0f} s", flush=True)
+            except RuntimeError as error:
+                kept.pop(name, None)
+                print(f"{name}: FAILED\n{error}", flush=True)
+            kept = {name: kept[name] for name in runs if name in kept}
+            file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def row(name: str, case: Case, found: dict[str, Any]) -> str:
@@ -86,13 +119,13 @@ def row(name: str, case: Case, found: dict[str, Any]) -> str:
 
 def write_page() -> None:
     """Write the page of all runs that the file has."""
-    results = stored()
-    page = HEAD.format(error=ERROR)
-    for name in [*CASES, *(name for name in results if name not in CASES)]:
-        if name in results:
-            case = CASES.get(name)
-            page += row(name, case or Case(), {**results[name], **({"plan": plan(case)} if case else {})})
-    PAGE.write_text(page)
+    own, theirs = stored(), stored(THEIRS)
+    rows = [row(name, case, {**own[name], "plan": plan(case)}) for name, case in CASES.items() if name in own]
+    rows += [row(name, Case(), found) for name, found in theirs.items()]
+    flags = {name: f"{case.config}.toml, {case.gpu}: {case.flags}" for name, case in CASES.items() if name in own}
+    flags |= {name: TORCHTITAN[name] for name in theirs}
+    settings = [f"- {name}: {' '.join(text.split())}\n" for name, text in flags.items()]
+    PAGE.write_text(HEAD.format(error=ERROR) + "".join(rows) + SETTINGS + "".join(settings))
 
 
 def main() -> None:
@@ -100,18 +133,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / ".nullgpu")
     parser.add_argument("--only", default="", help="regular expression of names")
     parser.add_argument("--again", action="store_true", help="also runs that the file has")
+    parser.add_argument("--torchtitan", type=Path, metavar="WHERE", help="count torchtitan, which is in this folder")
     asked = parser.parse_args()
     subprocess.run([HERE / "setup.sh", asked.folder], check=True)
-    for name, case in CASES.items():
-        if re.search(asked.only, name) and (asked.again or name not in stored()):
-            began = time.monotonic()
-            try:
-                found = play(asked.folder, case)
-            except RuntimeError as error:
-                print(f"{name}: FAILED\n{error}", flush=True)
-                continue
-            STORED.write_text(json.dumps({**stored(), name: found}, indent=1) + "\n")
-            print(f"{name}: {found['kernels']:,} kernels, {time.monotonic() - began:.0f} s", flush=True)
+    count_all(asked, STORED, {name: partial(play, asked.folder, case) for name, case in CASES.items()})
+    if asked.torchtitan:
+        script = ROOT / "benchmarks/torchtitan_null.py"
+        # The allocator's setting is that of its run_train.sh, and titanlite's own.
+        own = {"PYTHONPATH": str(asked.torchtitan), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        runs = {
+            name: partial(run, asked.folder, script, "8", *text.split(), **own) for name, text in TORCHTITAN.items()
+        }
+        count_all(asked, THEIRS, runs)
     write_page()
 
 

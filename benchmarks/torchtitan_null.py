@@ -1,9 +1,10 @@
 """Counts a step of torchtitan 0.2.2 on the null GPU, as `tests/nullgpu/play.py` does for titanlite.
 
-    tests/nullgpu/run.sh FOLDER benchmarks/torchtitan_null.py RANKS torchtitan's flags …
+    PYTHONPATH=WHERE tests/nullgpu/run.sh FOLDER benchmarks/torchtitan_null.py RANKS torchtitan's flags …
 
-FOLDER's environment needs torchtitan==0.2.2 (`pip install --no-deps`) with torchdata, tyro, einops, tokenizers and
-datasets. Its own Trainer and step run as they are, on one sequence of zeros in place of a text.
+WHERE has torchtitan==0.2.2, torchdata, tyro, einops, datasets and their needs (`pip install --no-deps --target WHERE`),
+but no torch: FOLDER has the CUDA build. torchtitan's own Trainer and step run as they are, on one sequence of zeros in
+place of a text.
 """
 
 from __future__ import annotations

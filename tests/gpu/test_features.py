@@ -139,6 +139,7 @@ def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
     assert peaks[0] - peaks[1] > 2 * logits * (chunks - 1) / chunks
 
 
+@pytest.mark.numbers
 def test_the_heads_gradient_in_chunks_is_that_of_float32(world: DistEnv) -> None:
     x, weight = (torch.randn(rows, 32, device=world.device).mul(0.3).bfloat16() for rows in (64, 48))
     labels = torch.arange(64, device=world.device)[None] % 48

@@ -76,15 +76,18 @@ def read_counts() -> dict[str, int]:
     return dict(zip(NAMES, (ctypes.c_long * len(NAMES)).in_dll(CUDA, "nullgpu_count"), strict=True))
 
 
-def set_ranks(rank: int, ranks: int, log: Path) -> None:
+def set_ranks(rank: int, ranks: int, log: Path, device: int | None = None) -> None:
     """Set the launcher's variables for one of so many ranks, 8 on a machine. log: of the null GPU.
+
+    device: other than the rank's place on its machine, so that a context on GPU 0 shows.
 
     Call it before anything uses CUDA.
     """
     log.unlink(missing_ok=True)
-    here = min(ranks, 8)
-    launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % 8, "LOCAL_WORLD_SIZE": here}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    here, local = min(ranks, 8), rank % 8 if device is None else device
+    launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
+    # One root of NCCL's start for all ranks: beyond 128 torch asks others, which do not exist.
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCH_NCCL_RANKS_PER_ROOT": ranks}
     os.environ.update({name: str(value) for name, value in {**launch, **address, "NULLGPU_COUNT": here}.items()})
     os.environ["NULLGPU_LOG"] = str(log)
 
@@ -94,6 +97,7 @@ def nobody_else() -> Iterator[None]:
     """Replace gloo by torch's `fake` backend, and let objects of other ranks be like this one's. NCCL is a stand-in."""
     import torch.distributed as dist
     from torch.distributed.checkpoint import default_planner
+    from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -115,6 +119,11 @@ def nobody_else() -> Iterator[None]:
     def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, **_: Any) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[rank]
 
+    def receive(stage: Any, source: int) -> Any:
+        # Hidden states have one shape between all stages, and gradients have theirs.
+        own = stage._stage_meta
+        return _StageBackwardMeta(own.outputs) if source > stage.stage_index else _StageForwardMeta(own.inputs)
+
     replaced = {
         "init_process_group": init_fake,
         "new_group": group_fake,
@@ -127,6 +136,7 @@ def nobody_else() -> Iterator[None]:
     with (
         mock.patch.multiple(dist, **replaced),
         mock.patch.object(default_planner, "_validate_global_plan", lambda *_: []),
+        mock.patch.multiple(PipelineStage, _recv_meta=receive, _send_meta=lambda *_: None),
     ):
         yield
 
@@ -134,8 +144,8 @@ def nobody_else() -> Iterator[None]:
 def read_log(log: Path) -> dict[str, Any]:
     """Return counts of the log's part between its marks.
 
-    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory; syncs: waits
-    of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`).
+    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory and thread;
+    syncs: waits of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`).
     """
     kernels, gemm, streams = 0, 0, Streams()
     nccl, copies, syncs = Counter[str](), Counter[str](), Counter[str]()
@@ -159,7 +169,7 @@ def read_log(log: Path) -> dict[str, Any]:
                     gemm += 2 * m * n * k * batch
                     streams.products += words[2] == COMPUTE
             elif words[0] in ("D2H", "H2D"):
-                copies[f"{words[0].lower()} {words[2]}"] += 1
+                copies[f"{words[0].lower()} {words[2]}{'' if words[-1] == '1' else ' in a thread'}"] += 1
             elif words[0] == "STREAMSYNC":
                 syncs["compute" if words[1] == COMPUTE else "other"] += 1
             elif words[0] == "RECORD":

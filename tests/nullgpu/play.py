@@ -37,12 +37,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--device", type=int, help="of this rank; else its place on its machine")
     parser.add_argument("--steps", type=int, default=3, help="one is counted, the others give the host's time")
     parser.add_argument("--log", help="keep the calls of the counted step in this file")
     asked, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="nullgpu-") as folder:
         log = Path(asked.log or f"{folder}/calls").resolve()
-        set_ranks(asked.rank, asked.ranks, log)
+        set_ranks(asked.rank, asked.ranks, log, asked.device)
         steps = f"--training.steps={WARM + asked.steps + 1}"
         flags = [*FLAGS, *flags[flags[:1] == ["--"] :], steps, f"--job.dump_folder={folder}/run"]
         found = play(flags, log, asked.steps)

@@ -21,7 +21,7 @@ build() {  # library, sources: replaced at once, since other runs may have it op
     local to="$dir/lib/$1"; shift
     "${CC:-gcc}" -shared -fPIC -O1 -w ${CFLAGS:-} -I"$headers" -o "$to.$$" "$@" -ldl -lpthread && mv "$to.$$" "$to"
 }
-build libnullgpu.so "$here"/src/{runtime,nothing,cublas,nccl}.c
+build libnullgpu.so "$here"/src/{runtime,streams,nothing,cublas,nccl}.c
 build libcuda.so.1 "$here/src/driver.c"
 build libnvidia-ml.so.1 "$here/src/nvml.c"
 CFLAGS="-Wl,-soname,libnvrtc.so.13" build libnvrtc.so.13 "$here/src/nvrtc.c"  # torch loads it by this name

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
-// Calls that are counted, in the order of `CALLS` in play.py.
+// Calls that are counted, in the order of `NAMES` in counts.py.
 enum call {
     MALLOC, FREE, HOSTALLOC, STREAMSYNC, DEVSYNC, EVENTSYNC, D2H, H2D, D2D, LAUNCH, EVENTREC, STREAMWAIT, EVENTQUERY,
     MEMSET, SYNCMEMCPY, BLOCKINGSTREAM, CALLS
@@ -17,6 +17,12 @@ extern long nullgpu_count[CALLS];
 
 // Write a line into the log, if NULLGPU_LOG names one.
 void nullgpu_write(const char *format, ...);
+// Whether lines are written.
+int nullgpu_logs(void);
+// Whether this is the training loop's thread, or autograd's, for which the loop waits.
+int nullgpu_in_loop(void);
+// Note that the current device has a context from now on. by: the call that made it.
+void nullgpu_touch(const char *by);
 // Count a kernel, and log its stream and name.
 void nullgpu_kernel(const char *name, void *stream);
 // Take `bytes` (negative: give back) of a device's memory. Nonzero: so many are not there.

@@ -1,16 +1,13 @@
 // A CUDA runtime of which allocations, streams, events and copies are real on the host, and kernels compute nothing.
-// Preloaded before torch's CUDA build. Everything is done when a call returns, so no order of streams can go wrong here:
-// the log has the order that a GPU would be asked for.
+// Preloaded before torch's CUDA build. Here: the log, devices, memory and copies; streams.c has what runs on them.
 #define _GNU_SOURCE
 #include "nullgpu.h"
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 enum { MOST_DEVICES = 64, SMALL_COPY = 1 << 20, LARGEST_UPLOAD = 64 << 20 };
 // What a context takes before the first allocation: kernels of torch, stacks, printf's buffer.
@@ -26,6 +23,16 @@ static int touched[MOST_DEVICES];
 static int logging = 1;
 
 __attribute__((constructor)) static void start(void) { main_thread = pthread_self(); }
+
+int nullgpu_in_loop(void) {
+    static __thread int found = -1;
+    char name[16] = "";
+    if (found < 0) {
+        pthread_getname_np(pthread_self(), name, sizeof name);
+        found = pthread_equal(pthread_self(), main_thread) || !strncmp(name, "pt_autograd", 11);
+    }
+    return found;
+}
 
 int nullgpu_devices(void) {
     const char *text = getenv("NULLGPU_COUNT");
@@ -52,9 +59,11 @@ static FILE *log_file(void) {
     return file;
 }
 
+int nullgpu_logs(void) { return logging && log_file(); }
+
 void nullgpu_write(const char *format, ...) {
     FILE *file = log_file();
-    if (!file || !logging) return;
+    if (!nullgpu_logs()) return;
     va_list arguments;
     va_start(arguments, format);
     pthread_mutex_lock(&log_lock);
@@ -77,11 +86,10 @@ void nullgpu_mark(const char *text) {
 
 // Devices
 
-// Note that the current device has a context from now on. by: the call that made it.
-static void touch(const char *by) {
+void nullgpu_touch(const char *by) {
     if (touched[current]) return;
     touched[current] = 1;
-    nullgpu_write("CONTEXT dev %d by %s main %d\n", current, by, pthread_equal(pthread_self(), main_thread));
+    nullgpu_write("CONTEXT dev %d by %s loop %d\n", current, by, nullgpu_in_loop());
 }
 
 int nullgpu_touched(int device) { return touched[device]; }
@@ -99,7 +107,7 @@ cudaError_t cudaGetDevice(int *device) {
 cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= nullgpu_devices()) return fail(cudaErrorInvalidDevice);
     current = device;
-    touch("cudaSetDevice");  // makes a context since CUDA 12
+    nullgpu_touch("cudaSetDevice");  // makes a context since CUDA 12
     return cudaSuccess;
 }
 
@@ -251,14 +259,14 @@ int nullgpu_take(long bytes, int device) {
 static size_t rounded(size_t bytes, size_t to) { return bytes ? (bytes + to - 1) / to * to : to; }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
-    touch("cudaMemGetInfo");
+    nullgpu_touch("cudaMemGetInfo");
     *total = capacity();
     *free_bytes = capacity() - CONTEXT_BYTES - used[current];
     return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void **address, size_t bytes) {
-    touch("cudaMalloc");
+    nullgpu_touch("cudaMalloc");
     bytes = rounded(bytes, 512);
     if (nullgpu_take(bytes, current)) return fail(cudaErrorMemoryAllocation);
     if (!(*address = nullgpu_reserve(bytes))) return fail(cudaErrorMemoryAllocation);
@@ -275,7 +283,7 @@ cudaError_t cudaFree(void *address) {
 }
 
 cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
-    touch("cudaHostAlloc");
+    nullgpu_touch("cudaHostAlloc");
     nullgpu_count[HOSTALLOC]++;
     nullgpu_write("HOSTALLOC %zu dev %d\n", bytes, current);
     bytes = rounded(bytes, 4096);
@@ -321,7 +329,7 @@ __attribute__((constructor)) static void read_zeros(void) { zeros = getenv("NULL
 // Small copies are made, since code reads back the pointers and sizes that it has sent; large ones take time for nothing.
 static cudaError_t copy(void *to, const void *from, size_t bytes, void *stream) {
     int to_device = is_kind(to, DEVICE), from_device = is_kind(from, DEVICE);
-    touch("cudaMemcpy");
+    nullgpu_touch("cudaMemcpy");
     if (to_device && from_device) {
         nullgpu_count[D2D]++;
         nullgpu_write("D2D %zu stream %p\n", bytes, stream);
@@ -331,8 +339,8 @@ static cudaError_t copy(void *to, const void *from, size_t bytes, void *stream) 
     if (to_device || from_device) {
         int pinned = is_kind(to_device ? from : to, PINNED);
         nullgpu_count[to_device ? H2D : D2H]++;
-        nullgpu_write("%s %zu %s stream %p main %d\n", to_device ? "H2D" : "D2H", bytes, pinned ? "pinned" : "pageable",
-                      stream, pthread_equal(pthread_self(), main_thread));
+        nullgpu_write("%s %zu %s stream %p loop %d\n", to_device ? "H2D" : "D2H", bytes, pinned ? "pinned" : "pageable",
+                      stream, nullgpu_in_loop());
     }
     if (from_device && zeros) memset(to, 0, bytes);
     else if (!to_device || bytes <= LARGEST_UPLOAD) memcpy(to, from, bytes);
@@ -367,231 +375,3 @@ cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaStream_t
 }
 
 cudaError_t cudaMemset(void *address, int value, size_t bytes) { return cudaMemsetAsync(address, value, bytes, NULL); }
-
-// Streams and events
-
-static cudaError_t make_stream(cudaStream_t *stream, unsigned flags) {
-    static long number = 0x10000;
-    touch("cudaStreamCreate");
-    *stream = (cudaStream_t)__sync_add_and_fetch(&number, 16);
-    if (flags & cudaStreamNonBlocking) return cudaSuccess;
-    // Work of such a stream and of the default one wait for each other.
-    nullgpu_count[BLOCKINGSTREAM]++;
-    nullgpu_write("BLOCKINGSTREAM %p\n", (void *)*stream);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamCreate(cudaStream_t *stream) { return make_stream(stream, 0); }
-cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) { return make_stream(stream, flags); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int p) { return make_stream(stream, flags); }
-
-cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
-    *priority = 0;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    touch("cudaStreamSynchronize");
-    nullgpu_count[STREAMSYNC]++;
-    nullgpu_write("STREAMSYNC %p dev %d main %d\n", (void *)stream, current,
-                  pthread_equal(pthread_self(), main_thread));
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    nullgpu_count[STREAMWAIT]++;
-    nullgpu_write("WAITEVENT stream %p event %p\n", (void *)stream, (void *)event);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                     cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                     size_t *count) {
-    if (status) *status = cudaStreamCaptureStatusNone;
-    if (id) *id = 0;
-    if (count) *count = 0;
-    return cudaSuccess;
-}
-
-cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-    function(data);
-    return cudaSuccess;
-}
-
-cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-    function(stream, cudaSuccess, data);
-    return cudaSuccess;
-}
-
-// An event is the time at which it was recorded.
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    touch("cudaEventCreate");
-    *event = (cudaEvent_t)calloc(1, sizeof(struct timespec));
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
-
-cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    free(event);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    touch("cudaEventRecord");
-    nullgpu_count[EVENTREC]++;
-    clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
-    nullgpu_write("RECORD event %p stream %p\n", (void *)event, (void *)stream);
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-    return cudaEventRecord(event, stream);
-}
-
-cudaError_t cudaEventQuery(cudaEvent_t event) {
-    nullgpu_count[EVENTQUERY]++;
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    nullgpu_count[EVENTSYNC]++;
-    nullgpu_write("EVENTSYNC %p main %d\n", (void *)event, pthread_equal(pthread_self(), main_thread));
-    return cudaSuccess;
-}
-
-cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) {
-    struct timespec *a = (void *)begin, *b = (void *)end;
-    *ms = (b->tv_sec - a->tv_sec) * 1e3 + (b->tv_nsec - a->tv_nsec) / 1e6;
-    return cudaSuccess;
-}
-
-// Kernels of torch: nvcc's code registers each with the address of a host function, and launches that address.
-
-typedef struct { const void *function; const char *name; } kernel;
-static kernel *kernels;
-static size_t kernel_count, kernel_room;
-static int kernels_sorted;
-
-static int by_address(const void *one, const void *other) {
-    const kernel *a = one, *b = other;
-    return a->function < b->function ? -1 : a->function > b->function;
-}
-
-void __cudaRegisterFunction(void **handle, const char *function, char *device_function, const char *name, int threads,
-                            void *tid, void *bid, void *bdim, void *gdim, int *warp) {
-    pthread_mutex_lock(&memory_lock);
-    if (kernel_count == kernel_room) kernels = realloc(kernels, (kernel_room = 2 * kernel_room + 65536) * sizeof *kernels);
-    kernels[kernel_count++] = (kernel){function, name};
-    kernels_sorted = 0;
-    pthread_mutex_unlock(&memory_lock);
-}
-
-void **__cudaRegisterFatBinary(void *binary) {
-    static void *handle;
-    return &handle;
-}
-
-static const char *kernel_name(const void *function) {
-    pthread_mutex_lock(&memory_lock);
-    if (!kernels_sorted) qsort(kernels, kernel_count, sizeof *kernels, by_address);
-    kernels_sorted = 1;
-    kernel key = {function, NULL}, *found = bsearch(&key, kernels, kernel_count, sizeof *kernels, by_address);
-    pthread_mutex_unlock(&memory_lock);
-    return found ? found->name : "unknown";
-}
-
-void nullgpu_kernel(const char *name, void *stream) {
-    nullgpu_count[LAUNCH]++;
-    nullgpu_write("KERNEL stream %p %s\n", stream, name);
-}
-
-static cudaError_t launch(const void *function, cudaStream_t stream) {
-    touch("a launch");
-    nullgpu_kernel(log_file() && logging ? kernel_name(function) : "", stream);
-    return cudaSuccess;
-}
-
-cudaError_t cudaLaunchKernel(const void *function, dim3 g, dim3 b, void **arguments, size_t shared, cudaStream_t stream) {
-    return launch(function, stream);
-}
-
-cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 g, dim3 b, void **arguments, size_t shared,
-                                        cudaStream_t stream) {
-    return launch(function, stream);
-}
-
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-    return launch(function, config->stream);
-}
-
-cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
-    *kernel = (cudaKernel_t)function;
-    return cudaSuccess;
-}
-
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 g, dim3 b, void **arguments, size_t shared, cudaStream_t stream) {
-    return launch((const void *)kernel, stream);
-}
-
-// What stands between <<< and >>> waits here until the kernel's host function asks for it.
-static __thread struct { dim3 grid, block; size_t shared; void *stream; } pending[16];
-static __thread int depth;
-
-unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, struct CUstream_st *stream) {
-    pending[depth].grid = grid, pending[depth].block = block;
-    pending[depth].shared = shared, pending[depth].stream = stream;
-    depth++;
-    return 0;
-}
-
-cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, void *stream) {
-    depth--;
-    *grid = pending[depth].grid, *block = pending[depth].block;
-    *shared = pending[depth].shared, *(void **)stream = pending[depth].stream;
-    return cudaSuccess;
-}
-
-cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *function) {
-    memset(found, 0, sizeof *found);
-    found->maxThreadsPerBlock = 1024;
-    found->numRegs = 32;
-    found->maxDynamicSharedSizeBytes = SHARED_OPTIN_BYTES;
-    found->binaryVersion = found->ptxVersion = 90;
-    return cudaSuccess;
-}
-
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *count, const void *function, int threads,
-                                                                   size_t shared, unsigned flags) {
-    *count = 2;
-    return cudaSuccess;
-}
-
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *count, const void *function, int threads, size_t shared) {
-    *count = 2;
-    return cudaSuccess;
-}
-
-cudaError_t cudaLibraryLoadData(cudaLibrary_t *library, const void *code, enum cudaJitOption *jit, void **jit_values,
-                                unsigned jit_count, enum cudaLibraryOption *options, void **values, unsigned count) {
-    *library = (cudaLibrary_t)1;
-    return cudaSuccess;
-}
-
-cudaError_t cudaLibraryGetKernel(cudaKernel_t *kernel, cudaLibrary_t library, const char *name) {
-    *kernel = (cudaKernel_t)name;
-    return cudaSuccess;
-}
-
-cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
-                                             unsigned long long flags, enum cudaDriverEntryPointQueryResult *result) {
-    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    *function = driver ? dlsym(driver, name) : NULL;
-    if (result) *result = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-    return cudaSuccess;
-}
