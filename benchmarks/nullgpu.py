@@ -1,4 +1,4 @@
-"""Count what cannot be timed: runs of `tests/nullgpu/cases.py` at their full depth on the null GPU, beside their plans.
+"""Count the CUDA calls of a step without a GPU: the runs of `tests/nullgpu/cases.py`, beside their plans.
 
     python benchmarks/nullgpu.py [--folder .nullgpu] [--only REGEX] [--again] [--torchtitan WHERE]
 
@@ -42,17 +42,17 @@ TORCHTITAN = {
 }
 HEAD = """# Counted on the null GPU
 
-Made by `python benchmarks/nullgpu.py`; [null-gpu.md](../../docs/null-gpu.md) has what it is and what it cannot
-show. Torch 2.13.0 (CUDA 13), rank 0, at full depth unless a row says layers. Each row is one step that is not logged.
+Made by `python benchmarks/nullgpu.py`; [null-gpu.md](../../docs/null-gpu.md) describes it and its
+limits. Torch 2.13.0 (CUDA 13), rank 0, at full depth unless a row says layers. Each row is one step that is not logged.
 Settings are below the table.
 
 - **kernels**, **NCCL**: launches and collectives of the step. **exposed**: collectives beside which no matrix product
   can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the loop.
 - **malloc**: cudaMalloc and cudaFree. **host**: processor seconds of one step on a busy machine without a GPU:
-  an upper bound of what launching costs.
+  an upper bound of the cost of launches.
 - **peak**: GiB of the caching allocator, allocated and reserved; **plan**: the tensors that `titanlite plan` expects.
 - **products**: FLOPs of the matrix products in the log over those of the model's formula, without attention: 1 without
-  recomputation; in brackets what the plan expects.
+  recomputation; in brackets the plan's figure.
 - **MFU**: expected by `titanlite/plan/speed.py` from products, bytes and links, not measured. Its constants are fitted
   on published runs, whose errors are within {error:.0%} (docs/plan.md). Model FLOPs over the peak in bf16.
 
@@ -67,7 +67,7 @@ Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags ch
 
 
 def plan(case: Case) -> dict[str, float]:
-    """Return what the plan expects of a case: GiB of tensors on rank 0, MFU, FLOPs of products."""
+    """Return the plan of a case: GiB of tensors on rank 0, MFU, FLOPs of products."""
     run = check_config(case.argv(), case.ranks, training=False)[1]
     found = make_plan(run, cluster_of(run, gpu=case.gpu), rank=0)
     args = run.model_args(128256)

@@ -59,7 +59,7 @@ def play(flags: list[str], counting: Counting) -> dict[str, Any]:
 
 
 class _Zeros:
-    """What torchtitan's trainer asks of a data loader."""
+    """The methods of a data loader that torchtitan's trainer calls."""
 
     def __init__(self, tokens: Any) -> None:
         self._tokens = tokens

@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
-    gc.freeze()  # what the fork server has imported
+    gc.freeze()  # imports of the fork server
     end_with_parent(signal.SIGKILL)  # a stopped process does not notice that its parent is gone
     os.environ.clear()  # of the process that this one is a copy of
     os.environ.update(

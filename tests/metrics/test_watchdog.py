@@ -249,7 +249,7 @@ def test_one_process_alone_is_watched_too() -> None:
 
 
 def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], str]:
-    """What ends this rank, the errors and the verdict when NCCL has failed on all of them."""
+    """Return how this rank ends, its errors and the verdict when NCCL has failed on all ranks."""
     ends: list[int] = []
     with _watching(end=ends.append) as (dog, said), mock.patch.object(watchdog, "nccl_failure", lambda: failure):
         dog.phase("data" if world.rank else "forward", 1)

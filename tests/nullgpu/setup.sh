@@ -7,6 +7,7 @@ missing() { echo "null GPU: $1" >&2; exit 3; }
 command -v "${CC:-gcc}" >/dev/null || missing "no C compiler (${CC:-gcc}): install gcc, or set CC"
 [ "$(uname -sm)" = "Linux x86_64" ] || [ "$(uname -sm)" = "Linux aarch64" ] || missing "torch has no CUDA build for $(uname -sm)"
 mkdir -p "$dir/lib"; dir=$(cd "$dir" && pwd)
+exec 9>"$dir/lock"; flock 9  # two test processes may begin together
 python="$dir/venv/bin/python"
 [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$dir/venv"
 has() { "$python" -c 'import sys; from importlib.metadata import version; [version(name) for name in sys.argv[1:]]' "$@" 2>/dev/null; }

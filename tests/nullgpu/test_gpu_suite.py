@@ -1,4 +1,4 @@
-"""What a first minute on a GPU would find: its tests and its benchmark, up to the numbers they read."""
+"""GPU tests and the GPU benchmark on the null GPU; only assertions on numbers may fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start does not do: imports that a plain run does not use, work that an earlier run has done."""
+"""A start imports only the modules of a plain run, and repeats no work of an earlier one."""
 
 from __future__ import annotations
 

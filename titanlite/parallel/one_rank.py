@@ -15,7 +15,7 @@ def avoid_copies(model: nn.Module) -> None:
     """Let the modules of one rank compute with the sharded weights themselves, or with one cast of them; in place.
 
     Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two, also on one rank.
-    Weights in host memory (`CPUOffloadPolicy`) and those with an all-gather of their own (float8) stay torch's.
+    Weights in host memory (`CPUOffloadPolicy`) and those that define an all-gather (float8) stay torch's.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""What torch loads at the end of its import, in every process on the null GPU: attention without cuDNN's library."""
+"""Attention without cuDNN's library, which torch loads at the end of its import in every process on the null GPU."""
 
 from __future__ import annotations
 

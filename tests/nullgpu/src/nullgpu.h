@@ -1,4 +1,4 @@
-// What the stand-ins share. libnullgpu.so, which is preloaded, has it; libcuda.so.1 finds it there.
+// Declarations for all stand-ins. libnullgpu.so, which is preloaded, has it; libcuda.so.1 finds it there.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

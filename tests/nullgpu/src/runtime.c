@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 
 enum { MOST_DEVICES = 64, SMALL_COPY = 1 << 20, LARGEST_UPLOAD = 64 << 20 };
-// What a context takes before the first allocation: kernels of torch, stacks, printf's buffer.
+// Memory of a context before the first allocation: kernels of torch, stacks, printf's buffer.
 static const size_t CONTEXT_BYTES = 600ul << 20;
 
 long nullgpu_count[CALLS];
@@ -232,7 +232,7 @@ static int is_kind(const void *address, int kind) {
     return find_block(address, &found, 0) && found.kind == kind;
 }
 
-// Address space without memory: the host gives pages to what is written, which is only what small copies leave.
+// Address space without memory: the host gives pages to written addresses only, those of small copies.
 void *nullgpu_reserve(size_t bytes) {
     void *space = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return space == MAP_FAILED ? NULL : space;

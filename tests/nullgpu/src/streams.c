@@ -182,7 +182,7 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 g, dim3 b, void **argum
     return launch((const void *)kernel, stream);
 }
 
-// What stands between <<< and >>> waits here until the kernel's host function asks for it.
+// Arguments between <<< and >>> wait here until the kernel's host function asks for it.
 static __thread struct { dim3 grid, block; size_t shared; void *stream; } pending[16];
 static __thread int depth;
 
