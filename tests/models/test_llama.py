@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models import llama_hf as hf
-from titanlite.models.layers import Llama, Rope, Rotation
+from titanlite.models.layers import Llama, Rope, Rotation, _Rotate
 from titanlite.models.llama import NORM_TYPES
 
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
@@ -68,6 +68,21 @@ def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inpu
     assert torch.equal(rotated, rope(4096)(x.float()).bfloat16())
     coarse = Rotation(rope.cos.bfloat16().unsqueeze(1), rope.sin.bfloat16().unsqueeze(1))(x)
     assert not torch.equal(rotated, coarse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rotation_of_eager_cuda_is_the_formula(dtype: torch.dtype) -> None:
+    rotation = Rope(16, 512, 5e5, None)(512)
+    x = torch.randn(2, 512, 3, 16).to(dtype).requires_grad_()
+    grad = torch.randn(2, 512, 3, 16).to(dtype)
+    expected = rotation(x)
+    actual = _Rotate.apply(x, rotation.cos, rotation.sin)
+    # One rounding to the dtype of x each; before it a fused multiply-add differs in the last bits of fp32.
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    torch.testing.assert_close(actual, expected, **near)
+    torch.testing.assert_close(
+        torch.autograd.grad(actual, x, grad)[0], torch.autograd.grad(expected, x, grad)[0], **near
+    )
 
 
 def test_a_sequence_longer_than_the_tables_is_refused() -> None:

@@ -87,11 +87,41 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
+        if x.device.type == "cuda" and not torch.compiler.is_compiling():
+            return _Rotate.apply(x, self.cos, self.sin)
         # Explicitly in fp32: with bf16 operands the compiler would keep intermediates in fp32 that eager mode rounds,
         # and the two would differ.
         first, second = x.float().chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(rotated, dim=-1).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    """The rotation in three kernels in each direction, for eager CUDA: the formula under autograd launches 21.
+
+    It rounds once, to the dtype of x, as the formula does; each sum of two products is one fused multiply-add.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _Rotate.by(x, cos, sin, sign=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Rotate.by(grad, *ctx.saved_tensors, sign=-1), None, None
+
+    @staticmethod
+    def by(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+        """Rotate the pairs of x by the angles of the tables times `sign`."""
+        scaled = x.unflatten(-1, (2, -1)) * cos.unsqueeze(-2)  # fp32, as the tables
+        first, second = x.chunk(2, dim=-1)
+        result = torch.empty_like(x)
+        low, high = result.chunk(2, dim=-1)
+        torch.addcmul(scaled[..., 0, :], second, sin, value=-sign, out=low)
+        torch.addcmul(scaled[..., 1, :], first, sin, value=sign, out=high)
+        return result
 
 
 class Rope(nn.Module):
