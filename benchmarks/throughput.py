@@ -166,6 +166,8 @@ def take_turns(started: list[Running]) -> list[Run]:
 
 
 def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
+    from titanlite.parallel.dist_env import TUNABLES
+
     flags = {
         "job.config_file": "debug_model.toml",
         "job.dump_folder": str(scratch / "titanlite"),
@@ -187,7 +189,8 @@ def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
     }
     arguments = [f"--{key}={value}" for key, value in flags.items()]
     command = torchrun(sys.executable, cell.ranks, str(ROOT / "train.py"), arguments)
-    return measure("titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT)})
+    # The variables that our launcher sets; torchtitan's sets none for a CPU.
+    return measure("titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES})
 
 
 class Torchtitan:
