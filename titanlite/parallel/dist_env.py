@@ -340,6 +340,6 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # macOS, musl, Windows
         return False
-    max_fast, trim_threshold, mmap_max = 1, -1, -4  # options of mallopt(3) in glibc's malloc.h
+    trim_threshold, mmap_max = -1, -4  # options of mallopt(3) in glibc's malloc.h
     # Without blocks of their own from mmap, large tensors come from the heap, whose end is not trimmed.
-    return all(mallopt(option, value) for option, value in ((mmap_max, 0), (trim_threshold, -1), (max_fast, 0)))
+    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))
