@@ -42,6 +42,8 @@ _ANSI = re.compile(r"\033\[[\d;]*m")
 class Cell:
     dtype: str
     ranks: int
+    #: By inductor: the blocks and the loss, in both trainers.
+    compiled: bool = False
 
 
 @dataclass
@@ -166,6 +168,8 @@ def take_turns(started: list[Running]) -> list[Run]:
 
 
 def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
+    from titanlite.parallel.dist_env import TUNABLES
+
     flags = {
         "job.config_file": "debug_model.toml",
         "job.dump_folder": str(scratch / "titanlite"),
@@ -177,6 +181,7 @@ def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
         "training.batch_size": BATCH,
         "training.steps": steps,
         "training.mixed_precision_param": cell.dtype,
+        "training.compile": str(cell.compiled).lower(),
         "training.reshard_after_forward": "default",
         "activation_checkpoint.mode": "none",
         "optimizer.lr": 8e-4,
@@ -187,7 +192,8 @@ def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
     }
     arguments = [f"--{key}={value}" for key, value in flags.items()]
     command = torchrun(sys.executable, cell.ranks, str(ROOT / "train.py"), arguments)
-    return measure("titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT)})
+    # The variables that our launcher sets; torchtitan's sets none for a CPU.
+    return measure("titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES})
 
 
 class Torchtitan:
@@ -234,6 +240,7 @@ class Torchtitan:
             "metrics.log_freq": 1,
         }
         arguments = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        arguments += ["--compile.enable"] * cell.compiled
         model = json.dumps(self.model)
         command = torchrun(self.python, cell.ranks, TITAN_SCRIPT, arguments)
         return measure("torchtitan", cell, command, self.scratch, {"TITAN_BENCH_MODEL": model})
@@ -347,6 +354,7 @@ def main() -> None:
     parser.add_argument(
         "--dtypes", nargs="*", help="default: float32, and bfloat16 where the processor has instructions for it"
     )
+    parser.add_argument("--compile", action="store_true", help="compile both; run it twice, the first fills the caches")
     parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
     arguments = parser.parse_args()
@@ -357,7 +365,7 @@ def main() -> None:
 
     vocab = load_tokenizer().vocab_size
     dtypes = arguments.dtypes or ["float32", *(["bfloat16"] if has_bf16() else [])]
-    cells = [Cell(dtype, ranks) for dtype in dtypes for ranks in arguments.ranks]
+    cells = [Cell(dtype, ranks, arguments.compile) for dtype in dtypes for ranks in arguments.ranks]
     runs: list[Run] = []
     bare: dict[Cell, list[float]] = {cell: [] for cell in cells}
     floors: dict[Cell, list[float]] = {cell: [] for cell in cells}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import exit_codes
+from titanlite.parallel.dist_env import TUNABLES
 from titanlite.tools import run
 from titanlite.tools.cli import main
 
@@ -122,15 +123,13 @@ def test_it_submits_to_the_system_of_the_config(start, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "gpus, own, chosen", [(0, {}, "libjemalloc.so.2"), (0, {"MALLOC_ARENA_MAX": "1"}, ""), (1, {}, "")]
+    "gpus, own, chosen", [(0, {}, TUNABLES), (0, {"MALLOC_ARENA_MAX": "1"}, None), (1, {}, None)], ids=str
 )
-def test_ranks_on_cpus_get_jemalloc_unless_the_user_chose(
-    start, monkeypatch: pytest.MonkeyPatch, gpus: int, own: dict[str, str], chosen: str
+def test_ranks_on_cpus_get_settings_of_malloc_unless_the_user_chose(
+    start, monkeypatch: pytest.MonkeyPatch, gpus: int, own: dict[str, str], chosen: str | None
 ) -> None:
-    monkeypatch.setattr(
-        os, "environ", {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")} | own
-    )
-    monkeypatch.setattr("ctypes.util.find_library", "lib{}.so.2".format)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LD_PRELOAD", "MALLOC_", "GLIBC_TUNABLES"))}
+    monkeypatch.setattr(os, "environ", kept | own)
     monkeypatch.setattr(run, "count_gpus", lambda: gpus)
     assert "--nproc_per_node" in start("debug_model.toml", "--nproc=1")
-    assert os.environ.get("LD_PRELOAD", "") == chosen and ("MALLOC_CONF" in os.environ) is bool(chosen)
+    assert os.environ.get("GLIBC_TUNABLES") == chosen

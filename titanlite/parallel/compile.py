@@ -185,7 +185,8 @@ class CompileWatch:
         self._backend = backend
         self._warm: set[str] = set()
         self._reported: set[tuple[str, str]] = set()
-        self._since = _now()
+        #: In microseconds, as torch's records of compilation.
+        self._since = time.time_ns() // 1000
         #: Guards of each function that had failed so far.
         self._failed: dict[CodeType, int] = {}
         self._new_failures()
@@ -204,7 +205,7 @@ class CompileWatch:
         It warns of a recompilation, once per function and failed guard.
         """
         entries = [m for m in torch._dynamo.utils.get_compilation_metrics() if (m.start_time_us or 0) >= self._since]
-        self._since = _now()
+        self._since = time.time_ns() // 1000
         failures = self._new_failures()
         # Entries without a function are backward passes, which are compiled later; their time counts.
         graphs = [m for m in entries if m.co_name is not None]
@@ -246,8 +247,3 @@ def _reason(failures: list[str]) -> str:
     # "0/1: tensor 'x' size mismatch …": drop the number of the graph.
     reasons = list(dict.fromkeys(text.split(": ", 1)[-1].strip() for text in failures))
     return "; ".join([r for r in reasons if "grad_mode" not in r] or reasons) or "it had not run before"
-
-
-def _now() -> int:
-    """Return microseconds on the clock of torch's records of compilation."""
-    return time.time_ns() // 1000

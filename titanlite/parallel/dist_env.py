@@ -312,16 +312,29 @@ def kernel_order(device_type: str) -> AbstractContextManager[object]:
     return sdpa_kernel([getattr(SDPBackend, name) for name in KERNELS], set_priority=True)
 
 
+#: For GLIBC_TUNABLES: as `keep_freed_memory`, huge pages where the system has them, and no cache of small blocks. Those
+#: would lie in the remainders of aligned requests, and a hole between them is too small for a tensor of its size.
+TUNABLES = ":".join(
+    f"glibc.malloc.{setting}"
+    for setting in ("mmap_max=0", f"trim_threshold={2**62}", "mxfast=0", "tcache_count=0", "hugetlb=1")
+)
+
+
+def chose_malloc() -> bool:
+    """Return whether the user has chosen an allocator for the host's memory, or its settings."""
+    return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
+
+
 def keep_freed_memory() -> bool:
     """Let malloc keep freed memory for the next step, for the rest of the process. Return whether that was possible.
 
     glibc gives large blocks back to the system when they are freed and asks for them again, a page fault for every
     4 KiB: hundreds of thousands in a step of a small model on a CPU. The next step needs as much memory as this one.
-    Does nothing without glibc, or where the user has chosen an allocator or its settings.
+    Does nothing without glibc, or where `chose_malloc`.
     """
     import ctypes
 
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
+    if chose_malloc():
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ from titanlite.config.checks import contradictions
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.fit import check_loaded
+from titanlite.parallel.dist_env import TUNABLES, chose_malloc
 from titanlite.runs.provenance import REMOVED
 from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
 from titanlite.utils import Style
@@ -68,20 +68,10 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     check_loaded(config, problems, nodes * ranks)
     if not gpus:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        _prefer_jemalloc()
+        if not chose_malloc():
+            os.environ["GLIBC_TUNABLES"] = TUNABLES
     os.environ["PYTHONUNBUFFERED"] = "1"  # so that a log that is piped into a file shows each step when it is done
     start_ranks(ranks, ["train", *argv], [*options, *_output(ranks, shown)])
-
-
-def _prefer_jemalloc() -> None:
-    """Let the ranks use jemalloc where it is installed: glibc's heap keeps holes, an eighth of a small model's memory.
-
-    jemalloc keeps freed memory for the next step. The user's own choice of an allocator, or of its settings, stays.
-    """
-    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ):
-        return
-    if sys.platform == "linux" and (library := ctypes.util.find_library("jemalloc")):
-        os.environ |= {"LD_PRELOAD": library, "MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"}
 
 
 def count_gpus() -> int:
