@@ -93,15 +93,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def play(folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
+def play(
+    folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = (), options: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Play a case on the null GPU in `folder`, and return what play.py prints.
 
-    more: flags. Raises RuntimeError as `run` does.
+    more: flags. options: of play.py. Raises RuntimeError as `run` does.
     """
     from titanlite.plan.hardware import find_gpu
 
     memory = {"NULLGPU_GIB": f"{find_gpu(case.gpu).memory / 2**30:.2f}"}
-    ranks = [f"--ranks={case.ranks}", f"--device={case.device}", f"--steps={steps}"]
+    ranks = [f"--ranks={case.ranks}", f"--device={case.device}", f"--steps={steps}", *options]
     command = [HERE / "play.py", *ranks, "--", *case.argv(), *more]
     return run(folder, *command, NULLGPU_NAME=f"NVIDIA {case.gpu[:4].upper()}", **memory)
 
