@@ -139,7 +139,7 @@ def ladder_command(
     bench: Bench, setting: Setting, flags: Sequence[str], layers: int, out: Path, skip: Sequence[str]
 ) -> list[str]:
     """`titanlite benchmark` on one rank."""
-    steps, warmup = (4, 2) if bench.short else (setting.steps, setting.warmup)
+    steps, warmup = (6, 2) if bench.short else (setting.steps, setting.warmup)
     return [
         *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),

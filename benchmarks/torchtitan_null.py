@@ -27,8 +27,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="nullgpu-") as folder:
         log = Path(folder, "calls")
         set_ranks(0, int(sys.argv[1]), log)
-        size = [f"--training.steps={WARM + STEPS + 1}", f"--job.dump_folder={folder}/run", "--metrics.log_freq=1000"]
-        found = play([*sys.argv[2:], *size], Counting(log, STEPS))
+        size = [f"--training.steps={WARM + STEPS + 2}", f"--job.dump_folder={folder}/run", "--metrics.log_freq=1000"]
+        found = play([*sys.argv[2:], *size], Counting(log, STEPS, traffic=True))
     print(json.dumps(found), flush=True)
     os._exit(0)
 

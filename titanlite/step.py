@@ -19,7 +19,7 @@ from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import StepInBackward, clip_divisor, clip_gradients, square_norm, square_norms
-from titanlite.optim.optimizer import divides_gradients, gated_step
+from titanlite.optim.optimizer import divides_gradients, gated_step, to_host
 from titanlite.parallel.fsdp import set_gradient_sync
 
 #: Is told the name of the phase that begins: "forward", "backward", "pipeline", "optimizer".
@@ -163,6 +163,8 @@ class TrainStep:
         # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit. `before_update` is
         # promised clipped gradients.
         inside = norm.device.type == "cuda" and self.before_update is do_nothing
+        if norm.device.type != self.optimizer.param_groups[0]["params"][0].device.type:
+            norm, ok = to_host(norm, ok)  # an update in host memory begins when the norm over all ranks is known
         if inside and divides_gradients(self.optimizer):
             divisor = clip_divisor(norm, self.max_norm)
         else:

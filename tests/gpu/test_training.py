@@ -61,7 +61,7 @@ def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(world: Di
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize(("kind", "std"), zip(KINDS, (0.02, 0.0197, 0.0346), strict=True))
+@pytest.mark.parametrize(("kind", "std"), list(zip(KINDS, (0.02, 0.0197, 0.0346), strict=True)))
 def test_a_part_is_a_cut_of_the_whole(world: DistEnv, kind: Any, std: float) -> None:
     init = Init(kind, std=0.02, bound=0.06)
     whole, part = torch.empty(SHAPE, device=world.device), torch.empty(80, 400, device=world.device)

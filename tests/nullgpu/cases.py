@@ -51,8 +51,8 @@ FLOAT8 = COMPILE + "float8.enable_float8_linear "
 GATHERED = FLOAT8 + "float8.enable_fsdp_float8_all_gather "
 PIPELINE = "training.gradient_sync=last training.batch_size=4 experimental.pipeline_parallel_degree=2 "
 SAVES = "checkpoint.enable_checkpoint checkpoint.interval=2 checkpoint.async_mode="
-#: An update on the host reads the norm and the guard's flag, and waits for each parameter's gradient.
-ON_HOST = {"syncs": 3, "pageable": 3, "eventsync": 80}
+#: Nine parameters a layer and three more: FSDP2 waits for the copy of each gradient. One more: the norm, with the flag.
+ON_HOST = {"eventsync": 9 * 8 + 3 + 1}
 
 CASES: dict[str, Case] = {
     "8B": Case(),
@@ -93,15 +93,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def play(folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = ()) -> dict[str, Any]:
+def play(
+    folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = (), options: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Play a case on the null GPU in `folder`, and return what play.py prints.
 
-    more: flags. Raises RuntimeError as `run` does.
+    more: flags. options: of play.py. Raises RuntimeError as `run` does.
     """
     from titanlite.plan.hardware import find_gpu
 
     memory = {"NULLGPU_GIB": f"{find_gpu(case.gpu).memory / 2**30:.2f}"}
-    ranks = [f"--ranks={case.ranks}", f"--device={case.device}", f"--steps={steps}"]
+    ranks = [f"--ranks={case.ranks}", f"--device={case.device}", f"--steps={steps}", *options]
     command = [HERE / "play.py", *ranks, "--", *case.argv(), *more]
     return run(folder, *command, NULLGPU_NAME=f"NVIDIA {case.gpu[:4].upper()}", **memory)
 

@@ -30,11 +30,12 @@ class Counted(BaseException):
 class Counting:
     """Counts the calls of step `WARM` + 1, and times the steps after it; `end` raises Counted when all are there.
 
-    log: the null GPU's. steps: counted and timed.
+    log: the null GPU's. steps: counted and timed. traffic: one more step counts bytes (see `traffic.Traffic`).
     """
 
-    def __init__(self, log: Path, steps: int) -> None:
-        self.log, self.steps = log, steps
+    def __init__(self, log: Path, steps: int, traffic: bool = False) -> None:
+        self.log, self.steps, self.traffic = log, steps, traffic
+        self._counted = contextlib.ExitStack()
         self.found: dict[str, Any] = {}
         self._times: list[list[float]] = []
 
@@ -45,11 +46,18 @@ class Counting:
             torch.cuda.reset_peak_memory_stats()
             self._before = read_counts()
             CUDA.nullgpu_mark(b"begin")
+        if step > WARM + self.steps:
+            from tests.nullgpu.traffic import Traffic
+
+            self._moved = Traffic()
+            self._counted.enter_context(self._moved.counting())
         self._began = time.perf_counter(), time.process_time()
 
     def end(self, step: int) -> None:
         import torch
 
+        if step <= WARM:
+            return
         now = time.perf_counter(), time.process_time()
         if step == WARM + 1:
             counts = {name.lower(): count - self._before[name] for name, count in read_counts().items()}
@@ -62,9 +70,13 @@ class Counting:
             self.found |= {"retries": memory["num_alloc_retries"], "ooms": memory["num_ooms"]}
             devices = range(torch.cuda.device_count())
             self.found["other_contexts"] = [n for n in devices if CUDA.nullgpu_touched(n) and n != own]
-        elif step > WARM + 1:
+        elif step > WARM + self.steps:
+            self._counted.close()
+            self.found |= {"moved_gb": round(self._moved.moved / 1e9, 2)}
+            self.found |= {"attention_tflop": round(self._moved.attention / 1e12, 2)}
+        else:
             self._times.append([end - begin for begin, end in zip(self._began, now, strict=True)])
-        if step == WARM + self.steps:
+        if step == WARM + self.steps + self.traffic:
             columns = zip(*(self._times or [[0.0, 0.0]]), strict=True)
             wall, processor = (round(statistics.median(column), 4) for column in columns)
             self.found |= {"host_seconds": wall, "processor_seconds": processor}
@@ -145,10 +157,11 @@ def read_log(log: Path) -> dict[str, Any]:
     """Return counts of the log's part between its marks.
 
     kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory and thread;
-    syncs: waits of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`).
+    syncs: waits of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`);
+    shapes: "m n k type" → products; sent: "ranks bytes" → collectives and those exposed, bytes that each rank receives.
     """
     kernels, gemm, streams = 0, 0, Streams()
-    nccl, copies, syncs = Counter[str](), Counter[str](), Counter[str]()
+    nccl, copies, syncs, shapes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     with open(log) as lines:
         for line in lines:
             words = line.split()
@@ -156,17 +169,23 @@ def read_log(log: Path) -> dict[str, Any]:
                 if words[1] == "end":
                     break
                 kernels, gemm, streams = 0, 0, Streams()
-                nccl.clear(), copies.clear(), syncs.clear()
+                nccl.clear(), copies.clear(), syncs.clear(), shapes.clear()
             elif words[0] == "KERNEL":
                 name = words[3]
                 if name.startswith("nccl:"):
                     nccl[name.removeprefix("nccl:")] += 1
-                    streams.collective(words[2])
+                    ranks, count, dtype = (int(word.lstrip("cdnout")) for word in words[5:8])
+                    # A rank receives a part from each of the others, or one; a sum is scattered and gathered.
+                    one = 1 / max(ranks - 1, 1)
+                    parts = {"AllReduce": 2 / ranks, "Send": 0, "Recv": one, "Broadcast": one}.get(name[5:], 1)
+                    size = round(parts * (ranks - 1) * count * _BYTES[dtype])
+                    streams.collective(words[2], f"{ranks} {size}")
                     continue
                 kernels += 1
                 if name == "gemm":
                     m, n, k, batch = map(int, words[4:8])
                     gemm += 2 * m * n * k * batch
+                    shapes[f"{m} {n} {k} {words[8]}"] += batch
                     streams.products += words[2] == COMPUTE
             elif words[0] in ("D2H", "H2D"):
                 copies[f"{words[0].lower()} {words[2]}{'' if words[-1] == '1' else ' in a thread'}"] += 1
@@ -177,9 +196,12 @@ def read_log(log: Path) -> dict[str, Any]:
             elif words[0] == "WAITEVENT":
                 streams.wait(words[2], words[4])
     found = {"kernels": kernels, "nccl": dict(nccl), "gemm_tflop": round(gemm / 1e12, 3), "copies": dict(copies)}
-    return {**found, "syncs": dict(syncs), "exposed": streams.exposed}
+    sent = {kind: [count, streams.bare[kind]] for kind, count in streams.sent.items()}
+    return {**found, "syncs": dict(syncs), "exposed": streams.exposed, "shapes": dict(shapes), "sent": sent}
 
 
+#: Of NCCL's types, in their order.
+_BYTES = (1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1)
 #: The default stream, in which a step computes.
 COMPUTE = "(nil)"
 
@@ -198,14 +220,17 @@ class Streams:
         #: Stream → products it waits for; collectives it waits for. Event → the same.
         self._at: dict[str, tuple[int, frozenset[int]]] = {}
         self._events: dict[str, tuple[int, frozenset[int]]] = {}
-        #: Collectives that no product waits for yet → products done before they begin.
-        self._open: dict[int, int] = {}
+        #: Kinds of collectives: all, and the exposed ones.
+        self.sent, self.bare = Counter[str](), Counter[str]()
+        #: Collectives that no product waits for yet → products done before they begin, and kind.
+        self._open: dict[int, tuple[int, str]] = {}
         self._count = 0
 
-    def collective(self, stream: str) -> None:
+    def collective(self, stream: str, kind: str = "") -> None:
         self._count += 1
+        self.sent[kind] += 1
         products, waits = self._state(stream)
-        self._open[self._count] = products
+        self._open[self._count] = products, kind
         self._at[stream] = products, waits | {self._count}
         if stream == COMPUTE:
             self._close()
@@ -227,4 +252,6 @@ class Streams:
 
     def _close(self) -> None:
         for number in self._at[COMPUTE][1]:
-            self.exposed += self._open.pop(number, -1) == self.products
+            products, kind = self._open.pop(number, (-1, ""))
+            self.exposed += products == self.products
+            self.bare[kind] += products == self.products

@@ -39,20 +39,21 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--device", type=int, help="of this rank; else its place on its machine")
     parser.add_argument("--steps", type=int, default=3, help="one is counted, the others give the host's time")
+    parser.add_argument("--traffic", action="store_true", help="count bytes in one more step")
     parser.add_argument("--log", help="keep the calls of the counted step in this file")
     asked, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory(prefix="nullgpu-") as folder:
         log = Path(asked.log or f"{folder}/calls").resolve()
         set_ranks(asked.rank, asked.ranks, log, asked.device)
-        steps = f"--training.steps={WARM + asked.steps + 1}"
+        steps = f"--training.steps={WARM + asked.steps + asked.traffic + 1}"
         flags = [*FLAGS, *flags[flags[:1] == ["--"] :], steps, f"--job.dump_folder={folder}/run"]
-        found = play(flags, log, asked.steps)
+        found = play(flags, Counting(log, asked.steps, asked.traffic))
     print(json.dumps(found), flush=True)
     os._exit(0)  # the end of a run would wait for ranks that do not exist
 
 
-def play(argv: Sequence[str], log: Path, steps: int) -> dict[str, Any]:
-    """Train as the flags say until all steps are counted, and return the counts. log: of the null GPU."""
+def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
+    """Train as the flags say until all steps are counted, and return the counts."""
     from titanlite.build import build
     from titanlite.callbacks import Callback, load_callbacks
     from titanlite.fit import check_config
@@ -60,8 +61,6 @@ def play(argv: Sequence[str], log: Path, steps: int) -> dict[str, Any]:
     from titanlite.preflight import check_machine
     from titanlite.run_text import read_datasets
     from titanlite.trainer import Trainer
-
-    counting = Counting(log, steps)
 
     class Counter(Callback):
         """Counts from the fetch of the data until all other callbacks have run: without the save that may follow."""

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.nullgpu.cases import CASES, HERE, STORED, Case, figures, play
+from benchmarks.nullgpu import PUBLISHED, THEIRS, batch_of, roofline
+from benchmarks.plan_speed import SHARES, gpu_of
+from tests.nullgpu.cases import CASES, HERE, STORED, Case, figures, play, run
 
 EXPECTED = json.loads(STORED.read_text())
 pytestmark = pytest.mark.nullgpu
@@ -37,3 +39,33 @@ def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_bl
         "syncs", "devsync", "pageable", "malloc", "free", "blockingstream", "other contexts"
     }  # fmt: skip
     assert found["exposed"] > play(nullgpu, Case(config="debug_model"), steps=1)["exposed"]
+
+
+def test_bytes_are_those_that_each_kernel_reads_and_writes(nullgpu: Path) -> None:
+    """In tensors of 4 MiB."""
+    found = run(nullgpu, "-c", BYTES)
+    assert found == [2, 2, 2, 2, 0.002, 0, 3]
+
+
+BYTES = """
+import torch
+from tests.nullgpu.traffic import Traffic
+x, y, first = (torch.empty(1024, 1024, device="cuda") for _ in range(3))
+row, half = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.compile(lambda x: x / 2 + 1)
+half(x)
+def one(do):
+    traffic = Traffic()
+    with traffic.counting():
+        do()
+    return round(traffic.moved / 2**22, 4)
+print([one(do) for do in (
+    lambda: x.add_(1), lambda: x * 2, lambda: half(x), lambda: x.copy_(y),
+    lambda: torch.nn.functional.embedding(row, x), lambda: (x @ y).view(-1), lambda: torch.add(x, y, out=first))])
+"""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_roofline_of_the_log_is_within_15_percent_of_published_runs(name: str) -> None:
+    point, found = PUBLISHED[name], json.loads(THEIRS.read_text())[name]
+    tokens = 8192 * batch_of(point) / roofline(found, gpu_of(point, SHARES))
+    assert tokens == pytest.approx(point.tokens, rel=0.15)

@@ -29,9 +29,7 @@ def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale all gradients so that their global norm is `max_norm` at most. norm: what it is now (0-dim)."""
-    gradients = local_gradients(parameters)
-    # Offloaded gradients are in host memory. On one device `to` does nothing.
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].device))
+    torch._foreach_mul_(local_gradients(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -57,8 +55,10 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_copies.setdefault(_copies(parameter), []).append(parameter)
-    shares = [total_norm(local_gradients(group)).to(device).square() / copies for copies, group in by_copies.items()]
-    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
+    shares = [total_norm(local_gradients(group)).square() / copies for copies, group in by_copies.items()]
+    total = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
+    # Of offloaded gradients it is in host memory. The fill of a number waits for nothing, a copy would.
+    return total if total.device.type == device.type else torch.full_like(total, total.item(), device=device)
 
 
 def _copies(parameter: nn.Parameter) -> int:

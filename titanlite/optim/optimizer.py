@@ -164,6 +164,15 @@ def _selects(optimizer: torch.optim.Optimizer) -> bool:
     return fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
+def to_host(norm: torch.Tensor, ok: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two 0-dim tensors of a GPU, float32 and bool, in host memory; waits once for both."""
+    copy, event = torch.empty(2, pin_memory=True), torch.cuda.Event()
+    copy.copy_(torch.stack([norm, ok]), non_blocking=True)
+    event.record()
+    event.synchronize()
+    return copy[0], copy[1] > 0
+
+
 def gated_step(
     optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float, divisor: torch.Tensor | None = None
 ) -> None:
@@ -173,14 +182,13 @@ def gated_step(
     host does not wait (`found_inf` is the protocol that gradient scalers use). The other optimizers have no such
     selection: the host reads the flag, which costs nothing on a CPU and one synchronization on a GPU.
 
-    divisor: of all gradients (0-dim float32), for an optimizer that `divides_gradients`.
+    ok and divisor are on the weights' device. divisor: of all gradients (0-dim float32), for an optimizer that
+    `divides_gradients`.
     """
-    device = optimizer.param_groups[0]["params"][0].device  # offloaded parameters are in host memory
-    ok = ok.to(device)
     set_rates(optimizer, lr)
     if _selects(optimizer):
         optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]
-        optimizer.grad_scale = None if divisor is None else divisor.to(device)  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.step()
     elif bool(ok):
         optimizer.step()

@@ -129,8 +129,7 @@ def apply_compile(
     """Compile each module in place, as one graph, when it first runs.
 
     modules: by name in the model. Modules of one class, with the same shapes and settings, share one compilation.
-    Under tensor parallelism with sequence parallelism pass attention and feed-forward of each block: a whole block
-    then gets wrong gradients without an error.
+    Under tensor parallelism see `ModelBuilder.compiled_names`: some whole blocks get wrong gradients without an error.
 
     options: settings of inductor for these modules alone.
 

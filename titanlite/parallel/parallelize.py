@@ -209,12 +209,17 @@ class ModelBuilder:
     def compiled_names(self) -> list[str]:
         """The modules of the whole model that `torch.compile` makes one graph each.
 
-        Where ranks share each product, a graph of a whole block computes wrong gradients. Where they share experts,
-        the host reads a number in the middle of a block.
+        Where ranks share experts, the host reads a number in the middle of a block. Where they share each product,
+        graphs of whole blocks have wrong gradients before torch 2.13, and no partition if they recompute as a whole:
+        torch takes the device mesh for a saved tensor.
         """
         if not self.compiles("model"):
             return []
-        names: list[str] = self.offered("sublayer_names" if self.tp * self.ep > 1 else "block_names")(self.args)
+        ac = self.activation_checkpoint
+        untested = ac.offload, self.float8.enable_float8_linear, self.experimental.enable_async_tensor_parallel
+        right = (ac.mode == "none" or is_by_op(ac)) and not any(untested) and torch.__version__ >= "2.13"
+        halves = self.ep > 1 or (self.tp > 1 and not right)
+        names: list[str] = self.offered("sublayer_names" if halves else "block_names")(self.args)
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
