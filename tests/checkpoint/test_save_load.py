@@ -19,7 +19,7 @@ import xxhash
 
 from tests.checkpoint import s3
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, options, refusal, train, unequal
+from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, hand_on, names, options, refusal, train, unequal
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
@@ -87,24 +87,14 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def _hand_on(world: DistEnv, source: Path, target: Path, mesh: dict[str, Any], seed: int) -> int:
-    """Load the checkpoint of another mesh into a model with other weights, and save it again as it is."""
-    model, optimizer, _ = build_tiny(world, replace(RUN, **mesh, seed=seed, args=replace(RUN.args, n_kv_heads=4)))
-    reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
-    loaded = reader.load(model, optimizer)
-    assert loaded is not None
-    writer.save(loaded.step, model, optimizer, loaded.train)
-    reader.close()
-    writer.close()
-    return loaded.step
-
-
 @pytest.mark.slow
 def test_weights_and_moments_pass_through_every_mesh(pool: Pools, tmp_path: Path) -> None:
-    pool(4).run(train, replace(RUN, args=replace(RUN.args, n_kv_heads=4)), tmp_path / "origin", 1, 2)
+    run = replace(RUN, args=replace(RUN.args, n_kv_heads=4))
+    pool(4).run(train, run, tmp_path / "origin", 1, 2)
     before = "origin"
     for seed, (name, mesh) in enumerate(MESHES.items(), start=20):
-        assert pool(4).run(_hand_on, tmp_path / before, tmp_path / name, mesh, seed) == [2] * 4
+        other = replace(run, **mesh, seed=seed)
+        assert pool(4).run(hand_on, other, tmp_path / before, tmp_path / name) == [2] * 4
         before = name
     assert set(unequal(tmp_path / "origin" / "step-2", tmp_path / before / "step-2")) <= {"rng.torch"}
     contents = Contents(tmp_path / "origin" / "step-2")

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parallel.watch import GATHER, SUM, Sent, Wire
+from tests.parallel.watch import GATHER, SUM, Sent, Watch, Wire
 from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, full_precision, stepper
@@ -95,23 +94,20 @@ def test_no_product_is_computed_twice() -> None:
     assert flops[4] == flops[1] > 3 * 2 * BATCH * SEQ * DIM * VOCAB
 
 
-class _Memory(TorchDispatchMode):
+class _Memory(Watch):
     """Bytes of the largest tensor that an operator makes, and of all that live at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._look)
         self.largest = self.peak = 0
         self._made: dict[StorageWeakRef, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
-            storage = tensor.untyped_storage()
+    def _look(self, func: Any, args: Any, out: Any) -> None:
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
             self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
             self.largest = max(self.largest, storage.nbytes())
         self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
         self.peak = max(self.peak, sum(self._made.values()))
-        return out
 
 
 def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
