@@ -175,7 +175,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
     repo = tmp_path / "hub/datasets/allenai/c4"
     write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
-        words = ["-m", "titanlite", "data", "prepare", "c4", "--workers", 2, "--part-tokens", 100, "--out"]
+        words = ["-m", "titanlite", "data", "prepare", "c4", "--workers", 1, "--part-tokens", 500, "--out"]
         env = hub.environment(tmp_path / "home")
         hub.fail("*00001-of*", status=503, times=2)
         hub.fail("*00002-of*", status=404, times=None)

@@ -91,7 +91,12 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, golden: GoldenRun
     assert [r["tokens_seen"] for r in resumed if "loss" in r] == [256 * step for step in range(1, 21)]
 
 
-MASKED = ["--data.mask_documents", "--data.packing=best-fit", "--training.seq_len=512"]
+MASKED = [
+    "--data.mask_documents",
+    "--data.packing=best-fit",
+    "--training.seq_len=512",
+    "--training.global_batch_size=4",
+]
 
 
 def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
