@@ -166,18 +166,3 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     again = pool(2).run(_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
     assert _losses(again["rows"])[6] == now[6], "the schedule and the text go on where they were"
     assert "bit for bit" in _line(again)
-
-
-@pytest.mark.slow
-def test_the_start_report_names_the_source(pool: Pools, left: Path, tmp_path: Path) -> None:
-    run, source = tmp_path / "run", f"--checkpoint.initial_load_path={left}"
-
-    def said(*flags: str) -> str:
-        lines = pool(1).run(_run, str(run), *flags)[0]["said"]
-        (line,) = [line for line in lines if line.startswith(("a fresh run", "resumed from", "a run that starts from"))]
-        return str(line)
-
-    first = said("--training.steps=1", source, "--checkpoint.start=from")
-    assert f"from {left}/checkpoint/step-4 with its weights" in first and "checkpoint.initial_load_path" in first
-    again = said("--training.steps=2", source)
-    assert again.startswith(f"resumed from step 1 in {run / 'checkpoint'} (checkpoint.start = resume-or-fresh; ")

@@ -19,7 +19,7 @@ from tests.checkpoint.runs import assert_equal, hand_on, unequal
 from tests.checkpoint.runs import train as train_and_save
 from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS
-from tests.training.grid import run_of
+from tests.training.grid import BY_OPERATION, CP, FSDP, MODE, PP, REPLICAS, RESHARD, SCHEDULE, TP, run_of
 from tests.training.harness import Run, build_tiny, train, train_afresh
 from tests.training.reference import Curve
 from tests.training.test_quiet_step import Calls, Operations
@@ -50,15 +50,9 @@ SHARED = {
     "optimizer.eps": 1e-6,
     "compile.backend": "aot_eager",
 }
-EP, FSDP = "parallelism.expert_parallel_degree", "training.data_parallel_shard_degree"
-REPLICAS, TP = "training.data_parallel_replicate_degree", "training.tensor_parallel_degree"
-CP, PP = "experimental.context_parallel_degree", "experimental.pipeline_parallel_degree"
-MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-SCHEDULE, LAYERS = "experimental.pipeline_parallel_schedule", "model.overrides.n_layers"
-RESHARD, OPTIMIZER, COMPILE = "training.reshard_after_forward", "optimizer.name", "training.compile"
-VARIANCE = "optimizer.variance_dtype"
+EP, LAYERS, COMPILE = "parallelism.expert_parallel_degree", "model.overrides.n_layers", "training.compile"
+OPTIMIZER, VARIANCE = "optimizer.name", "optimizer.variance_dtype"
 PIPELINE = {EP: 2, PP: 2, "training.batch_size": 2}
-BY_OPERATION = {EP: 2, MODE: "selective", OPTION: "op"}
 STEPS = 3
 
 
@@ -75,7 +69,7 @@ def run_on(ranks: int, **flags: Any) -> Run:
 CASES = {
     "ep 2": (2, {EP: 2}),
     "ep 2, fsdp 2, fused, freed": (4, {EP: 2, "optimizer.implementation": "fused", RESHARD: "always"}),
-    "recomputed by operation": (2, BY_OPERATION),
+    "recomputed by operation": (2, {EP: 2, **BY_OPERATION}),
 }
 MORE = {
     "ep 2, replicas 2": (4, {EP: 2, REPLICAS: 2, FSDP: 2}),
@@ -83,7 +77,7 @@ MORE = {
     "compiled": (2, {EP: 2, COMPILE: "true"}),
     "ep 4": (4, {EP: 4}),
     "recomputed": (2, {EP: 2, MODE: "full"}),
-    "compiled, by operation": (2, {**BY_OPERATION, COMPILE: "true"}),
+    "compiled, by operation": (2, {EP: 2, **BY_OPERATION, COMPILE: "true"}),
     "cp 2, fsdp 2, over 2": (4, {EP: 2, CP: 2, RESHARD: 2}),
     "cp 2, fsdp 2, ep 4": (4, {EP: 4, CP: 2}),
     "pp 2": (4, PIPELINE),

@@ -32,6 +32,10 @@ from titanlite.step import ReplicationFactors, StepResult
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
 
+#: Ways to recompute.
+NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
+EVERY_2, OP = ActivationCheckpoint(selective_ac_option="2"), ActivationCheckpoint(selective_ac_option="op")
+MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
 #: A linear in the middle of the model.
 W2 = "layers.1.feed_forward.w2"
 
@@ -84,7 +88,7 @@ class Run:
     seed: int = 7
     #: Ranks that hold the same shard (HSDP; all of them: DDP).
     replicas: int = 1
-    activations: ActivationCheckpoint = ActivationCheckpoint(mode="none")
+    activations: ActivationCheckpoint = NONE
     #: None: nothing is compiled.
     compile: Compile | None = None
     #: Ranks that share each product, and whether the loss is computed on sharded logits.
