@@ -64,15 +64,6 @@ def test_four_and_four_equal_eight_bit_for_bit(
     assert outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")]) and second[1]["outcomes"] == []
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_other_rank_counts_continue_to_rounding(pool: Pools, storage: Storage, tmp_path: Path, ranks: int) -> None:
-    storage.run(pool(2), train, RUN, storage.root, 1, 4)
-    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 8)[0]
-    resumed = storage.run(pool(ranks), train, RUN, storage.root, 5, 8)[0]
-    torch.testing.assert_close(resumed["losses"], straight["losses"][4:], rtol=0, atol=5e-6)
-    assert any("written on 2 ranks" in line for line in resumed["loaded"].notices)
-
-
 #: Meshes of four ranks, each of which takes over from the one before it; the last one's checkpoint goes to the first.
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},
