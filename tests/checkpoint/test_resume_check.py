@@ -144,17 +144,6 @@ def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_global_batch_and_text_need_their_word(pool: Pools, left: Path, tmp_path: Path) -> None:
-    half = "--training.global_batch_size=4"
-    refused = _resume(pool, 2, left, tmp_path / "a", half)["error"]
-    assert "\n  in the config: " in refused and "training.global_batch_size: 8 -> 4" in refused
-    found = _resume(pool, 2, left, tmp_path / "b", half, "--checkpoint.allow_changes=global_batch")
-    assert "resume verified" in _line(found) and "as allowed: global batch: 8 there, 4 here" in _line(found)
-    tokens = {row["step"]: row["tokens_seen"] for row in found["rows"] if "loss" in row}
-    assert tokens[5] - tokens[4] == tokens[4] // 8, "half as many as before"
-
-
-@pytest.mark.slow
 def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Path) -> None:
     anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
     found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
