@@ -126,10 +126,10 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, c
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     text, records = tmp_path / "text.jsonl", itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
-    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "2", "--out"]
+    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "1", "--out"]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
-    process = subprocess.Popen([sys.executable, "-m", "titanlite", "data", *words, str(killed)])
+    process = subprocess.Popen([sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"])
     deadline = time.monotonic() + 60
     while len(list(killed.glob("part-*.json"))) < 8:
         assert process.poll() is None and time.monotonic() < deadline
