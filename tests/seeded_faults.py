@@ -8,6 +8,7 @@ A fault that no test catches is a missing quick test. Exit code 1: at least one 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -37,6 +38,11 @@ class Fault(NamedTuple):
     #: Quick tests that catch it, below `tests/`.
     tests: tuple[str, ...]
 
+    def change(self, text: str) -> str:
+        for old, new in self.edits:
+            text = text.replace(old, new)
+        return text
+
 
 def read_faults(text: str) -> Iterator[Fault]:
     """The faults of `seeded_faults.txt`."""
@@ -58,14 +64,20 @@ FAULTS = tuple(read_faults(Path(__file__).with_suffix(".txt").read_text()))
 
 
 def problems_of(fault: Fault, root: Path = ROOT) -> list[str]:
-    """Return why a fault cannot be seeded: an old text that is not there exactly once, or a test file that is gone."""
+    """Return why a fault cannot be seeded: a test file that is gone, an old text not there exactly once, broken syntax."""
     found = [f"no tests/{test}" for test in fault.tests if not (root / "tests" / test.partition("::")[0]).is_file()]
     path = root / "titanlite" / fault.file
     if not path.is_file():
         return [*found, f"no titanlite/{fault.file}"]
     text = path.read_text()
     counts = ((old, text.count(old)) for old, _ in fault.edits)
-    return found + [f"titanlite/{fault.file} holds {count} times: {old}" for old, count in counts if count != 1]
+    found += [f"titanlite/{fault.file} holds {count} times: {old}" for old, count in counts if count != 1]
+    try:
+        if path.suffix == ".py":
+            ast.parse(fault.change(text))
+    except SyntaxError as error:
+        found.append(f"titanlite/{fault.file} would not be Python: {error}")
+    return found
 
 
 @contextmanager
@@ -73,10 +85,7 @@ def seeded(fault: Fault, root: Path) -> Iterator[None]:
     """Seed a fault into the tree `root` inside."""
     path = root / "titanlite" / fault.file
     before = path.read_text()
-    text = before
-    for old, new in fault.edits:
-        text = text.replace(old, new)
-    path.write_text(text)
+    path.write_text(fault.change(before))
     try:
         yield
     finally:
