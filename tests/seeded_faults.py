@@ -64,7 +64,7 @@ FAULTS = tuple(read_faults(Path(__file__).with_suffix(".txt").read_text()))
 
 
 def problems_of(fault: Fault, root: Path = ROOT) -> list[str]:
-    """Return why a fault cannot be seeded: a test file that is gone, an old text not there exactly once, broken syntax."""
+    """Return why a fault cannot be seeded: a test file is gone, an old text is not there once, broken syntax."""
     found = [f"no tests/{test}" for test in fault.tests if not (root / "tests" / test.partition("::")[0]).is_file()]
     path = root / "titanlite" / fault.file
     if not path.is_file():
