@@ -1,7 +1,7 @@
 """One run that many tests read, made once in a test session, also where several processes share the tests.
 
 Two ranks of `train.py` train 20 steps, and after a resume four more. They save and validate after steps 10, 20 and 24.
-In step 5 a value on rank 1 is not finite, and the guard skips it. Step 10 and step 20 are profiled.
+In step 5 a value on rank 1 is not finite, and the guard skips it. Step 20 is profiled.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ FLAGS = [
     "--metrics.layer_norms=3",
     "--metrics.enable_tensorboard",
     "--profiling.enable_profiling",
+    "--profiling.profile_freq=20",
 ]
 
 

@@ -8,6 +8,7 @@ A fault that no test catches is a missing quick test. Exit code 1: at least one 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import re
 import shutil
@@ -37,6 +38,11 @@ class Fault(NamedTuple):
     #: Quick tests that catch it, below `tests/`.
     tests: tuple[str, ...]
 
+    def change(self, text: str) -> str:
+        for old, new in self.edits:
+            text = text.replace(old, new)
+        return text
+
 
 def read_faults(text: str) -> Iterator[Fault]:
     """The faults of `seeded_faults.txt`."""
@@ -58,14 +64,20 @@ FAULTS = tuple(read_faults(Path(__file__).with_suffix(".txt").read_text()))
 
 
 def problems_of(fault: Fault, root: Path = ROOT) -> list[str]:
-    """Return why a fault cannot be seeded: an old text that is not there exactly once, or a test file that is gone."""
+    """Return why a fault cannot be seeded: a test file is gone, an old text is not there once, broken syntax."""
     found = [f"no tests/{test}" for test in fault.tests if not (root / "tests" / test.partition("::")[0]).is_file()]
     path = root / "titanlite" / fault.file
     if not path.is_file():
         return [*found, f"no titanlite/{fault.file}"]
     text = path.read_text()
     counts = ((old, text.count(old)) for old, _ in fault.edits)
-    return found + [f"titanlite/{fault.file} holds {count} times: {old}" for old, count in counts if count != 1]
+    found += [f"titanlite/{fault.file} holds {count} times: {old}" for old, count in counts if count != 1]
+    try:
+        if path.suffix == ".py":
+            ast.parse(fault.change(text))
+    except SyntaxError as error:
+        found.append(f"titanlite/{fault.file} would not be Python: {error}")
+    return found
 
 
 @contextmanager
@@ -73,10 +85,7 @@ def seeded(fault: Fault, root: Path) -> Iterator[None]:
     """Seed a fault into the tree `root` inside."""
     path = root / "titanlite" / fault.file
     before = path.read_text()
-    text = before
-    for old, new in fault.edits:
-        text = text.replace(old, new)
-    path.write_text(text)
+    path.write_text(fault.change(before))
     try:
         yield
     finally:
@@ -94,8 +103,8 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(root: Path, tests: list[str]) -> tuple[int, str]:
-    """Run quick tests in the tree `root` up to the first failure; return pytest's exit code and output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not soak", "-p", "no:cacheprovider"]
+    """Run quick tests in the tree `root`; return pytest's exit code and output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not soak", "-p", "no:cacheprovider"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
@@ -106,11 +115,15 @@ def run_tests(root: Path, tests: list[str]) -> tuple[int, str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            timeout=TIMEOUT,
+            timeout=TIMEOUT + 20 * len(tests),
         )
     except subprocess.TimeoutExpired:
         return HANGS, ""
     return done.returncode, done.stdout
+
+
+def failures(output: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR) (\S+?\[.*?\](?= - |$)|\S+)", output, re.MULTILINE)
 
 
 def main() -> int:
@@ -130,7 +143,7 @@ def main() -> int:
     if problems := [f"{fault.name}: {problem}" for fault in faults for problem in problems_of(fault)]:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    survived = []
+    survived, caught = [], dict[str, list[str]]()
     with tempfile.TemporaryDirectory(prefix="titanlite-faults-") as folder:
         root = Path(folder)
         copy_tree(root)
@@ -138,19 +151,22 @@ def main() -> int:
             started = time.monotonic()
             tests = ["tests"] if options.all_tests else [f"tests/{test}" for test in fault.tests]
             with seeded(fault, root):
-                code, output = run_tests(root, tests)
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+?\[.*?\](?= - |$)|\S+)", output, re.MULTILINE)
+                code, output = run_tests(root, ["-x", *tests])
             if code == HANGS:
                 result = f"caught: the tests did not end within {TIMEOUT:.0f} s"
-            elif failed is None:
-                result = f"SURVIVED: pytest ended with {code}"
-            elif run_tests(root, [failed[1]])[0] == 1:
-                result = f"SURVIVED: {failed[1]} fails without the fault too"
+            elif failed := failures(output):
+                caught.setdefault(failed[0], []).append(fault.name)
+                result = f"caught by {failed[0]}"
             else:
-                result = f"caught by {failed[1]}"
-            if result.startswith("SURVIVED"):
                 survived.append(fault.name)
+                result = f"SURVIVED: pytest ended with {code}"
             print(f"{fault.name:42} {time.monotonic() - started:4.0f} s  {result}", flush=True)
+        code, output = run_tests(root, list(caught)) if caught else (0, "")
+        if code == HANGS:
+            raise SystemExit("without a fault the tests that failed do not end")
+        for test in failures(output):
+            print(f"SURVIVED: {', '.join(caught[test])}: {test} fails without the fault too")
+            survived += caught[test]
     print(f"{len(faults) - len(survived)} of {len(faults)} faults caught")
     return 1 if survived else 0
 

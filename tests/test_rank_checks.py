@@ -26,11 +26,19 @@ from titanlite.rank_checks import RankCheckError, check_ranks
 from titanlite.runs import provenance
 
 TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\n'
+#: Of an odd rank.
+CONFIGS = {
+    "config": TOML.replace("0.001", "0.002"),
+    "paths": f'{TOML.replace("/a", "/home/b")}[checkpoint]\nfolder = "/c"\n[launch]\nenvironment.A_KEY = "hidden"\n',
+    "weight": TOML.replace("2.0", "3.0"),
+    "name": f'{TOML}[job]\nconfig_file = "/other/place.toml"\n',
+}
 
 
 def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **options: Any) -> tuple[list[str], str]:
     """Check the ranks; return warnings and the error. hosts: each rank is on another host. odd: of the last rank."""
-    rank, is_odd, config = world.rank, world.rank == world.size - 1, TOML
+    rank, is_odd = world.rank, world.rank == world.size - 1
+    config = CONFIGS.get(odd, TOML) if is_odd else TOML
     with contextlib.ExitStack() as stack:
 
         def put(target: Any, name: str, value: Any) -> None:
@@ -50,16 +58,6 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             package.mkdir()
             (package / "step.py").write_text("")
             put(rank_checks.titanlite, "__file__", str(package / "__init__.py"))  # type: ignore[attr-defined]
-        elif is_odd and odd == "config":
-            config = TOML.replace("0.001", "0.002")
-        elif is_odd and odd == "paths":
-            config = (
-                TOML.replace("/a", "/home/b") + '[checkpoint]\nfolder = "/c"\n[launch]\nenvironment.A_KEY = "hidden"\n'
-            )
-        elif is_odd and odd == "weight":
-            config = TOML.replace("2.0", "3.0")
-        elif is_odd and odd == "name":
-            config = TOML + '[job]\nconfig_file = "/other/place.toml"\n'
         elif is_odd and odd == "device":
             put(throughput, "_proc_field", lambda *_: "Old CPU")
         elif is_odd and odd == "clock":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.training.harness import Run, batches, full, stepper
+from tests.training.harness import Run, batches, build_tiny, full, stepper
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
@@ -116,6 +116,18 @@ def train(
         "loaded": loaded,
         "outcomes": outcomes,
     }
+
+
+def hand_on(world: DistEnv, run: Run, source: object, target: object) -> int:
+    """Load a checkpoint into a model with other weights, and save it again as it is; return its step."""
+    model, optimizer, _ = build_tiny(world, run)
+    reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
+    loaded = reader.load(model, optimizer)
+    assert loaded is not None
+    writer.save(loaded.step, model, optimizer, loaded.train)
+    reader.close()
+    writer.close()
+    return loaded.step
 
 
 def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:

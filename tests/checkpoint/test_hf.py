@@ -26,6 +26,7 @@ from tests.checkpoint.runs import PRINTS, names, options
 from tests.models.test_hf import _train, config_flags, written
 from tests.models.test_spec import unpermute
 from tests.pool import Pools
+from tests.training.grid import FSDP, PP, TP
 from tests.training.harness import TINY, Run, batches, build_tiny, full
 from tests.training.test_run import _run
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
@@ -455,11 +456,6 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(pool: 
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ours.eos_id
 
 
-EP, TP, PP = (
-    "parallelism.expert_parallel_degree",
-    "training.tensor_parallel_degree",
-    "experimental.pipeline_parallel_degree",
-)
 SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
 
 
@@ -469,9 +465,9 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
     [
         ("mistral", TP),
         ("qwen3", PP),
-        ("mixtral", EP),
-        ("mixtral", "training.data_parallel_shard_degree"),
-        ("hf", "training.data_parallel_shard_degree"),
+        ("mixtral", "parallelism.expert_parallel_degree"),
+        ("mixtral", FSDP),
+        ("hf", FSDP),
     ],
 )
 def test_every_family_goes_out_of_runs_and_in(pool: Pools, tmp_path: Path, family: str, layout: str) -> None:

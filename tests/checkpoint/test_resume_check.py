@@ -144,17 +144,6 @@ def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_global_batch_and_text_need_their_word(pool: Pools, left: Path, tmp_path: Path) -> None:
-    half = "--training.global_batch_size=4"
-    refused = _resume(pool, 2, left, tmp_path / "a", half)["error"]
-    assert "\n  in the config: " in refused and "training.global_batch_size: 8 -> 4" in refused
-    found = _resume(pool, 2, left, tmp_path / "b", half, "--checkpoint.allow_changes=global_batch")
-    assert "resume verified" in _line(found) and "as allowed: global batch: 8 there, 4 here" in _line(found)
-    tokens = {row["step"]: row["tokens_seen"] for row in found["rows"] if "loss" in row}
-    assert tokens[5] - tokens[4] == tokens[4] // 8, "half as many as before"
-
-
-@pytest.mark.slow
 def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Path) -> None:
     anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
     found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
@@ -166,18 +155,3 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
     again = pool(2).run(_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
     assert _losses(again["rows"])[6] == now[6], "the schedule and the text go on where they were"
     assert "bit for bit" in _line(again)
-
-
-@pytest.mark.slow
-def test_the_start_report_names_the_source(pool: Pools, left: Path, tmp_path: Path) -> None:
-    run, source = tmp_path / "run", f"--checkpoint.initial_load_path={left}"
-
-    def said(*flags: str) -> str:
-        lines = pool(1).run(_run, str(run), *flags)[0]["said"]
-        (line,) = [line for line in lines if line.startswith(("a fresh run", "resumed from", "a run that starts from"))]
-        return str(line)
-
-    first = said("--training.steps=1", source, "--checkpoint.start=from")
-    assert f"from {left}/checkpoint/step-4 with its weights" in first and "checkpoint.initial_load_path" in first
-    again = said("--training.steps=2", source)
-    assert again.startswith(f"resumed from step 1 in {run / 'checkpoint'} (checkpoint.start = resume-or-fresh; ")

@@ -1,4 +1,4 @@
-"""Whole runs of the trainer: when they save, which kinds of checkpoints, saves that fail, and falling back."""
+"""Whole runs of the trainer that save weights alone, and that begin from a seed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import flip, unequal
-from tests.metrics.test_records import scalars
+from tests.checkpoint.runs import unequal
 from tests.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
@@ -79,20 +78,3 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     manifests = [read_manifest(side) for side in sides]
     assert all(manifests[0].train[key] == manifests[1].train[key] for key in ("data", "tokens_seen", "global_batch"))
     assert manifests[0].config["model"]["dim"] == 64 and "WORLD_SIZE" in manifests[0].environment
-
-
-@pytest.mark.slow
-def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Path) -> None:
-    """Past two damaged checkpoints."""
-    flags = ["--training.steps=8", "--checkpoint.interval=2", "--validation.freq=2", "--metrics.enable_tensorboard"]
-    whole = pool(2).run(_run, str(tmp_path), *flags)[0]["rows"]
-    for step in (6, 8):
-        flip(next((tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")))
-    found = pool(2).run(_run, str(tmp_path), *flags)[0]
-    assert _said(found, "resumed from step 4") and sum("passed over" in line for line in found["said"]) == 2
-    rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
-    assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
-    assert _losses(found["rows"]) == _losses(whole)
-    (dated,) = (tmp_path / "tb").iterdir()
-    shown = {tag: [step for step, _ in found] for tag, found in scalars(dated).items()}
-    assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)] and shown["validation_metrics/loss"] == [2, 4, 6, 8]

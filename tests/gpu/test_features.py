@@ -17,7 +17,7 @@ from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
 from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import TINY, Run, batches, build_tiny, changed, micro_batches, train, train_afresh
+from tests.training.harness import MODES, TINY, Run, batches, build_tiny, changed, micro_batches, train, train_afresh
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
@@ -31,12 +31,6 @@ BF16 = Training()
 RUN = Run(TOKENS, LABELS, WARM)
 COMPILED = Compile()
 
-MODES = {
-    "none": ActivationCheckpoint(mode="none"),
-    "every": ActivationCheckpoint(selective_ac_option="2"),
-    "op": ActivationCheckpoint(selective_ac_option="op"),
-    "full": ActivationCheckpoint(mode="full"),
-}
 PRECOMPUTED = Float8(
     enable_float8_linear=True, enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True
 )

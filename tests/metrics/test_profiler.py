@@ -17,7 +17,7 @@ from titanlite.metrics.profiler import Profiler
 
 def test_one_step_of_each_cycle_is_recorded_by_every_rank(golden: GoldenRun) -> None:
     folder = golden.folder / "profile_traces"
-    assert sorted(p.name for p in folder.iterdir()) == ["iteration_10", "iteration_20"]
+    assert sorted(p.name for p in folder.iterdir()) == ["iteration_20"]
     for rank in range(2):
         trace = json.loads((folder / "iteration_20" / f"rank{rank}_trace.json").read_text())
         operations = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]

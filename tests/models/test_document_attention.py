@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.models.test_llama import VARIANTS, built, relative, tokens_of
+from tests.parallel.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
@@ -88,25 +89,14 @@ def test_other_documents_need_no_other_graph() -> None:
     assert count == 1
 
 
-class _Largest(TorchDispatchMode):
-    """The largest tensor that an operator returns, in elements."""
-
-    found = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, Tensor)]
-        self.found = max(self.found, *sizes, 0)
-        return out
-
-
 @pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])
 def test_no_mask_of_the_sequence_squared_is_made(window: int | None, documents: bool) -> None:
     q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
-    with _Largest() as largest:
+    sizes: list[int] = []
+    with Watch(lambda _, args, out: sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))):
         attention = SdpaAttention(window)
         attention(q, k, v, attention.prepare(numbers([[64] * 16]) if documents else None)).sum().backward()
-    assert largest.found == 4 * 1024 * 8
+    assert max(sizes) == 4 * 1024 * 8
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None) -> Tensor:

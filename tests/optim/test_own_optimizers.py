@@ -209,15 +209,15 @@ def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(pool: Pools
     ],
     ids=["muon", "kahan", "momentum in float32", "8 bits"],
 )
-def test_four_and_four_equal_eight(pool: Pools, tmp_path: Path, settings: Optimizer, training: Training) -> None:
+def test_two_and_two_equal_four(pool: Pools, tmp_path: Path, settings: Optimizer, training: Training) -> None:
     args = WIDE if settings is EIGHT else TINY
-    run = Run(*batches(8, 8, 16, 192), [3e-3] * 8, args=args, training=training, settings=settings)
-    straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 8)[0]
-    parts = [pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 3), (4, 5), (6, 8))]
+    run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, args=args, training=training, settings=settings)
+    straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 4)[0]
+    parts = [pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))]
     assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
     assert_equal(parts[-1]["state"], straight["state"])
-    assert unequal(tmp_path / "run" / "step-8", tmp_path / "straight" / "step-8") == []
-    other = pool(4).run(train_and_save, run, tmp_path / "run", 9, 8)  # only loads
+    assert unequal(tmp_path / "run" / "step-4", tmp_path / "straight" / "step-4") == []
+    other = pool(4).run(train_and_save, run, tmp_path / "run", 5, 4)  # only loads
     assert_equal(other[0]["state"], straight["state"])
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import train as train_and_save
+from tests.parallel.watch import Watch
 from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages, stepper
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
@@ -52,16 +52,16 @@ RATES = [1e-2 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
 RUN = Run(TOKENS, LABELS, RATES[:10], args=TINY, training=Training())
 
 
-class Seen(TorchDispatchMode):
+class Seen(Watch):
     """Counts products of float8 tensors by the factors' roles and types, others by type, and collectives by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self.products: Counter[tuple[str, ...]] = Counter()
         self.sent: Counter[str] = Counter()
         self.gathered = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, output: Any) -> None:
         if func is torch.ops.aten.mm.default:
             self.products[tuple(map(_what, args))] += 1
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func) and "barrier" not in str(func):
@@ -69,7 +69,6 @@ class Seen(TorchDispatchMode):
             self.sent[name] += 1
             if name == "allgather_base":
                 self.gathered += args[0].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def _what(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.parallel.watch import GATHER, Operators, Watch
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, full_precision, train
+from tests.training.harness import EVERY_2, FULL, MODES, NONE, OP, TINY, Run, batches, full_precision, train
 from tests.training.test_step_effects import _count
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.models import get_spec
@@ -34,9 +34,6 @@ SPEC = get_spec("llama3")
 FOUR = replace(TINY, n_layers=4)
 BLOCKS = SPEC.block_names(FOUR)
 TOKENS, LABELS = batches(2, 8, 32, 192)
-NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
-EVERY_2, OP = ActivationCheckpoint(selective_ac_option="2"), ActivationCheckpoint(selective_ac_option="op")
-MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
 RUN = Run(TOKENS, LABELS, [1e-3, 1e-3], args=FOUR)
 
 

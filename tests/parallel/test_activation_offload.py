@@ -11,20 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_activation_checkpoint import (
-    EVERY_2,
-    FOUR,
-    FULL,
-    NONE,
-    RUN,
-    TOKENS,
-    assert_equal,
-    build,
-    gradients,
-    traced,
-)
+from tests.parallel.test_activation_checkpoint import FOUR, RUN, TOKENS, assert_equal, build, gradients, traced
 from tests.pool import Pools
-from tests.training.harness import Run, build_tiny, full_precision, micro_batches
+from tests.training.harness import EVERY_2, FULL, NONE, Run, build_tiny, full_precision, micro_batches
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_offload import HostMemory, offload
 from titanlite.parallel.dist_env import DistEnv

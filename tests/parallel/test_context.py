@@ -23,7 +23,6 @@ from titanlite.parallel.context import ContextAttention, CPRank, apply_cp, split
 from titanlite.parallel.dist_env import DistEnv
 
 SPEC = get_spec("llama3")
-CPU = torch.device("cpu")
 
 
 def _ranks(degree: int) -> list[CPRank]:
@@ -117,6 +116,3 @@ def _refusals(world: DistEnv) -> None:
 
 def test_whole_sequences_and_models_without_such_attention_are_refused(pool: Pools) -> None:
     pool(2).run(_refusals)
-
-
-# With FSDP

@@ -168,6 +168,3 @@ def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) 
     stats = trace_block(model, SPEC.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16)
     assert (stats.forward["matmul"], stats.saved["matmul"], stats.recomputed["matmul"]) == (7, 4, 3)
     assert 0 < stats.block_bytes < stats.plain_bytes
-
-
-# torchao

@@ -25,15 +25,13 @@ from tests.parallel.float8_runs import (
     spread,
 )
 from tests.pool import Pools
-from tests.training.harness import TINY, changed, train
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8
+from tests.training.harness import EVERY_2, FULL, OP, TINY, changed, train
+from titanlite.config.sections import ActivationCheckpoint, Float8
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.slow
 FOUR = replace(TINY, n_layers=4)
 PP: dict[str, Any] = {"pipeline": 2, "args": FOUR}
-FULL, EVERY_2 = ActivationCheckpoint(mode="full"), ActivationCheckpoint(selective_ac_option="2")
-OP = ActivationCheckpoint(selective_ac_option="op")
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +88,6 @@ def test_recomputation_gives_the_same_numbers(
     ours = pool(ranks).run(train, replace(run, activations=settings))[0]
     assert ours.losses == plain.losses and ours.norms == plain.norms
     assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
-
-
-EAGER, INDUCTOR = Compile(backend="aot_eager"), Compile()
 
 
 @pytest.mark.parametrize("float8", [EMULATED, PRECOMPUTED], ids=["", "all-gather"])

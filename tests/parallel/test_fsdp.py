@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire, collectives
+from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from titanlite.parallel.dist_env import DistEnv
@@ -26,9 +25,7 @@ CLASSES = ["Attention", "FeedForward"]
 
 def _step(world: DistEnv, run: Run) -> list[Sent]:
     """The collectives of the second step, without those of the counts and of loss and norm."""
-    return [
-        sent for sent in collectives(world, run) if sent.name != SUM or sent.bytes_in > 24
-    ]  # three counts; loss and norm
+    return [sent for sent in collectives(world, run) if sent.name != SUM or sent.bytes_in > 24]  # 24: three counts
 
 
 def _counts(seen: list[Sent]) -> dict[str, int]:
@@ -190,19 +187,6 @@ def test_a_users_own_model_has_the_gradients_of_one_process(
         assert worst < within and gathered == gathers
 
 
-class _Copies(TorchDispatchMode):
-    """Counts the elements of each copy from one tensor to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and args[0] is not args[1]:
-            self.sizes.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
 def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
     """Elements of the copies of two passes, the gradient over that of a plain model, and whether new weights count."""
     torch.manual_seed(0)
@@ -210,14 +194,20 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
     ours.load_state_dict(plain.state_dict())
     apply_fsdp(ours, groups_by_class(ours, ["Sequential", "Embedding"]), world.build_mesh(), param_dtype=torch.float32)
     tokens = torch.arange(26).view(2, 13) % 13
-    with _Copies() as copies:
+    copied: list[int] = []
+
+    def note(func: Any, args: Any, output: Any) -> None:
+        if func is torch.ops.aten.copy_.default and args[0] is not args[1]:
+            copied.append(args[0].numel())
+
+    with Watch(note):
         for model in (plain, ours, ours):
             model(tokens).logsumexp(-1).sum().backward()
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
     ratios = [(b.grad.to_local() / a.grad).nanmean().item() for a, b in pairs]  # type: ignore[union-attr]
     ours.load_state_dict({name: weight * 2 for name, weight in ours.state_dict().items()}, assign=True)
     plain.load_state_dict({name: weight * 2 for name, weight in plain.state_dict().items()})
-    return copies.sizes, ratios, torch.equal(ours(tokens), plain(tokens))
+    return copied, ratios, torch.equal(ours(tokens), plain(tokens))
 
 
 def test_one_rank_computes_with_its_shards_and_copies_nothing(pool: Pools) -> None:

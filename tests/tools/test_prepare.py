@@ -126,10 +126,10 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, c
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     text, records = tmp_path / "text.jsonl", itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
-    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "2", "--out"]
+    words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "1", "--out"]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
-    process = subprocess.Popen([sys.executable, "-m", "titanlite", "data", *words, str(killed)])
+    process = subprocess.Popen([sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"])
     deadline = time.monotonic() + 60
     while len(list(killed.glob("part-*.json"))) < 8:
         assert process.poll() is None and time.monotonic() < deadline
@@ -175,7 +175,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
     repo = tmp_path / "hub/datasets/allenai/c4"
     write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
-        words = ["-m", "titanlite", "data", "prepare", "c4", "--workers", 2, "--part-tokens", 100, "--out"]
+        words = ["-m", "titanlite", "data", "prepare", "c4", "--workers", 1, "--part-tokens", 500, "--out"]
         env = hub.environment(tmp_path / "home")
         hub.fail("*00001-of*", status=503, times=2)
         hub.fail("*00002-of*", status=404, times=None)

@@ -222,21 +222,12 @@ def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 4) -> Run:
         split_points=tuple(config.experimental.pipeline_parallel_split_points),
         pieces=config.experimental.pipeline_parallel_microbatches or mesh.pipeline,
         loss_chunks=config.training.loss_chunks,
+        expert=mesh.expert,
     )
     degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.context, mesh.tensor, mesh.pipeline)
     assert run.mesh(mesh.world_size) == Degrees(*degrees)
     assert batch.global_batch_size == GLOBAL_BATCH == batch.micro_batch_size * batch.accumulation * mesh.dp_degree
     return run
-
-
-def cells(fewest: int, most: int) -> list[Any]:
-    """The cells of rows on so many ranks, as parameters of a test."""
-    return [
-        pytest.param(row, column, id=f"{row} - {column}", marks=_tier(row, column))
-        for row in ROWS
-        for column in COLUMNS
-        if (row, column) not in REFUSED and fewest <= ROWS[row].ranks <= most
-    ]
 
 
 def _tier(row: str, column: str) -> list[pytest.MarkDecorator]:
@@ -246,27 +237,6 @@ def _tier(row: str, column: str) -> list[pytest.MarkDecorator]:
         ROWS[row].ranks == 4 if column == "compiled" else row in SELDOM and column not in ("at once", "accumulated")
     )
     return [pytest.mark.soak if seldom else pytest.mark.slow]
-
-
-def train_cell(references: References, row: str, column: str) -> None:
-    """Gradients of every parameter, losses and norms of each step, weights after the last, as in `transformers`."""
-    cell = COLUMNS[column]
-    # Twenty steps of AdamW in one cell: longer runs of the others would show nothing that this does not.
-    steps = 20 if (row, column) == ("cp 2", "accumulated") else 4
-    references.compare(run_of(config_of(ROWS[row], cell), cell.optimizer, steps), ROWS[row].ranks)
-
-
-def more_rows(fewest: int, most: int) -> list[Any]:
-    """Those beside the product, with their micro-batches, as parameters of a test."""
-    return [
-        pytest.param(row, accumulation, id=name, marks=[] if name in QUICK_MORE else pytest.mark.slow)
-        for name, (row, accumulation) in MORE.items()
-        if fewest <= row.ranks <= most
-    ]
-
-
-def train_row(references: References, row: Row, accumulation: int) -> None:
-    references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {}))), row.ranks)
 
 
 #: Rows with masks between documents, each with a column: what reaches attention, positions and recomputation.
@@ -285,37 +255,57 @@ MASKED = {
     "mistral, cp 2": "compiled",
     "pp 2, tp 2, cp 2": "at once",
 }
+QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}
 
 
-def masked_rows(fewest: int, most: int) -> list[Any]:
-    """As parameters of a test."""
-    ranks = {**{name: row.ranks for name, row in ROWS.items()}, **{name: row.ranks for name, (row, _) in MORE.items()}}
-    quick = ("fsdp 2", "cp 2", "pp 2, 1F1B")
-    return [
-        pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
-        for name in MASKED
-        if fewest <= ranks[name] <= most
-    ]
+def grid_on(*ranks: int) -> tuple[Any, ...]:
+    """Make the tests of all rows on these numbers of ranks: cells, other rows, masked documents, bf16."""
+    rows = {**{name: (row, 2) for name, row in ROWS.items()}, **MORE}
+    here = {name: pair for name, pair in rows.items() if pair[0].ranks in ranks}
 
+    def some(names: Any, quick: Any = ()) -> Any:
+        chosen = [name for name in names if name in here]
+        return pytest.mark.parametrize(
+            "row", [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in chosen]
+        )
 
-def train_masked(references: References, name: str) -> None:
-    """As `train_cell`, held against `transformers` with each document in a row of its own."""
-    row, column = ROWS[name] if name in ROWS else MORE[name][0], COLUMNS[MASKED[name]]
-    run = replace(run_of(config_of(row, column), column.optimizer), documents=DOCUMENTS)
-    references.compare(run, row.ranks)
+    @pytest.mark.parametrize(
+        ("row", "column"),
+        [
+            pytest.param(row, column, id=f"{row} - {column}", marks=_tier(row, column))
+            for row in ROWS
+            for column in COLUMNS
+            if row in here and (row, column) not in REFUSED
+        ],
+    )
+    def cell(references: References, row: str, column: str) -> None:
+        """Gradients of every parameter, losses and norms of each step, weights after the last, as in `transformers`."""
+        done = COLUMNS[column]
+        # Twenty steps of AdamW in one cell: longer runs of the others would show nothing that this does not.
+        steps = 20 if (row, column) == ("cp 2", "accumulated") else 4
+        references.compare(run_of(config_of(ROWS[row], done), done.optimizer, steps), ROWS[row].ranks)
 
+    @some(MORE, QUICK_MORE)
+    def other(references: References, row: str) -> None:
+        split, accumulation = MORE[row]
+        references.compare(run_of(config_of(split, Column(accumulation, "AdamW", {}))), split.ranks)
 
-def bf16_rows(fewest: int, most: int) -> list[Any]:
-    """As parameters of a test."""
-    return [pytest.param(name, marks=pytest.mark.slow) for name, row in ROWS.items() if fewest <= row.ranks <= most]
+    @some(MASKED, QUICK_MASKED)
+    def masked(references: References, row: str) -> None:
+        """Held against `transformers` with each document in a row of its own."""
+        split, column = rows[row][0], COLUMNS[MASKED[row]]
+        references.compare(
+            replace(run_of(config_of(split, column), column.optimizer), documents=DOCUMENTS), split.ranks
+        )
 
+    @some(ROWS)
+    def bf16(references: References, row: str) -> None:
+        """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
+        low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
+        run = run_of(config_of(low, COLUMNS["accumulated"]), steps=8)
+        plain, *others = map(torch.tensor, references.seeds(run))
+        spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
+        distance = (torch.tensor(references.losses(run, low.ranks)) - plain).abs().mean()
+        assert distance < 2 * spread, (distance, spread)
 
-def train_in_bf16(references: References, row: str) -> None:
-    """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
-    low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
-    run = run_of(config_of(low, COLUMNS["accumulated"]), steps=8)
-    assert run.training.mixed_precision_param == "bfloat16"
-    plain, *others = map(torch.tensor, references.seeds(run))
-    spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
-    distance = (torch.tensor(references.losses(run, low.ranks)) - plain).abs().mean()
-    assert distance < 2 * spread, (distance, spread)
+    return cell, other, masked, bf16

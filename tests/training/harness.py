@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace
+from msgspec.structs import replace as changed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -18,7 +18,6 @@ from tests.steps import train_step
 from tests.training.reference import Curve
 from titanlite.build import data_parallel_rank
 from titanlite.config.model_sections import Optimizer
-from titanlite.config.run_sections import Section
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
@@ -31,18 +30,14 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
 from titanlite.step import ReplicationFactors, StepResult
 
-S = TypeVar("S", bound=Section)
-
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
 
-
+#: Ways to recompute.
+NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
+EVERY_2, OP = ActivationCheckpoint(selective_ac_option="2"), ActivationCheckpoint(selective_ac_option="op")
+MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
 #: A linear in the middle of the model.
 W2 = "layers.1.feed_forward.w2"
-
-
-def changed(section: S, **changes: Any) -> S:
-    """A copy of a config section with other values."""
-    return replace(section, **changes)
 
 
 def full_precision(**changes: Any) -> Training:
@@ -93,7 +88,7 @@ class Run:
     seed: int = 7
     #: Ranks that hold the same shard (HSDP; all of them: DDP).
     replicas: int = 1
-    activations: ActivationCheckpoint = ActivationCheckpoint(mode="none")
+    activations: ActivationCheckpoint = NONE
     #: None: nothing is compiled.
     compile: Compile | None = None
     #: Ranks that share each product, and whether the loss is computed on sharded logits.
@@ -109,6 +104,8 @@ class Run:
     float8: Float8 = Float8()
     #: Pieces of the tokens in which the loss is computed.
     loss_chunks: int = 1
+    #: Ranks that share the experts of a mixture.
+    expert: int = 1
 
     def mesh(self, ranks: int) -> Degrees:
         """The degrees on so many ranks; those left over share the weights."""
@@ -137,11 +134,12 @@ class Run:
             self.activations,
             self.compile or Compile(),
             self.float8,
+            ep=self.expert,
         )
 
     def alone(self) -> Run:
         """The same run on one rank."""
-        return dataclasses.replace(self, replicas=1, tensor=1, context=1, pipeline=1)
+        return dataclasses.replace(self, replicas=1, tensor=1, context=1, pipeline=1, expert=1)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

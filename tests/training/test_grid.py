@@ -4,44 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.compare import References
-from tests.training.grid import (
-    COLUMNS,
-    REFUSED,
-    ROWS,
-    SCHEDULE,
-    Row,
-    bf16_rows,
-    cells,
-    config_of,
-    masked_rows,
-    more_rows,
-    train_cell,
-    train_in_bf16,
-    train_masked,
-    train_row,
-)
+from tests.training.grid import COLUMNS, REFUSED, ROWS, SCHEDULE, config_of, grid_on
 from titanlite.config.errors import ConfigError
 
-
-@pytest.mark.parametrize(("row", "column"), cells(1, 2))
-def test_a_cell_trains_as_transformers_does(references: References, row: str, column: str) -> None:
-    train_cell(references, row, column)
-
-
-@pytest.mark.parametrize(("row", "accumulation"), more_rows(1, 2))
-def test_another_row_trains_as_transformers_does(references: References, row: Row, accumulation: int) -> None:
-    train_row(references, row, accumulation)
-
-
-@pytest.mark.parametrize("row", masked_rows(1, 2))
-def test_masked_documents_train_as_each_document_alone(references: References, row: str) -> None:
-    train_masked(references, row)
-
-
-@pytest.mark.parametrize("row", bf16_rows(1, 2))
-def test_bf16_stays_within_the_spread_of_seeds(references: References, row: str) -> None:
-    train_in_bf16(references, row)
+(
+    test_a_cell_trains_as_transformers_does,
+    test_another_row_trains_as_transformers_does,
+    test_masked_documents_train_as_each_document_alone,
+    test_bf16_stays_within_the_spread_of_seeds,
+) = grid_on(1, 2)
 
 
 @pytest.mark.parametrize(("row", "column"), REFUSED, ids=map(" - ".join, REFUSED))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallel.watch import Watch
 from tests.pool import Pools
 from tests.steps import train_rows
 from tests.training.test_run import TINY
@@ -25,7 +25,7 @@ FLAGS = [
     # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
     *["--metrics.log_freq=10", "--optimizer.implementation=fused", "--training.gc_freq=1", "--no-validation.enable"],
 ]
-EVERYTHING = ["--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.layer_norms=1"]
+EVERYTHING = ["--metrics.enable_tensorboard", "--metrics.layer_norms=1"]
 SKIP = ["--guard.policy=skip", "--guard.spike_sigmas=100", "--guard.window=4", "--guard.max_skips=1"]
 ROLLBACK = ["--guard.policy=rollback", *SKIP[1:]]
 QUIET, LOGGED = 5, 10
@@ -44,20 +44,19 @@ READING_OPERATIONS = {
 }
 
 
-class Operations(TorchDispatchMode):
+class Operations(Watch):
     """Counts collectives of all groups, by name and dtype of what is sent, and reads of values by the host."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self.sent: Counter[tuple[str, str]] = Counter()
         self.reads = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _count(self, func: Any, args: Any, output: Any) -> None:
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
             self.sent[str(func).split(".")[1], str(tensors[0].dtype) if tensors else ""] += 1
         self.reads += func in READING_OPERATIONS
-        return func(*args, **(kwargs or {}))
 
 
 class Calls(TorchFunctionMode):
@@ -117,6 +116,8 @@ OWN = {
     [
         pytest.param([], id="plain", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, id="everything on"),
+        # Its package takes seconds to import.
+        pytest.param([*EVERYTHING, "--metrics.enable_wandb"], id="wandb too", marks=pytest.mark.slow),
         pytest.param(SKIP, id="skip spikes", marks=pytest.mark.slow),
         pytest.param(ROLLBACK, id="roll back from spikes", marks=pytest.mark.slow),
     ],

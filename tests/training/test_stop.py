@@ -268,46 +268,23 @@ def test_a_signal_while_torch_is_imported(tmp_path: Path, launched: bool, number
     assert codes.read_text() == "0 5\n"
 
 
-class Launch:
-    """train.py by torchrun, what it prints, and its workers' exit codes."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.codes = folder.parent / f"{folder.name}.codes"
-        flags = ("--job.config_file=debug_model.toml", *TINY, "--no-validation.enable", *flags)
-        self.process = subprocess.Popen(
-            [sys.executable, *TORCHRUN, "train.py", *flags, f"--job.dump_folder={folder}"],
-            cwd=ROOT,
-            env=environment(TITANLITE_EXIT_CODES=str(self.codes)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def until(self, words: str) -> None:
-        """Read up to a line that holds the words."""
-        assert self.process.stdout is not None
-        while words not in (line := self.process.stdout.readline()):
-            assert line, words
-
-    def end(self) -> str:
-        return self.process.communicate(timeout=300)[0]
-
-    def stopped_at(self) -> int:
-        """Wait for the end of a run that was asked to stop; return the step of its checkpoint."""
-        text = self.end()
-        codes = sorted(int(line.split()[1]) for line in self.codes.read_text().splitlines())
-        assert codes == [exit_codes.PREEMPTED] * 2, text
-        return int(re.findall(r"stopped after step (\d+) by SIG\w+ on every rank: the checkpoint", text)[0])
-
-
-LONG = "--training.steps=100000"
+def _launch(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Start two ranks of train.py by torchrun; `codes` beside the folder gets their exit codes."""
+    flags = ("--job.config_file=debug_model.toml", *TINY, "--no-validation.enable", *flags)
+    words = [sys.executable, *TORCHRUN, "train.py", *flags, f"--job.dump_folder={folder}"]
+    env = environment(TITANLITE_EXIT_CODES=str(folder.parent / "codes"))
+    return subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.slow
 def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", LONG)  # no save before the stop's own: torchrun's store is gone then
-    launch.until("step:  3")
-    launch.process.kill()
-    step = launch.stopped_at()  # the workers hold the pipe
-    again = Launch(tmp_path / "run", f"--training.steps={step + 1}")
-    assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
+    """No save before the stop's own: torchrun's store is gone then."""
+    launch = _launch(tmp_path / "run", "--training.steps=100000")
+    assert launch.stdout is not None and any("step:  3" in line for line in launch.stdout)
+    launch.kill()
+    text = launch.communicate(timeout=300)[0]  # the workers hold the pipe
+    codes = sorted(line.split()[1] for line in (tmp_path / "codes").read_text().splitlines())
+    assert codes == [str(exit_codes.PREEMPTED)] * 2, text
+    step = int(re.findall(r"stopped after step (\d+) by SIG\w+ on every rank: the checkpoint", text)[0])
+    again = _launch(tmp_path / "run", f"--training.steps={step + 1}")
+    assert f"resumed from step {step}" in again.communicate(timeout=300)[0] and again.returncode == 0

@@ -1,4 +1,4 @@
-"""A loss in chunks: the numbers of the whole one, the logits of a piece, and not a product or a collective more."""
+"""The loss in chunks, with the numbers and collectives of the whole one; label smoothing and z-loss."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parallel.watch import GATHER, SUM, Sent, Wire
+from tests.parallel.watch import GATHER, SUM, Sent, Watch, Wire
 from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, full_precision, stepper
-from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
+from tests.training.harness import TINY, Run, full_precision, stepper, train, train_afresh
+from titanlite.config.sections import Compile
+from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum, regularized
 from titanlite.models.layers import Llama
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
@@ -95,23 +96,20 @@ def test_no_product_is_computed_twice() -> None:
     assert flops[4] == flops[1] > 3 * 2 * BATCH * SEQ * DIM * VOCAB
 
 
-class _Memory(TorchDispatchMode):
+class _Memory(Watch):
     """Bytes of the largest tensor that an operator makes, and of all that live at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._look)
         self.largest = self.peak = 0
         self._made: dict[StorageWeakRef, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
-            storage = tensor.untyped_storage()
+    def _look(self, func: Any, args: Any, out: Any) -> None:
+        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
             self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
             self.largest = max(self.largest, storage.nbytes())
         self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
         self.peak = max(self.peak, sum(self._made.values()))
-        return out
 
 
 def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
@@ -216,3 +214,49 @@ def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_on
         # Of each chunk the largest logits, the sums of exponentials and the labels' logits, or else all logits.
         more = {"all_reduce": 3 * 3} if loss_parallel else {"all_gather_into_tensor": 3}
         assert seen == dict(Counter(expected) + Counter(more))
+
+
+# Label smoothing and z-loss: the gradients of the plain formulas on every layout, and the loss that is shown
+
+Z, SMOOTHING = 1e-2, 0.1
+PENALIZED = Run(TOKENS, LABELS, [3e-3] * 2, training=full_precision(z_loss=Z, label_smoothing=SMOOTHING))
+
+
+@pytest.mark.parametrize(("z", "smoothing"), [(Z, 0.0), (0.0, SMOOTHING), (Z, SMOOTHING)])
+def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(z: float, smoothing: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(2, 9, 50, generator=generator)).requires_grad_()
+    labels = torch.randint(0, 50, (2, 9), generator=generator)
+    labels[0, 4:] = -100
+    exact = logits.detach().double().requires_grad_()
+    rows, targets = exact.flatten(0, 1), labels.flatten()
+    objective = F.cross_entropy(rows, targets, label_smoothing=smoothing, reduction="sum")
+    (objective + z * rows[targets != -100].logsumexp(-1).square().sum()).backward()
+    loss = regularized(z, smoothing)(logits, labels)
+    (3 * loss).backward()
+    assert logits.grad is not None and exact.grad is not None
+    torch.testing.assert_close(logits.grad.double(), 3 * exact.grad, rtol=1e-5, atol=1e-6)
+    assert relative(logits.grad, torch.autograd.grad(3 * cross_entropy_sum(logits, labels), logits)[0]) > 1e-2
+    with torch.no_grad():
+        assert loss == regularized(z, smoothing)(logits, labels) == cross_entropy_sum(logits, labels)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"loss_chunks": 3},
+        {"tensor": 2},
+        {"tensor": 2, "loss_chunks": 3},
+        {"pipeline": 2, "loss_chunks": 2},
+        pytest.param({"compile": Compile(components=["loss"])}, marks=pytest.mark.slow),
+        pytest.param({"compile": Compile(components=["loss"]), "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_layout_trains_as_one_rank(pool: Pools, layout: dict[str, Any]) -> None:
+    alone, plain = (pool(1).run(train, run)[0] for run in (PENALIZED, replace(PENALIZED, training=full_precision())))
+    curve = pool(2).run(train_afresh, replace(PENALIZED, **layout))[0]
+    assert curve.losses == pytest.approx(alone.losses, rel=1e-5) and curve.norms == pytest.approx(alone.norms, rel=1e-5)
+    assert plain.losses[0] == alone.losses[0] and plain.losses[1] != alone.losses[1]
+    for name, gradient in alone.gradients.items():
+        assert relative(curve.gradients[name], gradient) < 1e-5, name
