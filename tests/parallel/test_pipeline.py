@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.parallel.watch import GATHER, REDUCE, Wire
 from tests.pool import Pools
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, full, initial_weights, run_stages, stepper, train
+from tests.training.harness import (
+    TINY,
+    Run,
+    build_tiny,
+    full,
+    full_precision,
+    initial_weights,
+    micro_batches,
+    run_stages,
+    stepper,
+    train,
+)
 from tests.training.reference import Curve
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
@@ -55,6 +68,40 @@ def test_each_rank_holds_its_stages_alone_and_starts_as_one_rank_does(
         assert held == 2 * size  # two moments of AdamW
         assert layers == ["tok_embeddings", *(f"layers.{i}" for i in range(4)), "norm", "output"]
     assert ranks[0][0].keys() | ranks[1][0].keys() == whole.keys()
+
+
+def _communication(world: DistEnv, run: Run) -> Counter[str]:
+    """The collectives of a second step, by name."""
+    model, optimizer, rank = build_tiny(world, run)
+    pipeline = run_stages(model, run, world, cross_entropy_sum)
+    assert pipeline is not None
+    data = micro_batches(run, 0, rank, run.mesh(world.size).dp_degree)
+    seen: Counter[str] = Counter()
+    for wire in (Wire(lambda sent: None), Wire(lambda sent: seen.update([sent.name]))):
+        with wire:
+            pipeline.forward_backward(data, torch.tensor(100))
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("schedule", "groups", "hops"),
+    [
+        pytest.param("1F1B", [3, 3, 3, 3], 1, marks=pytest.mark.slow),
+        pytest.param("ZBVZeroBubble", [4, 4, 2, 2], 2, marks=pytest.mark.soak),
+    ],
+)
+def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(
+    pool: Pools, schedule: str, groups: list[int], hops: int
+) -> None:
+    """Groups: four blocks, the embedding, norm with head. Four micro-batches; in a V ranks meet twice on the way."""
+    run = replace(RUN, schedule=schedule)
+    seen = pool(4).run(_communication, run)
+    assert [(rank[GATHER], rank[REDUCE]) for rank in seen] == [(n, n) for n in groups]
+    assert [(rank["send"], rank["recv"]) for rank in seen] == [(4 * hops, 4 * hops)] * 4
+    if schedule == "1F1B":
+        again = pool(4).run(_communication, replace(run, training=full_precision(reshard_after_forward="always")))
+        assert min(rank[GATHER] for rank in again) > 4 * 3
 
 
 def _train_without_views(world: DistEnv, run: Run) -> Curve:
