@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, new_group
+from titanlite.guard import WeightsError
+from titanlite.utils import logger
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.
 _TIMEOUT = timedelta(hours=2)
@@ -38,8 +40,8 @@ class SaveOutcome:
 class AsyncSave:
     """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
 
-    The thread also copies the tensors, while the next forward and backward pass run: call `await_copy` before they
-    change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
+    The thread also checks and copies the tensors, while the next forward and backward pass run: call `await_copy`
+    before they change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
     """
@@ -60,6 +62,7 @@ class AsyncSave:
         self._group = new_group(_TIMEOUT)
         self._thread: Thread | None = None
         self._outcome: SaveOutcome | None = None
+        self._bad: WeightsError | None = None
         self._unreported: deque[SaveOutcome] = deque()
 
     @property
@@ -67,11 +70,17 @@ class AsyncSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(
-        self, step: int, folder: AnyPath, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
+        self,
+        step: int,
+        folder: AnyPath,
+        tensors: Tensors,
+        check: Callable[[dist.ProcessGroup], None],
+        write: Callable[[Tensors, dist.ProcessGroup], None],
     ) -> None:
-        """In a thread, copy the tensors and call `write(copies, group)`. Its error goes into the outcome.
+        """In a thread, call `check(group)`, copy the tensors and call `write(copies, group)`.
 
-        When `await_copy` returns the copy is complete: the tensors may change.
+        When `await_copy` returns the copy is complete: the tensors may change. An error goes into the outcome;
+        `raise_bad` raises a WeightsError, which `check` raises on all ranks or none.
         """
         assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
@@ -84,25 +93,40 @@ class AsyncSave:
             problem = ""
             try:
                 try:
-                    if self._stream is not None:
-                        # A new thread starts on GPU 0 and its default stream. DCP would wait for that stream.
+                    if self._stream is not None:  # a new thread starts on GPU 0
                         torch.cuda.set_device(self._stream.device)
-                        torch.cuda.set_stream(self._stream)
-                    copies = cast(Tensors, self._stager.stage(tensors))
+                    with torch.cuda.stream(self._stream):  # DCP would wait for the default stream
+                        check(self._group)
+                        copies = cast(Tensors, self._stager.stage(tensors))
                 finally:
                     self._copied.set()
-                write(copies, self._group)
+                with torch.cuda.stream(self._stream):
+                    write(copies, self._group)
+            except WeightsError as error:
+                self._bad = error
+                return
             except BaseException as error:  # DCP's own is no Exception, and no caller would see it
                 problem = str(error) or repr(error)
             self._outcome = SaveOutcome(step, folder, time.perf_counter() - started, problem)
             self._unreported.append(self._outcome)
 
         self._thread = Thread(target=run, name=THREAD, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the other ranks' threads wait for this rank
+            logger.warning(f"step {step}: {error}, so this rank trains on when the checkpoint is written")
+            self._thread = None
+            run()
 
     def await_copy(self) -> None:
         """Wait until the tensors of the latest save may change."""
         self._copied.wait()
+
+    def raise_bad(self) -> None:
+        """Raise the WeightsError of the latest save, once, on all ranks. Call it after `await_copy` or `wait`."""
+        bad, self._bad = self._bad, None
+        if bad is not None:
+            raise bad
 
     def poll(self) -> SaveOutcome | None:
         """Return the outcome of a save that has ended, each once, in order; None when there is no other."""
