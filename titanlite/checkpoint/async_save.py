@@ -23,6 +23,8 @@ from titanlite.utils import logger
 _TIMEOUT = timedelta(hours=2)
 #: Name of the thread in `threading.enumerate` and in reports of hangs.
 THREAD = "titanlite-save"
+#: Copies tensors into memory that stays unchanged.
+Copy = Callable[[Tensors], Tensors]
 
 
 @dataclass(frozen=True)
@@ -69,18 +71,11 @@ class AsyncSave:
     def in_flight(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(
-        self,
-        step: int,
-        folder: AnyPath,
-        tensors: Tensors,
-        check: Callable[[dist.ProcessGroup], None],
-        write: Callable[[Tensors, dist.ProcessGroup], None],
-    ) -> None:
-        """In a thread, call `check(group)`, copy the tensors and call `write(copies, group)`.
+    def start(self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]) -> None:
+        """In a thread, call `work(copy, group)`, which makes a copy of tensors by `copy(tensors)` and writes that.
 
-        When `await_copy` returns the copy is complete: the tensors may change. An error goes into the outcome;
-        `raise_bad` raises a WeightsError, which `check` raises on all ranks or none.
+        When `await_copy` returns the tensors may change. An error goes into the outcome; `raise_bad` raises a
+        WeightsError, which `work` raises on all ranks or none.
         """
         assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
@@ -89,24 +84,25 @@ class AsyncSave:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())  # for the update that was issued
 
+        def copy(tensors: Tensors) -> Tensors:
+            copies = cast(Tensors, self._stager.stage(tensors))
+            self._copied.set()
+            return copies
+
         def run() -> None:
             problem = ""
             try:
-                try:
-                    if self._stream is not None:  # a new thread starts on GPU 0
-                        torch.cuda.set_device(self._stream.device)
-                    with torch.cuda.stream(self._stream):  # DCP would wait for the default stream
-                        check(self._group)
-                        copies = cast(Tensors, self._stager.stage(tensors))
-                finally:
-                    self._copied.set()
-                with torch.cuda.stream(self._stream):
-                    write(copies, self._group)
+                if self._stream is not None:  # a new thread starts on GPU 0
+                    torch.cuda.set_device(self._stream.device)
+                with torch.cuda.stream(self._stream):  # DCP would wait for the default stream
+                    work(copy, self._group)
             except WeightsError as error:
                 self._bad = error
                 return
             except BaseException as error:  # DCP's own is no Exception, and no caller would see it
                 problem = str(error) or repr(error)
+            finally:
+                self._copied.set()
             self._outcome = SaveOutcome(step, folder, time.perf_counter() - started, problem)
             self._unreported.append(self._outcome)
 

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
+from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
 from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, hf_folder, step_folder
@@ -193,10 +193,8 @@ class Checkpointer:
             self._async.raise_bad()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
-        in_hf = weights_only is not None and self.config.last_save_in_hf
-        if in_hf or not self._async:
+        if weights_only is not None and self.config.last_save_in_hf:
             self._check(step, tensors, model, weights_only, self._group)
-        if in_hf:
             return self._save_hf(step, tensors, model)
         manifest = Manifest(
             step=step,
@@ -213,17 +211,13 @@ class Checkpointer:
             trackers=dict(trackers or {}),
             **self._origin,
         )
-        folder = self._on_rank_0(lambda: self._begin(step))
+        folder = step_folder(self.root, step)
         writer = HashingWriter(folder)
 
-        def check(group: dist.ProcessGroup) -> None:
-            try:
-                self._check(step, tensors, model, weights_only, group)
-            except BaseException:
-                self._discard(folder)
-                raise
-
-        def write(state: Tensors, group: dist.ProcessGroup) -> None:
+        def work(copy: Copy, group: dist.ProcessGroup) -> None:
+            self._check(step, tensors, model, weights_only, group)
+            state = copy(tensors)
+            on_rank_0(self._world, lambda: self._begin(step), group)
             try:
                 with dcp_errors(f"saving {folder}"):
                     dcp.save(state, storage_writer=writer, process_group=group)
@@ -237,9 +231,9 @@ class Checkpointer:
                 self._hook.remove()
             saving = self._async
             self._hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
-            saving.start(step, folder, tensors, check, write)
+            saving.start(step, folder, work)
         else:
-            write(tensors, self._group)
+            work(lambda tensors: tensors, self._group)
         return folder
 
     def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
@@ -276,10 +270,10 @@ class Checkpointer:
                 raise CheckpointError(f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype")
             raise WeightsError(step, step, where, "No checkpoint is written")
 
-    def _begin(self, step: int) -> AnyPath:
+    def _begin(self, step: int) -> None:
         self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
-        return begin(self.root, step, self._bad)
+        begin(self.root, step, self._bad)
 
     def _discard(self, folder: AnyPath) -> None:
         """Delete the files of a save that has failed: the run may need their space."""
