@@ -5,6 +5,7 @@ torchrun itself ends with 1 for any failure. The workers write their codes to a 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -81,10 +82,13 @@ def main() -> NoReturn:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     raise_file_limit(2**16)  # every rank of the run connects to the store, which the first torchrun serves
     exit_on_signals(*_SIGNALS)  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
+    gc.disable()  # as in `titanlite.main.run`
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    gc.freeze()
+    gc.enable()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)

@@ -147,6 +147,8 @@ class Trainer:
 
     def check_step(self) -> None:
         """Learn from the guard whether to stop, and which steps were skipped. Raises BadStepError."""
+        if self.parts.checkpointer is not None:  # a save in the background may have found weights that are not finite
+            self.parts.checkpointer.await_copy()
         # Other ranks learn of a stop with the next step's token count; a rank alone does not wait for that.
         alone = self.parts.world.size == 1
         self.stopping = self.parts.train_step.guard.poll() or (alone and self.stop.requested)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.checkpoint.runs import PRINTS, RUN, names, options
 from tests.pool import Pools
 from tests.training.harness import build_tiny, full, stepper
-from titanlite.checkpoint import manager
+from titanlite.checkpoint import async_save, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
 from titanlite.parallel.dist_env import DistEnv, set_timeouts
@@ -144,6 +144,29 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_pa
     assert all(result["renewed"] for result in results)
     assert [result["outcomes"] for result in results[1:]] == [[None] * 3] * (len(results) - 1), "told on rank 0"
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
+
+
+def _without_a_thread(world: DistEnv, folder: Path) -> tuple[bool, int]:
+    """Save when the last rank can start no thread for it, then when it can."""
+    last, real = world.rank == world.size - 1, threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if last and thread.name == async_save.THREAD:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    with _saver(world, folder) as (saver, model, optimizer):
+        with patch.object(threading.Thread, "start", refuse):
+            saver.save(1, model, optimizer, {})
+        written = not last or steps_in(folder) == [1]
+        saver.wait()
+        saver.save(2, model, optimizer, {})
+        saver.wait()
+        return written, len(steps_in(folder))
+
+
+def test_a_rank_that_can_start_no_thread_saves_in_the_foreground(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(_without_a_thread, tmp_path) == [(True, 2)] * 2
 
 
 def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[float]]:

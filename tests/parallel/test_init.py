@@ -14,7 +14,7 @@ from tests.pool import Pools
 from tests.training.harness import TINY, Degrees, Run, initial_weights
 from titanlite.models.spec import Init
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.init import ROWS, fill, materialize, seed_generators
+from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generators
 
 RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * ROWS + 1))
 
@@ -52,6 +52,11 @@ def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
     whole = torch.empty(shape)
     fill(whole, (0, 0), shape, "w", init, seed=3)
     assert whole.abs().max() <= 0.06 and abs(whole.std().item() - 0.0197) < 1e-3
+    for std, bound in ((0.02, 0.06), (0.02, 0.02), (1.0, 0.5)):
+        ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
+        drawn = _draw((ROWS, 300), Init("trunc_normal", std=std, bound=bound), ours)
+        assert torch.equal(drawn, nn.init.trunc_normal_(torch.empty(ROWS, 300), 0, std, -bound, bound, theirs))
+        assert torch.equal(ours.get_state(), theirs.get_state())
     for rows, columns in [
         (slice(0, 1), slice(0, 6)),
         (slice(ROWS - 1, ROWS + 2), slice(2, 5)),

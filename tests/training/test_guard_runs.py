@@ -229,10 +229,12 @@ EVERY_TWO = "--checkpoint.interval=2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["stop", "rollback", "skip"])
-def test_no_policy_goes_on_with_weights_that_are_not_finite(pool: Pools, tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "mode"), [("stop", "disabled"), ("skip", "async"), ("rollback", "async")])
+def test_no_policy_goes_on_with_weights_that_are_not_finite(
+    pool: Pools, tmp_path: Path, policy: str, mode: str
+) -> None:
     """The save after step 4 finds the NaN, or else the step after it."""
-    flags = [f"--guard.policy={policy}", "--guard.max_skips=50"]
+    flags = [f"--guard.policy={policy}", "--guard.max_skips=50", f"--checkpoint.async_mode={mode}"]
     flags += ["--checkpoint.interval=100" if policy == "skip" else EVERY_TWO]
     found = pool(2).run(_spoil_weight, str(tmp_path), 4, *flags)[0]
     (event,) = found["events"]

@@ -16,11 +16,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import Tensors, new_group
+from titanlite.guard import WeightsError
+from titanlite.utils import logger
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.
 _TIMEOUT = timedelta(hours=2)
 #: Name of the thread in `threading.enumerate` and in reports of hangs.
 THREAD = "titanlite-save"
+#: Copies tensors into memory that stays unchanged.
+Copy = Callable[[Tensors], Tensors]
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class SaveOutcome:
 class AsyncSave:
     """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
 
-    The thread also copies the tensors, while the next forward and backward pass run: call `await_copy` before they
-    change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
+    The thread also checks and copies the tensors, while the next forward and backward pass run: call `await_copy`
+    before they change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
     """
@@ -60,18 +64,18 @@ class AsyncSave:
         self._group = new_group(_TIMEOUT)
         self._thread: Thread | None = None
         self._outcome: SaveOutcome | None = None
+        self._bad: WeightsError | None = None
         self._unreported: deque[SaveOutcome] = deque()
 
     @property
     def in_flight(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(
-        self, step: int, folder: AnyPath, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
-    ) -> None:
-        """In a thread, copy the tensors and call `write(copies, group)`. Its error goes into the outcome.
+    def start(self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]) -> None:
+        """In a thread, call `work(copy, group)`, which makes a copy of tensors by `copy(tensors)` and writes that.
 
-        When `await_copy` returns the copy is complete: the tensors may change.
+        When `await_copy` returns the tensors may change. An error goes into the outcome; `raise_bad` raises a
+        WeightsError, which `work` raises on all ranks or none.
         """
         assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
@@ -80,29 +84,45 @@ class AsyncSave:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())  # for the update that was issued
 
+        def copy(tensors: Tensors) -> Tensors:
+            copies = cast(Tensors, self._stager.stage(tensors))
+            self._copied.set()
+            return copies
+
         def run() -> None:
             problem = ""
             try:
-                try:
-                    if self._stream is not None:
-                        # A new thread starts on GPU 0 and its default stream. DCP would wait for that stream.
-                        torch.cuda.set_device(self._stream.device)
-                        torch.cuda.set_stream(self._stream)
-                    copies = cast(Tensors, self._stager.stage(tensors))
-                finally:
-                    self._copied.set()
-                write(copies, self._group)
+                if self._stream is not None:  # a new thread starts on GPU 0
+                    torch.cuda.set_device(self._stream.device)
+                with torch.cuda.stream(self._stream):  # DCP would wait for the default stream
+                    work(copy, self._group)
+            except WeightsError as error:
+                self._bad = error
+                return
             except BaseException as error:  # DCP's own is no Exception, and no caller would see it
                 problem = str(error) or repr(error)
+            finally:
+                self._copied.set()
             self._outcome = SaveOutcome(step, folder, time.perf_counter() - started, problem)
             self._unreported.append(self._outcome)
 
         self._thread = Thread(target=run, name=THREAD, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the other ranks' threads wait for this rank
+            logger.warning(f"step {step}: {error}, so this rank trains on when the checkpoint is written")
+            self._thread = None
+            run()
 
     def await_copy(self) -> None:
         """Wait until the tensors of the latest save may change."""
         self._copied.wait()
+
+    def raise_bad(self) -> None:
+        """Raise the WeightsError of the latest save, once, on all ranks. Call it after `await_copy` or `wait`."""
+        bad, self._bad = self._bad, None
+        if bad is not None:
+            raise bad
 
     def poll(self) -> SaveOutcome | None:
         """Return the outcome of a save that has ended, each once, in order; None when there is no other."""

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
+from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
 from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, hf_folder, step_folder
@@ -180,19 +180,21 @@ class Checkpointer:
         good; otherwise no older checkpoint goes for this one.
 
         Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published. Raises
-        WeightsError, on all ranks and before anything is written, when a weight or a moment is not finite.
+        WeightsError, on all ranks and before a tensor is written, when a weight or a moment is not finite.
 
         With `config.last_save_in_hf` the weights go to a folder of Hugging Face's, `step-N-hf`, in the foreground.
-        With `config.async_mode` it returns at once, after a save in flight has ended. A copy is made beside the next
-        forward and backward pass; `optimizer.step` waits for it, as `await_copy` does. The checkpoint appears later,
-        and `poll` or `wait` tells.
+        With `config.async_mode` it returns at once, after a save in flight has ended. The tensors are checked and
+        copied beside the next forward and backward pass; `optimizer.step` waits for that. `await_copy`, `wait` or the
+        next save raises the WeightsError. The checkpoint appears later, and `poll` or `wait` tells.
         """
         assert self._group is not None, "closed"
         if self._async:
             self._async.prepare(self._group)
+            self._async.raise_bad()
         self._began = time.perf_counter()
-        tensors = self._tensors_to_save(step, model, optimizer, weights_only)
+        tensors = self._tensors_to_save(model, optimizer, weights_only)
         if weights_only is not None and self.config.last_save_in_hf:
+            self._check(step, tensors, model, weights_only, self._group)
             return self._save_hf(step, tensors, model)
         manifest = Manifest(
             step=step,
@@ -209,10 +211,13 @@ class Checkpointer:
             trackers=dict(trackers or {}),
             **self._origin,
         )
-        folder = self._on_rank_0(lambda: self._begin(step))
+        folder = step_folder(self.root, step)
         writer = HashingWriter(folder)
 
-        def write(state: Tensors, group: dist.ProcessGroup) -> None:
+        def work(copy: Copy, group: dist.ProcessGroup) -> None:
+            self._check(step, tensors, model, weights_only, group)
+            state = copy(tensors)
+            on_rank_0(self._world, lambda: self._begin(step), group)
             try:
                 with dcp_errors(f"saving {folder}"):
                     dcp.save(state, storage_writer=writer, process_group=group)
@@ -224,10 +229,11 @@ class Checkpointer:
         if self._async:
             if self._hook is not None:
                 self._hook.remove()
-            self._hook = optimizer.register_step_pre_hook(lambda *_: self.await_copy())
-            self._async.start(step, folder, tensors, write)
+            saving = self._async
+            self._hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
+            saving.start(step, folder, work)
         else:
-            write(tensors, self._group)
+            work(lambda tensors: tensors, self._group)
         return folder
 
     def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
@@ -247,33 +253,32 @@ class Checkpointer:
         )
         return final
 
-    def _tensors_to_save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
-    ) -> Tensors:
+    def _tensors_to_save(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None) -> Tensors:
         tensors = gather(model, optimizer if weights_only is None else None)
         if weights_only is None:
-            tensors |= self._averages
-        else:
-            if self.config.export_ema:
-                tensors |= {WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()}
-            tensors = {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
-        if where := find_nonfinite(tensors, self._group):
-            if weights_only and not find_nonfinite(gather(model), self._group):
+            return {**tensors, **self._averages, RNG: rng_state(self._world.device, self._world.size)}
+        if self.config.export_ema:
+            tensors |= {WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()}
+        return {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
+
+    def _check(
+        self, step: int, tensors: Tensors, model: nn.Module, weights_only: str | None, group: dist.ProcessGroup
+    ) -> None:
+        """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new type is why."""
+        if where := find_nonfinite(tensors, group):
+            if weights_only and not find_nonfinite(gather(model), group):
                 raise CheckpointError(f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype")
             raise WeightsError(step, step, where, "No checkpoint is written")
-        if weights_only is None:
-            tensors[RNG] = rng_state(self._world.device, self._world.size)
-        return tensors
 
-    def _begin(self, step: int) -> AnyPath:
+    def _begin(self, step: int) -> None:
         self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
-        return begin(self.root, step, self._bad)
+        begin(self.root, step, self._bad)
 
     def _discard(self, folder: AnyPath) -> None:
         """Delete the files of a save that has failed: the run may need their space."""
         if self._world.rank == 0:
-            with contextlib.suppress(OSError, CheckpointError):
+            with contextlib.suppress(OSError, RuntimeError):
                 self._owner.look()  # the folder may belong to another run by now
                 self._deleter.delete(marks_of(folder))
 
@@ -318,16 +323,18 @@ class Checkpointer:
             keep = () if self._resumed is None else (self._resumed,)
             marks = prune(self.root, manifest.step, self.config, keep, tuple(self._bad), self._fingerprints)
             self._deleter.delete(marks)
-        except (CheckpointError, OSError) as error:
+        except (RuntimeError, OSError) as error:  # also where no thread can be started
             logger.warning(f"older checkpoints were not deleted: {error}")
 
     def await_copy(self) -> None:
         """Wait for the copy of an asynchronous save; return at once if none is being made.
 
-        Call it before anything but the optimizer changes weights or moments.
+        Call it before anything but the optimizer changes weights or moments. Raises WeightsError, on all ranks, when
+        what was to be saved is not finite.
         """
         if self._async:
             self._async.await_copy()
+            self._async.raise_bad()
 
     @property
     def is_async(self) -> bool:
@@ -349,7 +356,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until nothing is being saved or deleted, on all ranks.
 
-        Raises CheckpointError, on all of them, when the latest save failed.
+        Raises CheckpointError, on all of them, when the latest save failed, and WeightsError as `await_copy` does.
         """
         outcome = self._async.wait() if self._async else None
         timeout = self._world.timeout
@@ -361,6 +368,8 @@ class Checkpointer:
             self._deleter.wait(60.0 if timeout is None else timeout.total_seconds() / 2)
 
         self._on_rank_0(ended)
+        if self._async:
+            self._async.raise_bad()
 
     def close(self) -> None:
         """End the threads, without waiting for a save in flight: call `wait` before, while all ranks are well."""

@@ -209,7 +209,7 @@ def trace_block(
     dtype: torch.dtype,
     masked_len: int | None = None,
 ) -> ActivationStats:
-    """Run one block forward and backward under these settings, on tensors without data, and measure it.
+    """Run one block forward, and backward if blocks recompute, on tensors without data, and measure it.
 
     model: on the meta device, without checkpointing; do not use it afterwards. tokens: (batch, seq) of a micro-batch.
     device, dtype: of the real run, since both decide which attention kernel runs. masked_len: tokens of a whole
@@ -229,8 +229,7 @@ def trace_block(
             else {"doc_ids": torch.zeros(tokens[0], masked_len, dtype=torch.int32, device=device)}
         )
         args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device), **one)
-        plain = _Recorder().run(block, args, kwargs)
-        traced = plain
+        plain = traced = _Recorder().run(block, args, kwargs, backward=bool(chosen))
         if chosen:
             _checkpoint(block, is_by_op(settings))
             traced = _Recorder().run(block, args, kwargs)
@@ -289,7 +288,7 @@ class _Recorder(TorchDispatchMode):
         self._phase = self.forward
         self._made: dict[StorageWeakRef, int] = {}
 
-    def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recorder:
+    def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool = True) -> _Recorder:
         with self:
             output = block(*args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
@@ -299,9 +298,10 @@ class _Recorder(TorchDispatchMode):
         hidden = args[0].untyped_storage()
         made[StorageWeakRef(hidden)] = hidden.nbytes()
         self.kept_bytes = sum(made.values())
-        self._phase = self.backward
-        with self:
-            output.backward(torch.empty_like(output))
+        if backward:
+            self._phase = self.backward
+            with self:
+                output.backward(torch.empty_like(output))
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
