@@ -59,6 +59,7 @@ def main() -> None:
     doubled = doubled_keys(library, trees)
     total = sum(lines.values())
     large = sorted((count, str(p.relative_to(library))) for p, count in lines.items() if count > 500)
+    saved = [name for name in run["save"] if name not in STAND_INS]
     rows = [
         ("library", f"{total:,} lines, {len(files)} files", "<= 17,000 lines, <= 90 files"),
         ("files over 500 lines", ", ".join(f"{name} {count}" for count, name in large) or "0", "0"),
@@ -73,7 +74,11 @@ def main() -> None:
         ("parameters of the step", str(parameters(step)), "<= 7"),
         ("lines of its body", str(body_lines(step)), "<= 25"),
         ("Trainer", f"{methods} methods, {attributes} attributes", "<= 15, <= 14"),
-        ("files that a save passes", str(len(run["save"])), "<= 7"),
+        (
+            "files that a save passes",
+            f"{len(saved)}, and {len(run['save']) - len(saved)} called by torch alone",
+            "<= 7",
+        ),
         ("keys defined twice or more", f"{len(doubled)}", "0"),
         ("functions that take the whole config", str(len(whole)), "0"),
         ("rooms in import circles", f"{len(circles)} {' '.join(circles)}".strip(), "0"),
@@ -220,6 +225,10 @@ def config_check_seconds(repository: Path) -> float:
 
 def environment(repository: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+
+
+#: They replace code of torch, and torch's calls pass through them: no reader of a save meets them.
+STAND_INS = ("parallel/lazy_dynamo.py", "parallel/one_rank.py")
 
 
 def traced_run(repository: Path) -> dict[str, list[str]]:
