@@ -193,8 +193,10 @@ class Checkpointer:
             self._async.raise_bad()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
+        # Here: in a thread it would disturb the forward pass.
+        weights = {} if weights_only is None else gather(model)
         if weights_only is not None and self.config.last_save_in_hf:
-            self._check(step, tensors, model, weights_only, self._group)
+            self._check(step, tensors, weights, weights_only, self._group)
             return self._save_hf(step, tensors, model)
         manifest = Manifest(
             step=step,
@@ -215,7 +217,7 @@ class Checkpointer:
         writer = HashingWriter(folder)
 
         def work(copy: Copy, group: dist.ProcessGroup) -> None:
-            self._check(step, tensors, model, weights_only, group)
+            self._check(step, tensors, weights, weights_only, group)
             state = copy(tensors)
             on_rank_0(self._world, lambda: self._begin(step), group)
             try:
@@ -262,11 +264,11 @@ class Checkpointer:
         return {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
 
     def _check(
-        self, step: int, tensors: Tensors, model: nn.Module, weights_only: str | None, group: dist.ProcessGroup
+        self, step: int, tensors: Tensors, weights: Tensors, weights_only: str | None, group: dist.ProcessGroup
     ) -> None:
         """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new type is why."""
         if where := find_nonfinite(tensors, group):
-            if weights_only and not find_nonfinite(gather(model), group):
+            if weights_only and not find_nonfinite(weights, group):
                 raise CheckpointError(f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype")
             raise WeightsError(step, step, where, "No checkpoint is written")
 

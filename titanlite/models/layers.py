@@ -110,7 +110,8 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Rotate.by(grad, *ctx.saved_tensors, sign=-1), None, None
+        cos, sin = ctx.saved_tensors
+        return _Rotate.by(grad, cos, sin, sign=-1), None, None
 
     @staticmethod
     def by(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
