@@ -239,7 +239,7 @@ def test_arguments_of_the_aws_samples_without_a_model_keep_titanlites():
 @pytest.mark.parametrize(
     ("words", "key", "code"),
     [
-        ("max_steps=3", "", None),
+        ("max_steps=3", "", "bad-flag"),
         ("--max_steps=many", "--max_steps", "bad-flag"),
         ("--lr 0.1x --warmup 0.5", "--lr", "bad-flag"),
         ("--tokenizer='x", "", "bad-flag"),

@@ -135,31 +135,43 @@ def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
     assert lines[0] == "out of memory of the GPU, in log of step 3: callback a:B failed"
     assert lines[1].startswith("caused by OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     peak = estimate(run, 5).peak
-    assert lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}") and "measured" in lines[2]
+    assert lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}") and "allocator" in lines[2]
     table = "\n".join(lines[3:])
     for part, size in peak.parts.items():
         assert not size or re.search(rf"^{part} +[\d.]+ .?.?B", table, re.M)
-    assert re.search(r"allocated +70.1 GiB$", table, re.M) and re.search(r"unallocated +6.3 GiB$", table, re.M)
+    assert re.search(r"allocated +70.1 GiB$", table, re.M) and re.search(r"reserved +76.4 GiB$", table, re.M)
     assert re.search(r"request +2.0 GiB$", table, re.M)
     for one in remedies(run, 5):
         enough = ", enough by the plan" * (one.saves >= 2 * GIB)  # by its request: the plan fits
-        assert re.search(rf"^  {re.escape(str(one))}: saves [\d.]+ .iB{enough}$", table, re.M), table
+        assert re.search(rf"^  {re.escape(str(one))} +saves [\d.]+ .iB{enough}$", table, re.M), table
+    assert re.search(r"^The process wants 28.. GiB more than planned: other memory", table, re.M)
     larger = planned("llama3_1_8b.toml", 8, "--training.batch_size=8")
     text = memory_report(larger, ON_GPU, "forward of step 1", 5, "cuda")
+    assert "wants" not in text
     for one in remedies(larger, 5):
         assert (f"{one.saves / GIB:.1f} GiB, enough by the plan" in text) == (one.needed <= 79.1 * GIB)
+    assert "are reserved and not" not in lines[-1], "expandable segments are the default"
 
 
-def test_the_report_needs_neither_a_gpu_nor_a_plan() -> None:
+def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     run = planned("debug_model.toml", 1, "--model.vocab_size=2048")
+    pinned = memory_report(run, RuntimeError("CUDA error: out of memory"), "start", 0, "cuda")
+    assert pinned.startswith("out of memory of the GPU or pinned host memory, before")
     on_host = memory_report(run, too_large(), "start", 0, "cpu")
     assert re.search(r"^out of memory of the host, before the first step: .*DefaultCPUAllocator", on_host)
-    assert re.search(r"resident, peak +[\d.]+ .iB\n", on_host) and re.search(r"request +1048576.0 TiB\n", on_host)
-    assert "steps alone" in memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
+    assert re.search(r"process\n", on_host) and re.search(r"resident, peak +[\d.]+ .iB\n", on_host)
+    assert re.search(r"request +1048576.0 TiB\n", on_host) and "expandable" not in on_host
+    validating = memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
+    assert "leaves out the phase validate: lower validation.batch_size (now 8)" in validating
     beside_a_gpu = memory_report(run, MemoryError(), "save of step 2", 0, "cuda")
     assert beside_a_gpu.startswith("out of memory of the host, in save of step 2")
-    without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
-    assert "request 2.0 GiB" in without and "There is no plan" in without
+    assert "checkpoint.async_mode" in beside_a_gpu
+    for setting, advised in (("max_split_size_mb:64", True), ("expandable_segments:True", False)):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+        without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
+        assert "request 2.0 GiB" in without and "There is no plan" in without
+        assert ("6.3 GiB are reserved and not allocated" in without) == advised
+        assert ("without PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 the allocator" in without) == advised
 
 
 def check_peaks(

@@ -19,6 +19,7 @@ from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.exit_codes import memory_error_of
 from titanlite.fit import check_loaded
+from titanlite.parallel.dist_env import ALLOCATOR
 from titanlite.plan.hardware import Gpu, cluster_of, gpu_of_device
 from titanlite.plan.memory import NoFormula, estimate
 from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory
@@ -38,13 +39,7 @@ _REMEDIES, _LEAST = 3, 0.02
 #: Phases in which a peak is none of a training step.
 _OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 _SAVE = "Any of these saves memory, by the plan:"
-#: Figure → the words before it in torch's errors.
-_IN_TEXT = {
-    "allocated": "Of the allocated memory",
-    "reserved and unallocated": "is allocated by PyTorch, and",
-    "of the GPU": "total capacity of",
-    "request": "(?:allocate|allocating)",
-}
+_REQUEST = re.compile(r"(?:allocate|allocating) ([\d.]+ (?:bytes|[KMGT]iB))")
 
 
 # At the start and after step 2
@@ -232,18 +227,29 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises nothing.
     """
     cause, figures = memory_error_of(error) or error, dict[str, float]()
-    text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is for another allocator
-    on_gpu = type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", str(cause))
+    text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is below with its figures
+    place = "GPU" if type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", str(cause)) else "host"
+    of_host = device == "cuda" and place == "host"
+    if "CUDA error: out of memory" in str(cause):
+        place = "GPU or pinned host memory"
     when = "before the first step" if where == "start" else f"in {where}"
-    lines = [f"out of memory of the {'GPU' if on_gpu else 'host'}, {when}: {text}"]
+    lines = [f"out of memory of the {place}, {when}: {text}"]
     if cause is not error:
         lines.append(f"caused by {type(cause).__name__}: {cause}")
     try:
         figures = _allocator(cause, device)
         run = with_vocabulary(run)
         planned = estimate(run, rank, device)
-        lines += [_plan_table(planned, figures), _top_modules(planned)]
-        found = remedies(run, rank, device, _gpu(device))
+        lines += _plan_lines(planned, figures)
+        held = figures.get("allocated", 0) + figures.get("request", 0)
+        if held > (1 + APART) * planned.peak.total + APART_BYTES:
+            more = f"{human_bytes(held - planned.peak.total)} more than planned"
+            lines.append(
+                f"The process wants {more}: other memory, which the keys below do not free, or the plan is wrong"
+            )
+        gpu = _gpu(device)
+        found = remedies(run, rank, device, gpu)
+        width = max((len(str(one)) for one in found), default=0)
         lines.append(_SAVE if found else "By the plan, no single key saves much")
         fits = needed_bytes(planned) <= figures.get("of the GPU", 0)  # then the plan does not tell what is missing
         for one in found:
@@ -251,12 +257,25 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
                 one.saves >= figures.get("request", math.inf) if fits else one.needed <= figures.get("of the GPU", 0)
             )
             cost = "" if one.slower is None else f", about {max(one.slower, 0):.0%} slower"
-            lines.append(f"  {one}: saves {human_bytes(one.saves)}{cost}{', enough by the plan' * enough}")
+            lines.append(f"  {one!s:<{width}}  saves {human_bytes(one.saves)}{cost}{', enough by the plan' * enough}")
     except Exception as failed:  # the error itself is the one to be seen
         lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
         lines.append(f"There is no plan to compare with: {failed}")
-    if where.partition(" ")[0] in _OTHER_PHASES:
-        lines.append("The plan is one of training steps alone: validation has its own validation.batch_size")
+    if (phase := where.partition(" ")[0]) in _OTHER_PHASES:
+        lower = f": lower validation.batch_size (now {run.validation.batch_size})" if phase == "validate" else ""
+        lines.append(f"The plan is one of training steps, and leaves out the phase {phase}{lower}")
+    if of_host:
+        others = (
+            "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
+        )
+        lines.append(f"Host memory also holds {others}")
+    unused = figures.get("reserved", 0) - figures.get("allocated", 0)
+    chosen = " ".join(f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
+    if unused > figures.get("request", unused) and chosen and "expandable_segments:True" not in chosen:
+        lines.append(
+            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: without {chosen} the "
+            "allocator has expandable segments, which it can join, at no cost"
+        )
     return "\n".join(lines)
 
 
@@ -278,38 +297,46 @@ def last_words(run: RunConfig, error: BaseException, where: str, rank: int) -> s
     return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
 
 
-def _plan_table(planned: RankMemory, figures: Mapping[str, float]) -> str:
-    """Return the plan's parts beside the allocator's figures."""
+def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
+    """Return the plan's parts beside the allocator's figures, and the modules in which most is needed."""
     peak = planned.peak
     parts = {name: peak.parts[name] for name in PARTS if peak.parts.get(name)} | {"in all": peak.total}
     parts |= {f"in host memory: {name}": size for name, size in planned.host.items()}
-    pairs = zip_longest(parts.items(), figures.items(), fillvalue=("", 0))
-    rows = [[text for name, size in pair for text in (name, human_bytes(size) if name else "")] for pair in pairs]
-    return render(Table((f"planned for rank {planned.rank}, {peak.place}", "", "measured", ""), rows, (0, 2)), False)
-
-
-def _top_modules(planned: RankMemory) -> str:
+    rows = [
+        [text for name, size in pair for text in (name, human_bytes(size) if name else "")]
+        for pair in zip_longest(parts.items(), figures.items(), fillvalue=("", 0))
+    ]
+    measured = "allocator" if "reserved" in figures else "process"
+    columns = (f"planned for rank {planned.rank}, {peak.place}", "", measured, "")
     most: dict[str, Moment] = {}  # blocks are alike
     for moment in sorted(planned.moments, key=lambda one: -one.total):
         most.setdefault(re.sub(r"\d+", "N", moment.module), moment)
     top = [f"{moment.place} {human_bytes(moment.total)}" for moment in list(most.values())[:4]]
-    return f"Modules that need most: {', '.join(top)}"
+    return [render(Table(columns, rows, (0, 2)), terminal=False), f"Modules that need most: {', '.join(top)}"]
 
 
 def _allocator(error: BaseException, device: str) -> dict[str, float]:
     """Return the bytes that an allocator, or on a CPU the system, gave this process, and those of the request."""
-    import torch
-
     figures: dict[str, float] = {}
-    if device == "cpu":
+    if device == "cuda":
+        import torch
+
+        stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+        for name in ("allocated", "reserved"):
+            figures[name] = stats.get(f"{name}_bytes.all.current", 0)
+            figures[f"{name}, peak"] = stats.get(f"{name}_bytes.all.peak", 0)
+        # While the error passes, tensors are freed: its text has the figures of the moment.
+        if now := re.search(r"memory ([\d.]+ \S+) is allocated by PyTorch, and ([\d.]+ \S+) is reserved", str(error)):
+            figures["allocated"] = _bytes(now[1])
+            figures["reserved"] = _bytes(now[1]) + _bytes(now[2])
+        if total := re.search(r"total capacity of ([\d.]+ \S+)", str(error)):
+            figures["of the GPU"] = _bytes(total[1])
+        elif stats:
+            figures["of the GPU"] = torch.cuda.get_device_properties().total_memory
+    else:
         figures["resident, peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    elif torch.cuda.is_available():
-        stats = torch.cuda.memory_stats()
-        figures = {f"{name}, peak": stats[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")}
-    # While the error passes, tensors are freed: its text has the figures of the moment.
-    for name, before in _IN_TEXT.items():
-        if found := re.search(rf"{before} ([\d.]+) (bytes|[KMGT]iB)", str(error)):
-            figures[name] = float(found[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(found[2])
+    if request := _REQUEST.search(str(error)):
+        figures["request"] = _bytes(request[1])
     return figures
 
 
@@ -318,3 +345,8 @@ def _gpu(device: str) -> Gpu | None:
     import torch
 
     return gpu_of_device(torch.cuda.get_device_name()) if device == "cuda" and torch.cuda.is_available() else None
+
+
+def _bytes(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * 1024 ** ("bytes", "KiB", "MiB", "GiB", "TiB").index(unit)

@@ -5,7 +5,6 @@ Their defaults are written out where they differ from titanlite's, so that the f
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 from pathlib import Path
@@ -112,24 +111,32 @@ def migrate_arguments(text: str) -> Migration:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """Return the arguments that are given, each of its own type; unknown ones as text."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    """Return the arguments that are given, each of its own type."""
+
+    def wrong(key: str, message: str) -> ConfigError:
+        return ConfigError([Problem("--aws-fsdp", key, message, code="bad-flag")])
+
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
-        names = dict.fromkeys([*ARGUMENTS, *(word[2:].partition("=")[0] for word in words if word.startswith("--"))])
-        for name in names:
-            default = ARGUMENTS.get(name, (str, ""))[0]
-            parser.add_argument(f"--{name}", type=default if isinstance(default, type) else type(default))
-        given, rest = parser.parse_known_args(words)
-    except (argparse.ArgumentError, ValueError) as error:
-        key = (getattr(error, "argument_name", None) or "").strip()
-        raise ConfigError([Problem("--aws-fsdp", key, str(error), code="bad-flag")]) from None
-    if rest:
-        raise ConfigError([Problem("--aws-fsdp", "", f"unexpected word {quote(rest[0])}; give --name=value ...")])
-    found = {name: value for name, value in vars(given).items() if value is not None}
-    if (steps := found.pop("max_training_steps", None)) is not None:
-        found["max_steps"] = int(steps)
-    return found
+    except ValueError as error:
+        raise wrong("", f"cannot be read as a shell would: {error}") from None
+    given: dict[str, Any] = {}
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise wrong("", f"unexpected word {quote(word)}; give --name=value ...")
+        name, equals, value = word[2:].partition("=")
+        if not equals and words and not words[0].startswith("--"):
+            value = words.pop(0)
+        name = "max_steps" if name == "max_training_steps" else name
+        default = ARGUMENTS.get(name, (str, ""))[0]
+        kind = default if isinstance(default, type) else type(default)
+        try:
+            given[name] = kind(value)
+        except ValueError:
+            expected = "an integer" if kind is int else "a number"
+            raise wrong(f"--{name}", f"expected {expected}, got {quote(value)}") from None
+    return given
 
 
 def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:

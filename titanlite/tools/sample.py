@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,42 +97,36 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
     rows = make_rows(loaded, prompts, arguments.chat, arguments.chat_template)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    started, size = time.perf_counter(), arguments.batch_size
-    streams = len(rows) == 1 and not arguments.json
+    started = time.perf_counter()
+    show = None
     try:
-        for begin in range(0, len(rows), size):
-            some = rows[begin : begin + size]
-            if streams and not arguments.chat:
-                _print(some[0].prompt, style)
-            for piece in sample(loaded, some, begin, sampling, arguments.max_tokens):
-                if streams:
-                    _print(piece)
-            if streams:
-                print()
-            elif not arguments.json:
-                for number, row in enumerate(some, begin):
-                    _print("\n" * bool(number) + (f"> {row.prompt}\n" if arguments.chat else row.prompt), style)
-                    _print(f"{row.text}\n")
+        show = None if arguments.json else _Printer(rows, style, arguments.chat)
+        first_seconds = sample(loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show)
     except KeyboardInterrupt:
-        return "", exit_codes.INTERRUPTED
+        return "\n" if show else "", exit_codes.INTERRUPTED
     except BrokenPipeError:  # `head` has seen enough; Python would complain again while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", exit_codes.DONE
-    tokens = sum(len(row.new) for row in rows)
-    speed = tokens / (time.perf_counter() - started)
+    seconds, tokens = time.perf_counter() - started, sum(len(row.new) for row in rows)
+    speed = tokens / seconds
     if arguments.json:
-        figures = ({"ids": row.new, "prompt_tokens": len(row.ids), "finish": row.finish} for row in rows)
-        found = [{"prompt": row.prompt, "text": row.text, **more} for row, more in zip(rows, figures, strict=True)]
+        found = [
+            {
+                "prompt": row.prompt,
+                "text": row.text,
+                "ids": row.new,
+                "prompt_tokens": len(row.ids),
+                "finish": row.finish,
+            }
+            for row in rows
+        ]
         about = {"checkpoint": loaded.path, "step": loaded.step, **sampling._asdict(), "tokens_per_second": speed}
         return to_json({**about, "samples": found}), exit_codes.DONE
-    print(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s", file=sys.stderr)
+    if cut := [str(number) for number, row in enumerate(rows, 1) if row.finish == "context"]:
+        which = f"prompt {', '.join(cut)}" if len(rows) > 1 else "the text"
+        print(f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it", file=sys.stderr)
+    print(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s", file=sys.stderr)
     return "", exit_codes.DONE
-
-
-def _print(text: str, style: Style | None = None) -> None:
-    """Print text as it is, or in a terminal without control characters. style: prompts are dimmed."""
-    text = escape(text) if sys.stdout.isatty() else text
-    print(style.dim(text) if style else text, end="", flush=True)
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
@@ -182,32 +176,72 @@ def make_rows(loaded: LoadedModel, prompts: Sequence[str], chat: bool, template:
     return rows
 
 
-def sample(loaded: LoadedModel, rows: Sequence[Row], first: int, sampling: Sampling, max_tokens: int) -> Iterator[str]:
-    """Continue the rows in place, together; yield the new text of the first one. first: its number among all."""
+def sample(
+    loaded: LoadedModel, rows: Sequence[Row], sampling: Sampling, max_tokens: int, batch: int, show: _Printer | None
+) -> float:
+    """Continue the rows in place, so many at once. Return the seconds until the first token."""
     from titanlite.generate import generate
 
-    steps = generate(
-        loaded.model,
-        [row.ids for row in rows],
-        max_tokens=max_tokens,
-        limit=loaded.limit,
-        sampling=sampling,
-        first_row=first,
-        stop_ids=loaded.stop_ids,
-        head=loaded.head,
-        vocab=loaded.tokenizer.vocab_size,
-    )
-    for ids in steps:
-        before = len(rows[0].text)
-        for row, new in zip(rows, ids, strict=True):
-            if new is None:
-                continue
-            row.new.append(new)
-            if new in loaded.stop_ids:
-                row.finish = "stop"
-            elif len(row.ids) + len(row.new) >= loaded.limit:
-                row.finish = "context"
-            elif len(row.new) >= max_tokens:
-                row.finish = "length"
-            row.text += row.stream.add([] if row.finish == "stop" else [new], whole=bool(row.finish))
-        yield rows[0].text[before:]
+    started, first = time.perf_counter(), 0.0
+    for begin in range(0, len(rows), batch):
+        some = rows[begin : begin + batch]
+        steps = generate(
+            loaded.model,
+            [row.ids for row in some],
+            max_tokens=max_tokens,
+            limit=loaded.limit,
+            sampling=sampling,
+            first_row=begin,
+            stop_ids=loaded.stop_ids,
+            head=loaded.head,
+            vocab=loaded.tokenizer.vocab_size,
+        )
+        for ids in steps:
+            first = first or time.perf_counter() - started
+            for row, new in zip(some, ids, strict=True):
+                if new is None:
+                    continue
+                row.new.append(new)
+                if new in loaded.stop_ids:
+                    row.finish = "stop"
+                elif len(row.ids) + len(row.new) >= loaded.limit:
+                    row.finish = "context"
+                elif len(row.new) >= max_tokens:
+                    row.finish = "length"
+                row.text += row.stream.add([] if row.finish == "stop" else [new], whole=bool(row.finish))
+            if show is not None:
+                show()
+    return first
+
+
+class _Printer:
+    """Prints the rows one after the other, each as it comes; the others wait."""
+
+    def __init__(self, rows: Sequence[Row], style: Style, chat: bool) -> None:
+        self._rows, self._style, self._chat = rows, style, chat
+        self._at = self._shown = 0
+        self._begin()
+
+    def __call__(self) -> None:
+        while self._at < len(self._rows):
+            row = self._rows[self._at]
+            self._print(row.text[self._shown :])
+            self._shown = len(row.text)
+            if not row.finish:
+                return
+            self._print("\n")
+            self._at, self._shown = self._at + 1, 0
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._at < len(self._rows):
+            if self._at:
+                self._print("\n")
+            row = self._rows[self._at]
+            lead = row.prompt if not self._chat else f"> {row.prompt}\n" if len(self._rows) > 1 else ""
+            print(self._style.dim(escape(lead) if sys.stdout.isatty() else lead), end="", flush=True)
+
+    @staticmethod
+    def _print(text: str) -> None:
+        # A terminal obeys no control characters that a model writes.
+        print(escape(text) if sys.stdout.isatty() else text, end="", flush=True)
