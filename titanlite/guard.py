@@ -89,16 +89,24 @@ def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
         if tensor.is_floating_point():
             part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             devices.setdefault(part.device, {})[name] = part
-    mine = ""
-    for parts in devices.values():
-        # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the tensor itself decides.
-        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
-        suspects = (part for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True) if not fine)
-        mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
-    found = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group)
-    ranks = [rank for rank, name in enumerate(found) if name]
-    return f"{found[ranks[0]]} on {_named(ranks)}" if ranks else ""
+    mine, failed = "", None
+    try:
+        for parts in devices.values():
+            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the tensor decides.
+            sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
+            suspects = (part for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True) if not fine)
+            mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
+    except RuntimeError as error:  # the other ranks wait for an answer in any case
+        failed = error
+    found = [(mine, failed is not None)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (mine, failed is not None), group)
+    if failed is not None:
+        raise failed
+    if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:
+        raise RuntimeError(f"{_named(broken)} could not search for numbers that are not finite; see its message")
+    names = [name for name, _ in found]
+    ranks = [rank for rank, name in enumerate(names) if name]
+    return f"{names[ranks[0]]} on {_named(ranks)}" if ranks else ""
 
 
 class LossWindow:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -146,7 +146,7 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_pa
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
 
 
-def _without_a_thread(world: DistEnv, folder: Path) -> tuple[bool, int]:
+def _without_a_thread(world: DistEnv, folder: Path) -> tuple[list[int], list[int], list[int]]:
     """Save when the last rank can start no thread for it, then when it can."""
     last, real = world.rank == world.size - 1, threading.Thread.start
 
@@ -158,15 +158,40 @@ def _without_a_thread(world: DistEnv, folder: Path) -> tuple[bool, int]:
     with _saver(world, folder) as (saver, model, optimizer):
         with patch.object(threading.Thread, "start", refuse):
             saver.save(1, model, optimizer, {})
-        written = not last or steps_in(folder) == [1]
+        written = steps_in(folder)
         saver.wait()
         saver.save(2, model, optimizer, {})
         saver.wait()
-        return written, len(steps_in(folder))
+        told = [outcome.step for outcome in iter(saver.poll, None)]
+        return written, steps_in(folder), told
 
 
-def test_a_rank_that_can_start_no_thread_saves_in_the_foreground(pool: Pools, tmp_path: Path) -> None:
-    assert pool(2).run(_without_a_thread, tmp_path) == [(True, 2)] * 2
+def test_all_ranks_save_in_the_foreground_when_one_can_start_no_thread(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(_without_a_thread, tmp_path) == [([1], [1, 2], [1, 2]), ([1], [1, 2], [])]
+
+
+def _copy_that_fails(world: DistEnv, folder: Path, where: str) -> tuple[str, list[int]]:
+    """Fail in the check or the copy of the last rank, then save again."""
+    last = world.rank == world.size - 1
+    broken = Mock(side_effect=RuntimeError("no memory")) if last else None
+    with _saver(world, folder) as (saver, model, optimizer):
+        owner, name = {"check": (torch, "stack"), "copy": (saver._async._stager, "stage")}[where]
+        with patch.object(owner, name, broken or getattr(owner, name)):
+            saver.save(1, model, optimizer, {})
+            try:
+                saver.wait()
+                said = ""
+            except CheckpointError as error:
+                said = str(error)
+        saver.save(2, model, optimizer, {})
+        saver.wait()
+        return said, steps_in(folder)
+
+
+@pytest.mark.parametrize("where", ["check", "copy"])
+def test_all_ranks_learn_of_a_failed_check_or_copy(pool: Pools, tmp_path: Path, where: str) -> None:
+    for said, steps in pool(2).run(_copy_that_fails, tmp_path, where):
+        assert ("no memory" in said or "rank 1" in said) and steps == [2]
 
 
 def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[float]]:

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from threading import Event, Thread
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class SaveOutcome:
 
     step: int
     folder: AnyPath
-    #: From the beginning of its copy to its end.
+    #: From the beginning of its check to its end.
     seconds: float
     #: Why there is no checkpoint; "" when there is one.
     problem: str = ""
@@ -63,6 +64,7 @@ class AsyncSave:
         )
         self._group = new_group(_TIMEOUT)
         self._thread: Thread | None = None
+        self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._outcome: SaveOutcome | None = None
         self._bad: WeightsError | None = None
         self._unreported: deque[SaveOutcome] = deque()
@@ -72,14 +74,12 @@ class AsyncSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]) -> None:
-        """In a thread, call `work(copy, group)`, which makes a copy of tensors by `copy(tensors)` and writes that.
+        """In the thread that `prepare` has started, call `work(copy, group)`, which writes `copy(tensors)`.
 
         When `await_copy` returns the tensors may change. An error goes into the outcome; `raise_bad` raises a
         WeightsError, which `work` raises on all ranks or none.
         """
-        assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
-        self._outcome = None
         self._copied.clear()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())  # for the update that was issued
@@ -92,10 +92,11 @@ class AsyncSave:
         def run() -> None:
             problem = ""
             try:
-                if self._stream is not None:  # a new thread starts on GPU 0
+                if self._stream is not None:
+                    # A new thread starts on GPU 0 and its default stream. DCP would wait for that stream.
                     torch.cuda.set_device(self._stream.device)
-                with torch.cuda.stream(self._stream):  # DCP would wait for the default stream
-                    work(copy, self._group)
+                    torch.cuda.set_stream(self._stream)
+                work(copy, self._group)
             except WeightsError as error:
                 self._bad = error
                 return
@@ -103,16 +104,14 @@ class AsyncSave:
                 problem = str(error) or repr(error)
             finally:
                 self._copied.set()
-            self._outcome = SaveOutcome(step, folder, time.perf_counter() - started, problem)
-            self._unreported.append(self._outcome)
+            self.report(SaveOutcome(step, folder, time.perf_counter() - started, problem))
 
-        self._thread = Thread(target=run, name=THREAD, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # the other ranks' threads wait for this rank
-            logger.warning(f"step {step}: {error}, so this rank trains on when the checkpoint is written")
-            self._thread = None
-            run()
+        self._jobs.put(run)
+
+    def report(self, outcome: SaveOutcome) -> None:
+        """Let `poll` and `wait` return this outcome."""
+        self._outcome = outcome
+        self._unreported.append(outcome)
 
     def await_copy(self) -> None:
         """Wait until the tensors of the latest save may change."""
@@ -134,17 +133,30 @@ class AsyncSave:
             self._thread.join()
         return self._outcome
 
-    def prepare(self, group: dist.ProcessGroup) -> None:
-        """Wait for the latest save, on all ranks, before the next; make a new group if it has failed on any rank.
+    def prepare(self, group: dist.ProcessGroup) -> bool:
+        """Start the thread of the next save; return whether all ranks could. Then `start` must follow.
+
+        It waits for the latest save, on all ranks, and makes a new group if that has failed on any rank.
 
         group: in which they agree on that. A group whose communication has failed once cannot be used again.
         """
-        outcome = self.wait()
-        failed: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(failed, outcome is not None and bool(outcome.problem), group)
-        if any(failed):
+        (outcome, self._outcome), problem = (self.wait(), None), ""
+        self._thread = Thread(target=lambda: self._jobs.get()(), name=THREAD, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread, problem = None, str(error)
+        failed: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failed, (outcome is not None and bool(outcome.problem), problem), group)
+        if any(lost for lost, _ in failed):
             dist.destroy_process_group(self._group)
             self._group = new_group(_TIMEOUT)
+        without = {rank: text for rank, (_, text) in enumerate(failed) if text}
+        if without and self._thread is not None:
+            self._jobs.put(lambda: None)
+        for rank, text in without.items():
+            logger.warning(f"this save is in the foreground, since rank {rank} can start no thread: {text}")
+        return not without
 
     def close(self) -> None:
         """Release memory and group; with a save still in flight (the run failed) the end of the process does that."""

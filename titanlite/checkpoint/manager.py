@@ -43,6 +43,7 @@ from titanlite.checkpoint.storage import (
     describe,
     gather,
     new_group,
+    on_each_rank,
     on_rank_0,
     reader_of,
     rng_state,
@@ -189,7 +190,7 @@ class Checkpointer:
         """
         assert self._group is not None, "closed"
         if self._async:
-            self._async.prepare(self._group)
+            self._async.wait()
             self._async.raise_bad()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
@@ -218,7 +219,7 @@ class Checkpointer:
 
         def work(copy: Copy, group: dist.ProcessGroup) -> None:
             self._check(step, tensors, weights, weights_only, group)
-            state = copy(tensors)
+            state = on_each_rank(lambda: copy(tensors), group)
             on_rank_0(self._world, lambda: self._begin(step), group)
             try:
                 with dcp_errors(f"saving {folder}"):
@@ -228,7 +229,7 @@ class Checkpointer:
                 self._discard(folder)
                 raise
 
-        if self._async:
+        if self._async and self._async.prepare(self._group):
             if self._hook is not None:
                 self._hook.remove()
             saving = self._async
@@ -236,6 +237,8 @@ class Checkpointer:
             saving.start(step, folder, work)
         else:
             work(lambda tensors: tensors, self._group)
+            if self._async:
+                self._async.report(SaveOutcome(step, folder, time.perf_counter() - self._began))
         return folder
 
     def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:

@@ -429,6 +429,20 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
     return result
 
 
+def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
+    """Run on each rank of `group`; return its result, or raise CheckpointError on all ranks if one fails."""
+    problem = ""
+    try:
+        result = action()
+    except Exception as error:  # the other ranks wait for an answer in any case
+        problem = str(error) or repr(error)
+    problems = [""] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group)
+    if found := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
+        raise CheckpointError("; ".join(found))
+    return result
+
+
 @contextmanager
 def dcp_errors(action: str) -> Iterator[None]:
     """Turn DCP's failures into CheckpointErrors. They are a BaseException, which `except Exception` would miss."""

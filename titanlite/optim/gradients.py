@@ -55,9 +55,10 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_copies.setdefault(_copies(parameter), []).append(parameter)
-    shares = [total_norm(local_gradients(group)).square() / copies for copies, group in by_copies.items()]
+    gradients = {copies: local_gradients(group) for copies, group in by_copies.items()}
+    shares = [total_norm(pieces).square() / copies for copies, pieces in gradients.items() if pieces]
     total = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
-    # Of offloaded gradients it is in host memory. The fill of a number waits for nothing, a copy would.
+    # That of offloaded gradients is in host memory. A fill does not wait for the GPU; a copy would.
     return total if total.device.type == device.type else torch.full_like(total, total.item(), device=device)
 
 

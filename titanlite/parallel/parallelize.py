@@ -210,8 +210,8 @@ class ModelBuilder:
         """The modules of the whole model that `torch.compile` makes one graph each.
 
         Where ranks share experts, the host reads a number in the middle of a block. Where they share each product,
-        graphs of whole blocks have wrong gradients before torch 2.13, and no partition if they recompute as a whole:
-        torch takes the device mesh for a saved tensor.
+        whole blocks have wrong gradients before torch 2.13. With full recomputation torch cannot divide their graph:
+        it puts a device mesh among the saved tensors.
         """
         if not self.compiles("model"):
             return []
