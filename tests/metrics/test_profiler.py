@@ -15,7 +15,7 @@ from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
 
 
-def test_one_step_of_each_cycle_is_recorded_by_every_rank(golden: GoldenRun) -> None:
+def test_the_profiled_step_is_recorded_by_every_rank(golden: GoldenRun) -> None:
     folder = golden.folder / "profile_traces"
     assert sorted(p.name for p in folder.iterdir()) == ["iteration_20"]
     for rank in range(2):

@@ -133,7 +133,7 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(pool: Pools, straight: Any
     assert min(straight)[0] < straight[0][0] - 0.1
     flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
     assert pool(2).run(_train, [*flags, "--training.steps=2"])[0] == straight[:2]
-    assert pool(2).run(_train, [*flags, "--training.steps=4"])[0] == straight
+    assert pool(2).run(_train, [*flags, "--training.steps=4", "--checkpoint.start=resume"])[0] == straight
     (tmp_path / "alone").mkdir()
     alone = config_flags(tmp_path / "alone", written(tmp_path, "qwen2"), "--training.steps=4")
     rows = pool(1).run(_train, alone)[0]

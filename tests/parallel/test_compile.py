@@ -27,6 +27,7 @@ from titanlite.parallel import ParallelismError
 from titanlite.parallel.compile import (
     CACHE_VARIABLE,
     CompileError,
+    CompileWatch,
     apply_compile,
     check_backend,
     prepare_compile,
@@ -212,6 +213,20 @@ def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) 
 @pytest.mark.soak
 def test_generated_code_trains_as_transformers_does(references: References) -> None:
     references.compare(Run(TOKENS, LABELS, FLAT, optimizer="SGD", accumulation=2, compile=Compile()), 2)
+
+
+def test_classes_that_share_code_are_named_once() -> None:
+    class First(nn.Linear): ...
+
+    class Second(nn.Linear): ...
+
+    logged: list[tuple[str, str]] = []
+    handler = listen(logged)
+    try:
+        CompileWatch([kind(1, 1) for kind in (First, Second, First, Second)], [], "eager").start()
+    finally:
+        logger.removeHandler(handler)
+    assert [text for _, text in logged] == ["the first step compiles First/Second with eager"]
 
 
 def _options(world: DistEnv, run: Run) -> list[Any]:

@@ -22,6 +22,8 @@ from titanlite.validation import validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")
+#: All blocks share one graph; before torch 2.13, whose gradients of whole blocks are right, one of each half.
+BLOCK_GRAPHS = 1 if torch.__version__ >= "2.13" else 2
 
 
 def _places(world: DistEnv, run: Run) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -78,9 +80,10 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
     [
         pytest.param({}, 0, 3, 0, id="plain"),
         pytest.param({"loss_parallel": False}, 1, 0, 0, id="gathered logits"),
-        # All blocks share one graph, or one of each half.
-        pytest.param({"compile": EAGER}, 0, 3, 1, id="compiled", marks=pytest.mark.slow),
-        pytest.param({"compile": Compile(backend="aot_eager")}, 0, 3, 2, id="loss too", marks=pytest.mark.soak),
+        pytest.param({"compile": EAGER}, 0, 3, BLOCK_GRAPHS, id="compiled", marks=pytest.mark.slow),
+        pytest.param(
+            {"compile": Compile(backend="aot_eager")}, 0, 3, BLOCK_GRAPHS + 1, id="loss too", marks=pytest.mark.soak
+        ),
     ],
 )
 def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(

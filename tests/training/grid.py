@@ -89,6 +89,7 @@ MORE = {
     "fsdp 2, four micro-batches reduced each": (Row(2, {FSDP: 2, SYNC: "every"}), 4),
     "fsdp 4, over 2": (Row(4, {FSDP: 4, RESHARD: 2}), 2),
     "tp 2, whole logits": (Row(2, {TP: 2, LOSS_PARALLEL: "false"}), 2),
+    "tp 2, recomputed, compiled": (Row(2, {TP: 2, MODE: "full", "training.compile": "true"}), 1),
     "tp 2, ddp 2": (Row(4, {TP: 2, REPLICAS: 2, FSDP: 1}), 2),
     "tp 2, fsdp 2, freed": (Row(4, {TP: 2, FSDP: 2, **AHEAD}), 2),
     "tp 2, fsdp 2, reduced with each": (Row(4, {TP: 2, FSDP: 2, SYNC: "every"}), 2),
@@ -261,6 +262,7 @@ QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}
 def grid_on(*ranks: int) -> tuple[Any, ...]:
     """Make the tests of all rows on these numbers of ranks: cells, other rows, masked documents, bf16."""
     rows = {**{name: (row, 2) for name, row in ROWS.items()}, **MORE}
+    assert {row.ranks for row, _ in rows.values()} <= {1, 2, 4, 8}, "no file would run the others"
     here = {name: pair for name, pair in rows.items() if pair[0].ranks in ranks}
 
     def some(names: Any, quick: Any = ()) -> Any:
@@ -303,6 +305,7 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
         low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
         run = run_of(config_of(low, COLUMNS["accumulated"]), steps=8)
+        assert run.training.mixed_precision_param == "bfloat16"
         plain, *others = map(torch.tensor, references.seeds(run))
         spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
         distance = (torch.tensor(references.losses(run, low.ranks)) - plain).abs().mean()

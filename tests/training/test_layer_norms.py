@@ -12,6 +12,7 @@ from tests.golden_run import GoldenRun
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import Run, batches, full, stepper
+from titanlite.models.mixtral import MixtralArgs
 from titanlite.optim.gradients import layer_of
 from titanlite.parallel.dist_env import DistEnv
 
@@ -47,6 +48,18 @@ def test_norms_by_layer_are_those_of_the_whole_gradient(pool: Pools, ranks: int,
         assert told == pytest.approx(true, rel=1e-6) and told == pytest.approx(alone, rel=1e-5)
         assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
         assert min(told.values()) > 0
+
+
+def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
+    """Two ranks divide the experts, and share every other weight."""
+    # Without the loss that balances experts: it depends on how sequences are cut into calls.
+    args = MixtralArgs(64, 2, 4, n_kv_heads=2, ffn_dim=48, vocab_size=192, n_experts=4, aux_loss=0.0)
+    mixture = replace(RUN, family="mixtral", args=args)
+    (alone, _, _), *_ = pool(1).run(_norms, mixture)
+    for told, true, norm in pool(2).run(_norms, replace(mixture, expert=2)):
+        assert list(told) == LAYERS
+        assert told == pytest.approx(true, rel=1e-6) and told == pytest.approx(alone, rel=1e-5)
+        assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
 
 
 def test_wrappers_do_not_change_a_layers_name() -> None:

@@ -25,7 +25,7 @@ FLAGS = [
     # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
     *["--metrics.log_freq=10", "--optimizer.implementation=fused", "--training.gc_freq=1", "--no-validation.enable"],
 ]
-EVERYTHING = ["--metrics.enable_tensorboard", "--metrics.layer_norms=1"]
+RECORDS = ["--metrics.enable_tensorboard", "--metrics.layer_norms=1"]
 SKIP = ["--guard.policy=skip", "--guard.spike_sigmas=100", "--guard.window=4", "--guard.max_skips=1"]
 ROLLBACK = ["--guard.policy=rollback", *SKIP[1:]]
 QUIET, LOGGED = 5, 10
@@ -115,9 +115,9 @@ OWN = {
     "flags",
     [
         pytest.param([], id="plain", marks=pytest.mark.slow),
-        pytest.param(EVERYTHING, id="everything on"),
+        pytest.param(RECORDS, id="TensorBoard and norms by layer"),
         # Its package takes seconds to import.
-        pytest.param([*EVERYTHING, "--metrics.enable_wandb"], id="wandb too", marks=pytest.mark.slow),
+        pytest.param([*RECORDS, "--metrics.enable_wandb"], id="wandb too", marks=pytest.mark.slow),
         pytest.param(SKIP, id="skip spikes", marks=pytest.mark.slow),
         pytest.param(ROLLBACK, id="roll back from spikes", marks=pytest.mark.slow),
     ],

@@ -208,6 +208,8 @@ def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, golden: Gol
     ]:
         refused = pool(1).run(_run, str(tmp_path), "--training.steps=20", flag)[0]
         assert f"{name}:" in refused["error"] and "--job.dump_folder" in refused["error"], flag
+        if flag == "--data.seed=5":
+            assert "in the config: " in refused["error"] and "data.seed: " in refused["error"]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 
 from tests.golden_run import GoldenRun
 from titanlite import start_report as report
+from titanlite.checkpoint.load import LoadedState
 from titanlite.config.model_sections import Model
-from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.config.run_sections import Metrics
+from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.models.spec import Size
+from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start_report import Setup
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
@@ -43,6 +47,20 @@ def test_derived_numbers_and_the_singular() -> None:
     assert report.pipeline_row("1F1B", layout)[1] == (
         "1F1B, 2 stages, by pipeline rank: tok_embeddings to layers.0 on 0, output on 1"
     )
+
+
+def _compute(device: str, peak: float | None, given: bool = False, float8: bool = False) -> dict[str, str]:
+    metrics, config = Metrics(peak_tflops=989.0 if given else None), Float8(enable_float8_linear=float8)
+    return dict(report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3))
+
+
+def test_the_peak_of_the_mfu_is_named_and_only_an_unknown_accelerator_needs_one() -> None:
+    assert _compute(CPU, None)["devices"] == f"2 x {CPU}, 2.0 GiB of memory, shared" and len(_compute(CPU, None)) == 2
+    assert "metrics.peak_tflops" in _compute("NVIDIA L40S", None)["note"]
+    known = _compute(H100, 989e12)
+    assert known["compute"].endswith("; MFU against 989 TFLOPS per device") and "note" not in known
+    assert "989 TFLOPS per device, its peak in bf16" in _compute(H100, 989e12, float8=True)["compute"]
+    assert _compute(H100, 989e12, True, True)["compute"].endswith("989 TFLOPS per device (metrics.peak_tflops)")
 
 
 LINEARS = [
@@ -120,6 +138,36 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
     assert report.activations_row(config, kept, _setup())[1].endswith("; offload has no effect on a CPU")
     away = report.activations_row(config, kept, _setup(H100, degrees={**_setup().degrees, "tp": 2}))[1]
     assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
+
+
+def test_the_kernel_of_attention_is_named() -> None:
+    def row(device: str, window: int | None, *kernels: str) -> str:
+        kept: Any = SimpleNamespace(kernels=kernels)
+        return report.attention_row(kept, _setup(device), window)[1]
+
+    cudnn = "aten._scaled_dot_product_cudnn_attention.default"
+    assert row(H100, None, cudnn) == "kernel cuDNN; the first that can of cuDNN, flash, efficient, math"
+    assert row(H100, None).startswith("kernel math: memory grows with the square of the length; the first")
+    window = "kernel flash of variable lengths; each token sees 100, itself and those before"
+    assert row(CPU, 100, "torch_attn._varlen_attn.default") == window
+    assert row(CPU, 2048, "aten.other.default") == "kernel aten.other.default", "the window is as long as the sequence"
+
+
+def test_a_schedule_of_a_later_version_stops_no_resume() -> None:
+    rate = LearningRate(Schedule(10, 2, "linear", "titan", 0.0), 1e-3)
+    state = {"schedule": {**rate.record(), "decay_type": "of a later version"}}
+    said = report.schedule_change(LoadedState(6, state), rate, 10)
+    assert said and "cannot be compared" in said and "of a later version" in said
+
+
+def test_the_use_of_an_initial_load_path_is_told() -> None:
+    section = Checkpoint(enable_checkpoint=True, folder="b", initial_load_path="a")
+    assert report.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
+        "a run that starts from a/step-4 with its weights (checkpoint.initial_load_path; b has no checkpoint yet)"
+    )
+    resumed = report.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
+    assert resumed.startswith("resumed from step 2 in b (")
+    assert "so checkpoint.initial_load_path is not used" in resumed
 
 
 def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
