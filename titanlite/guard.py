@@ -193,7 +193,7 @@ class FiniteGuard:
         norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the device).
         stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `poll` returns it.
         """
-        good = torch.isfinite(norm) & torch.isfinite(loss)
+        good = torch.stack([norm, loss]).isfinite().all()
         kind = (~good).double() * _NOT_FINITE
         mean = deviation = self._zero
         if self._losses is not None:

@@ -32,6 +32,12 @@ def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_
     assert found["peak_allocated_gib"] == pytest.approx(expected["peak_allocated_gib"], rel=0.02)
 
 
+def test_steps_launch_no_more_kernels_and_collectives_than_torchtitan() -> None:
+    for name, theirs in json.loads(THEIRS.read_text()).items():
+        if (ours := EXPECTED.get(name.removeprefix("torchtitan 0.2.2, "))) is not None:
+            assert ours["kernels"] <= theirs["kernels"] and sum(ours["nccl"].values()) <= sum(theirs["nccl"].values())
+
+
 def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_blocking_stream(nullgpu: Path) -> None:
     flags = f"--job.callbacks=['{HERE}/faults.py:Faults']"
     found = play(nullgpu, Case(config="debug_model"), steps=1, more=(flags,))
