@@ -408,19 +408,14 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run on rank 0 only; all ranks get its result, or its error as a CheckpointError.
-
-    group: of all ranks, in which they wait; None: the default one.
-    """
+    """Run on rank 0 only; all ranks of `group` get its result, or its error as a CheckpointError."""
     result: T | None = None
     problem: str | None = None
     if world.rank == 0:
         try:
             result = action()
-        except (CheckpointError, OSError) as error:
-            problem = str(error)
         except Exception as error:  # the other ranks wait for an answer in any case
-            problem = repr(error)
+            problem = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
     answer = [(result, problem)]
     dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
     result, problem = cast("tuple[T, str | None]", answer[0])
