@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titanlite.metrics.throughput import device_name
-from titanlite.models.layers import silu_mul
+from titanlite.models.autograd import silu_mul
 from titanlite.models.moe import Experts
 
 #: Tokens of a micro-batch, experts, top_k, dim and width; the last is the debug model.

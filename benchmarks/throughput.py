@@ -168,7 +168,7 @@ def take_turns(started: list[Running]) -> list[Run]:
 
 
 def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
-    from titanlite.parallel.dist_env import TUNABLES
+    from titanlite.parallel.process import TUNABLES
 
     flags = {
         "job.config_file": "debug_model.toml",

@@ -58,6 +58,7 @@ from titanlite.optim.gradients import StepInBackward
 from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
+from titanlite.parallel.async_tp import enable_async
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
@@ -67,7 +68,6 @@ from titanlite.parallel.init import fix_workspace, seed_generators, use_determin
 from titanlite.parallel.lazy_dynamo import defer_dynamo
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
-from titanlite.parallel.tensor import enable_async
 from titanlite.plan.hardware import peak_flops
 from titanlite.plan.plan import with_vocabulary
 from titanlite.plan.runtime import PeakCheck, start_rows

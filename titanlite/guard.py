@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from titanlite import exit_codes
+from titanlite.nonfinite import name_ranks
+from titanlite.spikes import LossWindow
 
-#: Least standard deviation, as a share of the mean: where losses hardly vary, rounding would look like a spike.
-_LEAST_DEVIATION = 1e-3
-#: Losses that a limit needs.
-_LEAST_LOSSES = 20
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
 
@@ -71,82 +68,6 @@ class WeightsError(BadStepError):
         super().__init__(step, math.nan, math.nan, "", "weights not finite")
         self.done = done
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-@torch.no_grad()
-def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> str:
-    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one; "" if there is none.
-
-    All ranks of `group` call it together with their own parts, and get the same answer. Each device makes one pass
-    over its tensors and is read once.
-    """
-    devices: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            devices.setdefault(part.device, {})[name] = part
-    mine, failed = "", None
-    try:
-        for parts in devices.values():
-            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the tensor decides.
-            sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
-            suspects = (part for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True) if not fine)
-            mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
-    except RuntimeError as error:  # the other ranks wait for an answer in any case
-        failed = error
-    found = [(mine, failed is not None)] * dist.get_world_size(group)
-    dist.all_gather_object(found, (mine, failed is not None), group)
-    if failed is not None:
-        raise failed
-    if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:
-        raise RuntimeError(f"{_named(broken)} could not search for numbers that are not finite; see its message")
-    names = [name for name, _ in found]
-    ranks = [rank for rank, name in enumerate(names) if name]
-    return f"{names[ranks[0]]} on {_named(ranks)}" if ranks else ""
-
-
-class LossWindow:
-    """The last `size` losses of good steps, on the device, and the limit for the next one.
-
-    The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the mean. It applies
-    when half the window is filled, and at least twenty losses (of a shorter window all): with fewer a deviation means
-    little. After OLMo-core's SkipStepOptimizer (128 losses, six sigmas), which also judges gradient norms and falls.
-    Here a loss over the limit does not enter the window, where it would raise the limit for the next.
-    """
-
-    def __init__(self, size: int, sigmas: float, device: torch.device) -> None:
-        self.sigmas = sigmas
-        #: Oldest first, behind NaN for those to come: sums have the same order, and so the same bits, after a resume.
-        self._losses = torch.full((size,), math.nan, dtype=torch.float64, device=device)
-        self._least = min(size, max(_LEAST_LOSSES, size // 2))
-
-    def judge(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return whether a loss is over the limit (0-dim bool), and the window's mean and deviation (0-dim float64)."""
-        there = self._losses.isfinite()
-        count = there.sum()
-        mean = torch.where(there, self._losses, 0.0).sum() / count.clamp(min=1)
-        squares = torch.where(there, self._losses - mean, 0.0).square().sum()
-        deviation = torch.maximum((squares / (count - 1).clamp(min=1)).sqrt(), _LEAST_DEVIATION * mean.abs())
-        return (count >= self._least) & (loss.double() > mean + self.sigmas * deviation), mean, deviation
-
-    def add(self, loss: torch.Tensor, good: torch.Tensor) -> None:
-        """Add the loss of a step if the flag `good` (0-dim bool) is set, else change nothing."""
-        moved = torch.cat([self._losses[1:], loss.double().view(1)])
-        self._losses = torch.where(good, moved, self._losses)  # selected: a NaN would outlive any product
-
-    def values(self) -> list[float]:
-        """Return the losses, oldest first. Waits for the device."""
-        return self._losses[self._losses.isfinite()].tolist()
-
-    def fill(self, losses: list[float]) -> None:
-        """Start with these losses, oldest first; of more than fit, with the newest."""
-        size = len(self._losses)
-        kept = torch.tensor([math.nan] * size + losses, dtype=torch.float64)[-size:]
-        self._losses = kept.to(self._losses.device)
 
 
 class FiniteGuard:
@@ -303,5 +224,5 @@ class FiniteGuard:
         ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         why = "the loss was finite on every rank, so it arose in the backward pass"
         if ranks:
-            why = f"the loss was not finite on {_named(ranks)}"
+            why = f"the loss was not finite on {name_ranks(ranks)}"
         return BadStepError(step, norm, loss, why, "not finite", ranks, self.applied)

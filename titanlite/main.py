@@ -26,7 +26,7 @@ from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
 from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import read_launch_env
+from titanlite.parallel.launch_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
 from titanlite.utils import escape, logger
 
@@ -93,7 +93,8 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.build import build, check_model
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
-    from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
+    from titanlite.parallel.dist_env import DistEnv, connect_store
+    from titanlite.parallel.process import keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
     from titanlite.plan.runtime import last_words
     from titanlite.preflight import check_machine

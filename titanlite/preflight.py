@@ -67,8 +67,8 @@ def async_tp_problems(tp: int) -> list[Problem]:
     """Find what keeps `tp` tensor-parallel ranks of this machine from async tensor parallelism."""
     import torch
 
-    from titanlite.parallel.dist_env import this_rank
-    from titanlite.parallel.tensor import check_async
+    from titanlite.parallel.async_tp import check_async
+    from titanlite.parallel.launch_env import this_rank
 
     if tp == 1:
         return []
@@ -83,7 +83,7 @@ def async_tp_problems(tp: int) -> list[Problem]:
 
 def loss_problems(spec: ModelSpec, args: Any, training: Training) -> list[Problem]:
     """Find what keeps the model from computing its loss in chunks, if it shall."""
-    from titanlite.loss import chunk_head
+    from titanlite.loss_chunks import chunk_head
 
     if training.loss_chunks == 1:
         return []

@@ -19,7 +19,7 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.documents import documents_of
-from titanlite.data.loader import add_hashes, step_hash
+from titanlite.data.hashes import add_hashes, step_hash
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.metrics.jsonl import MetricsLog

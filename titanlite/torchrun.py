@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.parallel.dist_env import raise_file_limit
+from titanlite.parallel.process import raise_file_limit
 from titanlite.signals import exit_on_signals
 from titanlite.utils import escape
 

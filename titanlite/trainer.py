@@ -17,7 +17,8 @@ from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows
-from titanlite.guard import BadStepError, WeightsError, find_nonfinite
+from titanlite.guard import BadStepError, WeightsError
+from titanlite.nonfinite import find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.utils import human_time, logger
 from titanlite.validation import ValidationResult

@@ -9,15 +9,8 @@ import torch
 
 from titanlite.data import DataError, EndOfData
 from titanlite.data.corpus import Corpus
-from titanlite.data.loader import (
-    Batch,
-    TrainLoader,
-    ValidationLoader,
-    add_hashes,
-    batch_hash,
-    served_already,
-    step_hash,
-)
+from titanlite.data.hashes import add_hashes, batch_hash, step_hash
+from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, served_already
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE
 from titanlite.data.skip_ranges import before, count, merged, take, without

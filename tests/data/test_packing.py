@@ -13,8 +13,8 @@ from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData, packing
 from titanlite.data.corpus import Corpus
-from titanlite.data.packing import PackedDataset, epoch_order
-from titanlite.data.permutation import GAMMA, MASK, mix_int
+from titanlite.data.packing import PackedDataset
+from titanlite.data.permutation import GAMMA, MASK, epoch_order, mix_int
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer

@@ -15,7 +15,8 @@ import torch
 from tests.processes import python
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
-from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
+from titanlite.data.hashes import add_hashes, batch_hash
+from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset
 from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
 

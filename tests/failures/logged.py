@@ -9,7 +9,7 @@ import sys
 from typing import Any, NoReturn
 
 from titanlite import main as entry
-from titanlite.data.loader import batch_hash
+from titanlite.data.hashes import batch_hash
 from titanlite.tools.faults import before_steps
 
 

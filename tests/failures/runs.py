@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import EIGHT_STEPS
-from titanlite.data.loader import add_hashes
+from titanlite.data.hashes import add_hashes
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools import drill_ranks
 from titanlite.tools.faults import NO_FAULT, Fault

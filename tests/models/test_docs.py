@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.models import SPECS, LlamaArgs, get_spec
-from titanlite.models.llama import count_active_parameters
+from titanlite.models.counts import count_active_parameters
 from titanlite.utils import human_count
 
 ROOT = Path(__file__).parents[2]

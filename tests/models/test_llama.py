@@ -8,8 +8,9 @@ from torch import Tensor
 
 from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models import llama_hf as hf
-from titanlite.models.layers import Llama, Rope, Rotation, _Rotate
+from titanlite.models.layers import Llama
 from titanlite.models.llama import NORM_TYPES
+from titanlite.models.rope import Rope, Rotation, _Rotate
 
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
 SCALED = RopeScaling(factor=8.0, original_context=32)

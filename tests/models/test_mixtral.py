@@ -15,7 +15,7 @@ from torch import Tensor
 from titanlite.checkpoint.hf import config_differences
 from titanlite.fingerprints import weights_fingerprints
 from titanlite.models import get_spec, resolve_args
-from titanlite.models.llama import count_active_parameters
+from titanlite.models.counts import count_active_parameters
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.models.moe import Mixtral, MoE
 from titanlite.models.spec import ShapeError

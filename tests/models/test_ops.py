@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.layers import RMSNorm, silu_mul
+from titanlite.models.autograd import RMSNorm, silu_mul
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -17,7 +17,7 @@ from tests.training.compare import relative
 from tests.training.harness import TINY
 from titanlite.data.loader import Batch
 from titanlite.models import get_spec
-from titanlite.models.layers import Rope
+from titanlite.models.rope import Rope
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.context import ContextAttention, CPRank, apply_cp, split_batch
 from titanlite.parallel.dist_env import DistEnv

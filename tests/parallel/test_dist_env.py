@@ -17,16 +17,9 @@ from torch.nn.attention import _cur_sdpa_kernel_backends
 from tests.pool import Pools
 from tests.processes import python
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import (
-    KERNELS,
-    TUNABLES,
-    DistEnv,
-    LaunchEnv,
-    kernel_order,
-    patience,
-    read_launch_env,
-    set_timeouts,
-)
+from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
+from titanlite.parallel.launch_env import LaunchEnv, read_launch_env
+from titanlite.parallel.process import KERNELS, TUNABLES, kernel_order
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:

@@ -27,7 +27,7 @@ from tests.training.harness import (
 from tests.training.reference import Curve
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
-from titanlite.models.llama import pipeline_costs
+from titanlite.models.counts import pipeline_costs
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.pipeline_split import split_stages

@@ -15,8 +15,9 @@ from tests.training.harness import Run, build_tiny, micro_batches, stepper
 from titanlite.config.sections import Compile
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel import ParallelismError
+from titanlite.parallel.async_tp import check_async
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.tensor import check_async, tensor_loss
+from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors
 from titanlite.validation import validate
 

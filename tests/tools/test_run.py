@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import exit_codes
-from titanlite.parallel.dist_env import TUNABLES
+from titanlite.parallel.process import TUNABLES
 from titanlite.tools import run
 from titanlite.tools.cli import main
 

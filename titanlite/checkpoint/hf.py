@@ -30,7 +30,8 @@ from torch.futures import Future
 
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.models.spec import HF_HEAD, ModelSpec, as_names, family_of, get_spec, is_derived
+from titanlite.models.hf_names import HF_HEAD, as_names, family_of, is_derived
+from titanlite.models.spec import ModelSpec, get_spec
 
 HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 META_CONFIG, META_FILES = "params.json", "consolidated.*.pth"

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.checkpoint.hf import HF_CONFIG, HF_INDEX, HF_SINGLE, total_bytes
 from titanlite.checkpoint.manifest import PARTIAL, CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
-from titanlite.models.spec import HFName, ModelSpec, as_names
+from titanlite.models.hf_names import HFName, as_names
+from titanlite.models.spec import ModelSpec
 
 #: Bytes of tensors in one file, unless one tensor is larger.
 SHARD_BYTES = 4 << 30

@@ -41,9 +41,9 @@ from titanlite.checkpoint.storage import (
     share,
     verify_files,
 )
-from titanlite.guard import find_nonfinite
 from titanlite.models.args import from_record
 from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.nonfinite import find_nonfinite
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes

@@ -49,7 +49,8 @@ from titanlite.checkpoint.storage import (
     rng_state,
     verify_files,
 )
-from titanlite.guard import WeightsError, find_nonfinite
+from titanlite.guard import WeightsError
+from titanlite.nonfinite import find_nonfinite
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance

@@ -11,9 +11,10 @@ import torch
 
 from titanlite.checkpoint.hf import META_CONFIG, META_FILES, META_NAMES, Part, Slices, Weights, read_json
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs, RopeScaling
 from titanlite.models.llama_hf import hf_names, permute
-from titanlite.models.spec import get_spec, is_derived
+from titanlite.models.spec import get_spec
 
 
 def open_meta(path: Path, args: LlamaArgs | None) -> Weights:

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.corpus import Corpus
-from titanlite.data.packing import PackedDataset, Range, epoch_order
+from titanlite.data.packing import PackedDataset, Range
+from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import max_documents
 from titanlite.data.token_files import TokenFiles
 

@@ -7,7 +7,6 @@ a step takes the next G sequences that are in none.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,8 +18,6 @@ from titanlite.data import DataError, EndOfData, skip_ranges
 from titanlite.data.rows import Rows, max_documents
 from titanlite.data.skip_ranges import Range
 from titanlite.utils import counted
-
-_HASH_BITS = 128
 
 
 class Batch(NamedTuple):
@@ -119,7 +116,7 @@ class TrainLoader:
         step = skip_ranges.take(self.position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         size = self.micro_batch_size
-        batches = [_stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
+        batches = [stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
         self.position = step[-1] + 1
         return batches
 
@@ -193,50 +190,11 @@ class ValidationLoader:
     def __iter__(self) -> Iterator[Batch]:
         stride = self.batch_size * self.dp_degree
         for start in range(0, self._batches * stride, stride):
-            yield _stack(self.dataset, range(start + self.rank, start + stride, self.dp_degree))
+            yield stack(self.dataset, range(start + self.rank, start + stride, self.dp_degree))
 
 
-def batch_hash(batches: Iterable[Batch]) -> str:
-    """Return the hex digest of the sequences in `batches`, in any order and split into any micro-batches.
-
-    It is the sum of the rows' digests. So `add_hashes` of all ranks' digests gives that of the global batch, on any
-    number of ranks.
-    """
-    total = 0
-    for batch in batches:
-        tensors = [batch.tokens, batch.labels] if batch.documents is None else batch
-        rows = torch.stack([t.cpu() for t in tensors if t is not None], dim=1).numpy().astype("<i8")
-        for row in rows:
-            total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=_HASH_BITS // 8).digest(), "little")
-    return _hex(total)
-
-
-def step_hash(
-    dataset: Rows, first: int, size: int, rank: int = 0, dp_degree: int = 1, skip: Iterable[Range] = ()
-) -> str | None:
-    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a data-parallel rank's share.
-
-    None if the data end before that step. `add_hashes` joins shares.
-    """
-    total = dataset.total_sequences
-    sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))
-    if total is not None and sequences[0] >= total:
-        return None
-    return add_hashes(
-        batch_hash([_stack(dataset, [i])]) for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
-    )
-
-
-def add_hashes(hashes: Iterable[str]) -> str:
-    """Return the `batch_hash` of several ranks' batches together."""
-    return _hex(sum(int(value, 16) for value in hashes))
-
-
-def _hex(value: int) -> str:
-    return f"{value % (1 << _HASH_BITS):0{_HASH_BITS // 4}x}"
-
-
-def _stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
+def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
+    """Return the batch of these sequences; those past the end are padding."""
     total = dataset.total_sequences
     rows = [dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes]
     columns = (column for column in zip(*rows, strict=True) if column[0] is not None)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError, EndOfData
-from titanlite.data.packing import epoch_order
+from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import Row, Rows
 
 #: Turns after which shares are exact; a source gets at least one of them.

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from math import isqrt
 
+import numpy as np
+from numpy.typing import NDArray
+
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 #: Rounds of the Feistel network. Four are pseudo-random for large counts (Luby and Rackoff 1988); small ones take more.
@@ -54,3 +57,26 @@ class Permutation:
             found = right * a + left
             if found < self.count:
                 return found
+
+
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
+
+    Indexes are sorted by a hash of (seed, epoch, index). The hash is SplitMix64 (Steele, Lea and Flood
+    2014) in integer arithmetic. A generator of numpy's may change between versions, and a run resumed years later must
+    still find its place. SplitMix64 is a bijection, so no two indexes of an epoch share a hash, and the order does not
+    depend on the sort.
+    """
+    index = np.arange(count, dtype=np.int64)
+    if not shuffle:
+        return index
+    key = epoch_key(seed, epoch)
+    with np.errstate(over="ignore"):
+        hashes = _mix(np.uint64(key) + index.astype(np.uint64) * np.uint64(GAMMA))
+    return np.argsort(hashes, kind="stable")
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

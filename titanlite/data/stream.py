@@ -25,7 +25,8 @@ from titanlite.data import DataError
 from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.corpus import Corpus, are_targets, targets_of
 from titanlite.data.formats import Record
-from titanlite.data.packing import Window, epoch_order, make_row
+from titanlite.data.packing import Window, make_row
+from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import Row
 from titanlite.data.shards import Shards
 from titanlite.data.threads import Pool

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from titanlite.models import hf, mistral, mixtral, qwen3
 from titanlite.models.args import resolve_args
-from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, decoder_spec, flops_per_token
+from titanlite.models.counts import count_parameters, flops_per_token
+from titanlite.models.llama import LlamaArgs, RopeScaling, decoder_spec
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
 
 __all__ = [

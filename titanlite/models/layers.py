@@ -1,185 +1,20 @@
-"""The modules of a Llama decoder (Touvron et al. 2023; Llama 3, 2024); they know nothing of how they will be sharded.
-
-`silu_mul` and `RMSNorm` are single autograd nodes. Autograd would keep every intermediate result of the separate
-operations. These keep the inputs alone and compute the rest again: less memory, for some element-wise work.
-"""
+"""The modules of a Llama decoder (Touvron et al. 2023; Llama 3, 2024), which know nothing of how they are sharded."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from titanlite.models.llama import LlamaArgs, RopeScaling
+from titanlite.models.autograd import RMSNorm, silu_mul
+from titanlite.models.llama import LlamaArgs
+from titanlite.models.rope import Rope, Rotation
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
-
-
-class _SiluMul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, x)
-        return F.silu(gate).mul_(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, x = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * x, gate), F.silu(gate).mul_(grad)
-
-
-def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Return silu(gate) * x, element by element. Keeps gate and x for backward: two tensors instead of three."""
-    return _SiluMul.apply(gate, x)
-
-
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x32 = x.float()
-        rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, rstd)
-        return (x32 * rstd).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, rstd = ctx.saved_tensors
-        normed = x.float() * rstd
-        grad = grad.float()
-        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        scaled = grad * weight
-        projection = (scaled * normed).mean(-1, keepdim=True)
-        return scaled.sub_(normed.mul_(projection)).mul_(rstd).to(x.dtype), grad_weight, None
-
-
-class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one autograd node.
-
-    x: [..., dim]; computed in fp32 for every dtype of x. Keeps x and one number per row for backward.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda" or self.weight is None:
-            return super().forward(x)
-        return _RmsNorm.apply(x, self.weight, self.eps)
-
-
-class Rotation:
-    """The cosines and sines of one batch: [seq, 1, head_dim / 2], or [batch, seq, 1, head_dim / 2], fp32.
-
-    Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument, and `fully_shard` with
-    `cast_forward_inputs=True` casts every floating-point tensor that it finds in a block's arguments, inside
-    containers too, to the parameters' dtype. Casting back in the block could not restore what bf16's 8 bits lost.
-    """
-
-    __slots__ = ("cos", "sin")
-
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos = cos
-        self.sin = sin
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
-        if x.device.type == "cuda" and not torch.compiler.is_compiling():
-            return _Rotate.apply(x, self.cos, self.sin)
-        # Explicitly in fp32: with bf16 operands the compiler would keep intermediates in fp32 that eager mode rounds,
-        # and the two would differ.
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
-
-
-class _Rotate(torch.autograd.Function):
-    """The rotation in three kernels in each direction, for eager CUDA: the formula under autograd launches 21.
-
-    It rounds once, to the dtype of x, as the formula does; each sum of two products is one fused multiply-add.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _Rotate.by(x, cos, sin, sign=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _Rotate.by(grad, cos, sin, sign=-1), None, None
-
-    @staticmethod
-    def by(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-        """Rotate the pairs of x by the angles of the tables times `sign`."""
-        scaled = x.unflatten(-1, (2, -1)) * cos.unsqueeze(-2)  # fp32, as the tables
-        first, second = x.chunk(2, dim=-1)
-        result = torch.empty_like(x)
-        low, high = result.chunk(2, dim=-1)
-        torch.addcmul(scaled[..., 0, :], second, sin, value=-sign, out=low)
-        torch.addcmul(scaled[..., 1, :], first, sin, value=sign, out=high)
-        return result
-
-
-class Rope(nn.Module):
-    """Tables of cosines and sines for positions 0 … max_seq_len - 1, each [max_seq_len, head_dim / 2] fp32.
-
-    The tables are non-persistent buffers: a checkpoint does not carry them. After `to_empty` they are garbage until
-    `init_buffers` has run.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.max_seq_len = max_seq_len
-        self.theta = theta
-        self.scaling = scaling
-        for name in ("cos", "sin"):
-            table = torch.empty(max_seq_len, head_dim // 2, dtype=torch.float32)
-            self.register_buffer(name, table, persistent=False)
-        self.init_buffers()
-
-    @torch.no_grad()
-    def init_buffers(self) -> None:
-        """Fill the tables on the device they are on; on the meta device there is nothing to fill."""
-        if self.cos.is_meta:
-            return
-        # Always on the CPU, so that all devices rotate by the same angles; and in fp32 like the reference
-        # implementations, since published weights were trained with these roundings.
-        with torch.device("cpu"):
-            position = torch.arange(self.max_seq_len, dtype=torch.float32)
-            angles = torch.outer(position, rope_frequencies(self.head_dim, self.theta, self.scaling))
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
-
-    def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotation:
-        """Return the rotation of positions 0 … seq_len - 1, or of `positions`: [batch, seq] int64.
-
-        Raises ValueError if the sequence is longer than the tables.
-        """
-        if positions is not None:
-            return Rotation(self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
-        if seq_len > self.max_seq_len:
-            raise ValueError(
-                f"a sequence of {seq_len} tokens is longer than the model's RoPE tables ({self.max_seq_len}): "
-                f"build it with max_seq_len of at least {seq_len}"
-            )
-        return Rotation(self.cos[:seq_len].unsqueeze(1), self.sin[:seq_len].unsqueeze(1))
-
-    def _apply(self, fn, recurse=True):
-        # `model.to(torch.bfloat16)` would round the tables: follow it to another device, not to another dtype.
-        super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32:
-            self.cos, self.sin = self.cos.float(), self.sin.float()
-            self.init_buffers()
-        return self
 
 
 def document_begins(doc_ids: Tensor) -> Tensor:
@@ -191,21 +26,6 @@ def document_positions(doc_ids: Tensor) -> Tensor:
     """Return each token's place in its document, [batch, seq] int64."""
     index = torch.arange(doc_ids.size(1), device=doc_ids.device)
     return index - (index * document_begins(doc_ids)).cummax(1).values
-
-
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i / head_dim).
-
-    With `scaling`, Llama 3.1's: wavelengths longer than original_context / low_freq_factor are stretched by `factor`,
-    those shorter than original_context / high_freq_factor stay, those between are blended linearly in 1 / wavelength.
-    """
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if scaling is None:
-        return plain
-    turns_in_context = scaling.original_context / (2 * math.pi / plain)
-    keep = (turns_in_context - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return (1.0 - keep) * plain / scaling.factor + keep * plain
 
 
 def build_norm(args: LlamaArgs) -> nn.Module:
@@ -370,7 +190,8 @@ class Llama(nn.Module):
         tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, … from
         the beginning of each document.
         doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None: one document.
-        labels, loss: for a head that computes the loss itself (`titanlite.loss.chunk_head`), which is then returned.
+        labels, loss: for a head that computes the loss itself (`titanlite.loss_chunks.chunk_head`), which is
+            then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
         A pipeline stage is a model whose other modules are None or gone: without an embedding it takes the hidden

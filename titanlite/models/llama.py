@@ -1,7 +1,8 @@
-"""The Llama family (Llama 2, 3, 3.1, 3.2): arguments, published shapes, counts, initial weights, and how it is divided.
+"""The Llama family (Llama 2, 3, 3.1, 3.2): arguments, initial weights, and how it is divided.
 
 Other families of decoders subclass `LlamaArgs` and give `decoder_spec` what differs. No torch here;
-`titanlite.models.layers` has the modules, `titanlite.models.llama_hf` other people's names of weights.
+`titanlite.models.layers` has the modules, `llama_shapes` the published sizes, `counts` parameters and FLOPs,
+`llama_hf` other people's names of weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from titanlite.models.args import checked_fields
-from titanlite.models.spec import Cost, Init, Misfit, ModelSpec, ShapeError, Size, shown
+from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size, shown
 
 if typing.TYPE_CHECKING:
     from torch import nn
@@ -179,48 +180,6 @@ class LlamaArgs:
         return count, count
 
 
-def _llama2(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
-    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 32000, "rope_theta": 1e4, **rest})
-
-
-def _llama3(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
-    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 128256, "rope_theta": 5e5, **rest})
-
-
-def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
-    llama2 = {
-        "debugmodel": _llama2(256, 8, 16, vocab_size=None),
-        "271M": _llama2(1024, 16, 8),
-        "1B": _llama2(2048, 18, 16),
-        "7B": _llama2(4096, 32, 32),
-        "13B": _llama2(5120, 40, 40),
-        "26B": _llama2(5120, 80, 40),
-        "70B": _llama2(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
-    }
-    llama3 = {
-        "debugmodel": _llama3(256, 8, 16, vocab_size=None),
-        "8B": _llama3(4096, 32, 32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024),
-        "70B": _llama3(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
-    }
-    for size in ("8B", "70B"):
-        llama3[f"3.1-{size}"] = replace(llama3[size], rope_scaling=RopeScaling(factor=8.0))
-    llama3["3.1-debugmodel"] = replace(llama3["debugmodel"], n_layers=6, rope_scaling=RopeScaling(factor=8.0))
-    llama3["3.1-405B"] = llama3["405B"] = _llama3(
-        16384, 126, 128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096, rope_scaling=RopeScaling(factor=8.0)
-    )
-    llama3["3.2-1B"] = llama3["1B"] = _llama3(
-        2048, 16, 32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_scaling=RopeScaling(factor=32.0), tied=True
-    )
-    llama3["3.2-3B"] = llama3["3B"] = _llama3(
-        3072, 28, 24, n_kv_heads=8, rope_scaling=RopeScaling(factor=32.0), tied=True
-    )
-    return {"llama2": types.MappingProxyType(llama2), "llama3": types.MappingProxyType(llama3)}
-
-
-#: Family → flavor → arguments. "8B" and "70B" of llama3 are Llama 3; Llama 3.1 and 3.2 say so in their names.
-SHAPES: Mapping[str, Mapping[str, LlamaArgs]] = types.MappingProxyType(_shapes())
-
-
 def block_linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of the linears of one block, in the model's order."""
     heads, groups = args.n_heads * args.head_dim, args.kv_heads * args.head_dim
@@ -238,46 +197,6 @@ def linears(args: LlamaArgs) -> dict[str, Size]:
     block = block_linears(args)
     blocks = {f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()}
     return {**blocks, "output": Size(args.dim, args.n_vocab)}
-
-
-def _counts(args: LlamaArgs) -> tuple[int, int, int, int]:
-    """Return the parameters of the embedding (or head), of a block, of a block for one token, and of the last norm."""
-    norm = 0 if args.norm_type == "np_layernorm" else args.dim
-    attention = 2 * args.dim * args.head_dim * (args.n_heads + args.kv_heads)
-    shared = attention + 2 * norm + (2 * args.head_dim if args.qk_norm else 0)
-    whole, active = args.feed_forward_parameters()
-    return args.n_vocab * args.dim, shared + whole, shared + active, norm
-
-
-def count_parameters(args: LlamaArgs) -> int:
-    """Return the parameters of the decoder, closed form; a tied head is counted once."""
-    table, block, _, norm = _counts(args)
-    return args.n_layers * block + norm + table * (1 if args.tied else 2)
-
-
-def count_active_parameters(args: LlamaArgs) -> int:
-    """Return the parameters that one token is multiplied by, and the embedding; fewer than all if there are experts."""
-    _, block, active, _ = _counts(args)
-    return count_parameters(args) - args.n_layers * (block - active)
-
-
-def _attention_flops(args: LlamaArgs, seq_len: int) -> int:
-    """Return the FLOPs of a block's scores and weighted values for one training token.
-
-    Causality is not discounted; keys outside the window are not counted.
-    """
-    return 12 * args.n_heads * args.head_dim * min(seq_len, args.window or seq_len)
-
-
-def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
-    """Return the model FLOPs of one training token, forward and backward.
-
-    6 per weight that is multiplied (PaLM, appendix B) plus 12 * layers * heads * head_dim * seq_len for attention,
-    causality not discounted; `window` if that is shorter. The embedding is a look-up and costs nothing; a tied one
-    still costs as the head.
-    """
-    table, _, active, norm = _counts(args)
-    return 6 * (args.n_layers * active + norm + table) + args.n_layers * _attention_flops(args, seq_len)
 
 
 _STD = 0.02
@@ -378,13 +297,6 @@ def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
     return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads, "the feed-forward's width": args.ffn_width}
 
 
-def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
-    """Return the cost of each module that a pipeline can be cut before, in the order they run."""
-    table, block, active, norm = _counts(args)
-    blocks = dict.fromkeys(block_names(args), Cost(6 * active + _attention_flops(args, seq_len), block))
-    return {"tok_embeddings": Cost(0, table), **blocks, "norm": Cost(6 * norm, norm), "output": Cost(6 * table, table)}
-
-
 def _build(args: LlamaArgs) -> nn.Module:
     from titanlite.models.layers import Llama
 
@@ -393,7 +305,7 @@ def _build(args: LlamaArgs) -> nn.Module:
 
 def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: typing.Any) -> ModelSpec:
     """Return the spec of a family of decoders. different: fields of `ModelSpec` that are not as Llama's."""
-    from titanlite.models import llama_hf  # it imports this module
+    from titanlite.models import counts, llama_hf  # they import this module
 
     spec = ModelSpec(
         name=name,
@@ -402,14 +314,14 @@ def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: typin
         build=_build,
         init_rule=init_rule,
         block_names=block_names,
-        count_parameters=count_parameters,
-        flops_per_token=flops_per_token,
+        count_parameters=counts.count_parameters,
+        flops_per_token=counts.flops_per_token,
         fsdp_units=fsdp_units,
         linears=linears,
         tensor_plan=tensor_plan,
         tensor_sizes=tensor_sizes,
         sublayer_names=sublayer_names,
-        pipeline_costs=pipeline_costs,
+        pipeline_costs=counts.pipeline_costs,
         context_parallel=True,
         tied=tied,
         hf_names=llama_hf.hf_names,

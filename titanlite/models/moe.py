@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titanlite.models.layers import Block, Llama, silu_mul
+from titanlite.models.autograd import silu_mul
+from titanlite.models.layers import Block, Llama
 from titanlite.models.mixtral import MixtralArgs
 
 

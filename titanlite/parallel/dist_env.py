@@ -1,4 +1,4 @@
-"""The processes of a run: launcher variables, device, store, default process group, mesh, timeouts.
+"""The processes of a run: device, store, default process group, mesh, timeouts.
 
 One path serves one CPU process and many GPUs: `fully_shard` and the collectives also run at world size 1.
 This module imports torch inside its functions, since `titanlite.main` checks the variables before the import of torch.
@@ -6,19 +6,18 @@ This module imports torch inside its functions, since `titanlite.main` checks th
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import re
-import resource
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from titanlite.parallel import ParallelismError
+from titanlite.parallel.launch_env import this_rank
+from titanlite.parallel.process import allow_files, kernel_order
 
 if TYPE_CHECKING:
     import torch
@@ -34,78 +33,6 @@ RENDEZVOUS_SECONDS = 60.0
 
 #: Variables with which a user sets up torch's allocator.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-#: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves. Other files.
-_GROUPS, _FILES = 4, 256
-
-_INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
-_NO_LIMIT = 10**9
-
-
-@dataclass(frozen=True)
-class LaunchEnv:
-    """What the launcher says about one rank."""
-
-    rank: int
-    world_size: int
-    #: Number of this rank on its node.
-    local_rank: int
-    #: Ranks on this node; as many as `local_rank` shows where LOCAL_WORLD_SIZE is not set.
-    local_world_size: int
-    #: Host and port of the store; None for a single process.
-    address: tuple[str, int] | None
-
-
-def read_launch_env(group: tuple[int, int] | None = None) -> LaunchEnv:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single process has none.
-
-    group: rank and size of an existing process group, which stand for the variables.
-    Raises ParallelismError that names all wrong variables and the remedies.
-    """
-    problems: list[str] = []
-    given = {} if group is None else {"RANK": str(group[0]), "WORLD_SIZE": str(group[1])}
-    environ = {**os.environ, **given}
-
-    def number(name: str, low: int, high: int, default: int | None, meaning: str) -> int:
-        """Return a variable's number; of one that is not set `default`. None: it must be set."""
-        text = environ.get(name)
-        if text is None and default is not None and low <= default <= high:
-            return default
-        if text is None:
-            problems.append(
-                f"{name} is not set, but {by} is: start with torchrun or ./run_llama_train.sh, or unset {by}"
-            )
-        elif not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
-            span = f"of at least {low}" if high == _NO_LIMIT else f"from {low} to {high}"
-            problems.append(f"{name} is {text!r}, expected a whole number {span}: {meaning}")
-        else:
-            return int(text)
-        return low
-
-    by, address = "RANK", None
-    alone = environ.get("RANK", "0").strip() == "0"
-    size = number("WORLD_SIZE", 1, _NO_LIMIT, 1 if alone else None, "the number of ranks")
-    if not problems:  # the limits of the others depend on it
-        by = "WORLD_SIZE"
-        local_size = number("LOCAL_WORLD_SIZE", 1, size, size, f"the ranks of this node, of {size} in all (WORLD_SIZE)")
-        rank = number("RANK", 0, size - 1, 0 if size == 1 else None, f"WORLD_SIZE is {size}")
-        if size > 1 and group is None:
-            address = environ.get("MASTER_ADDR", "").strip(), number("MASTER_PORT", 1, 65535, None, "a free port")
-            if not address[0]:
-                problems.append("MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0")
-        by = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else by
-        local_rank = number("LOCAL_RANK", 0, local_size - 1, rank, f"{by} is {local_size}")
-    if problems:
-        one, count = len(problems) == 1, len(problems)
-        head = "environment variable " if one else f"{count} environment variables are wrong:\n  "
-        raise ParallelismError(head + "\n  ".join(problems))
-    return LaunchEnv(rank, size, local_rank, local_size if by == "LOCAL_WORLD_SIZE" else local_rank + 1, address)
-
-
-def this_rank() -> LaunchEnv:
-    """Return this process among the ranks, by the existing process group or else by the environment."""
-    import torch.distributed as dist
-
-    return read_launch_env((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
@@ -124,31 +51,6 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
     allow_files(env.world_size)
     is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return register(env.rank, env.world_size, env.address, is_master, limit)
-
-
-def raise_file_limit(wanted: int) -> int:
-    """Let this process and its children open so many files, or as many as the hard limit allows. Return the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # systems have further limits
-            higher = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (higher, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def allow_files(ranks: int) -> None:
-    """Raise the limit of open files for a run on so many ranks: gloo has a socket per rank in each group.
-
-    Raises ParallelismError where the hard limit is too low.
-    """
-    needed = _FILES + _GROUPS * ranks
-    limit = raise_file_limit(2 * needed)  # the process that serves the store has connections to all as well
-    if limit != resource.RLIM_INFINITY and limit < needed:
-        raise ParallelismError(
-            f"a process on {socket.gethostname()} may open {limit:,} files, but {ranks:,} ranks need {needed:,}: gloo "
-            f"connects each to all others in {_GROUPS} groups. Raise the hard limit (ulimit -Hn): LimitNOFILE in the "
-            "service of slurmd or containerd, /etc/security/limits.conf, or docker run --ulimit nofile"
-        )
 
 
 @dataclass(frozen=True)
@@ -296,49 +198,3 @@ def _set_timeout(timeout: timedelta) -> None:
     for group in list(_world.pg_map):
         if group.group_desc != KEEPS_TIMEOUT:
             _set_pg_timeout(timeout, group)
-
-
-#: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of `SDPBackend`.
-KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
-
-
-def kernel_order(device_type: str) -> AbstractContextManager[object]:
-    """Let attention on GPUs try its kernels in the order of `KERNELS`; elsewhere do nothing."""
-    if device_type != "cuda":
-        return nullcontext()
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    # Around the whole run: at each call it would cost tens of microseconds.
-    return sdpa_kernel([getattr(SDPBackend, name) for name in KERNELS], set_priority=True)
-
-
-#: For GLIBC_TUNABLES. They do as `keep_freed_memory`, and cache no small blocks: these lie in the remainders of aligned
-#: requests, and holes between them are too small for the next tensor. Huge pages: 3 s of a start for 2 % speed.
-TUNABLES = ":".join(
-    f"glibc.malloc.{setting}" for setting in ("mmap_max=0", f"trim_threshold={2**62}", "mxfast=0", "tcache_count=0")
-)
-
-
-def chose_malloc() -> bool:
-    """Return whether the user has chosen an allocator for the host's memory, or its settings."""
-    return any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in os.environ)
-
-
-def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory for the next step, for the rest of the process. Return whether that was possible.
-
-    glibc gives large blocks back to the system when they are freed and asks for them again, a page fault for every
-    4 KiB: hundreds of thousands in a step of a small model on a CPU. The next step needs as much memory as this one.
-    Does nothing without glibc, or where `chose_malloc`.
-    """
-    import ctypes
-
-    if chose_malloc():
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # macOS, musl, Windows
-        return False
-    trim_threshold, mmap_max = -1, -4  # options of mallopt(3) in glibc's malloc.h
-    # Without blocks of their own from mmap, large tensors come from the heap, whose end is not trimmed.
-    return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))

@@ -12,14 +12,15 @@ which the size of the tensors depends on: once per layer and forward pass it wai
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.fsdp import fsdp_mesh
@@ -120,3 +121,30 @@ class Exchange:
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """Return the experts' results [rows, dim], in the order in which `dispatch` took their rows."""
         return _Move.apply(rows, route, False)
+
+
+def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension, others as usual.
+
+    One group then gathers weights of both kinds, so the exchange's wait for the host delays no all-gather.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+    except ImportError:
+        raise ParallelismError("expert parallelism needs torch 2.12 or later") from None
+    assert mesh.mesh_dim_names is not None
+    info = cast(Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]]))  # one object for all parameters, as torch asks
+    ranks = mesh.size(-2)
+
+    def place(parameter: nn.Parameter) -> Any:
+        if not isinstance(parameter, DTensor):
+            return None
+        # The ranks of `ep` divide dimension 0. Two divisions of one dimension interleave, which few operators know.
+        dim = next((dim for dim in range(1, parameter.ndim) if parameter.size(dim) % ranks == 0), None)
+        if dim is None:
+            shape = " x ".join(map(str, parameter.shape))
+            raise ParallelismError(f"{ranks} ranks cannot share experts [{shape}]: they divide neither of the last two")
+        return ShardPlacementResult(Shard(dim), info)
+
+    return place

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.one_rank import avoid_copies
+from titanlite.parallel.one_rank import avoid_copies, reduce_in_place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -56,6 +55,11 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     dp_mesh = fsdp_mesh(mesh)
+    place = _stack_placement(dp_mesh.size(-1))
+    if experts:
+        from titanlite.parallel.expert import expert_placement  # it imports this module
+
+        place = expert_placement(experts)
     wrapped = [[model.get_submodule(name) for name in group] for group in groups]
     in_groups = {parameter for group in wrapped for module in group for parameter in module.parameters()}
     if any(parameter not in in_groups for parameter in model.parameters()):
@@ -70,7 +74,7 @@ def apply_fsdp(
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offloads(cpu_offload, mesh.device_type) else OffloadPolicy(),
             reshard_after_forward=default if reshard_after_forward is None else reshard_after_forward,
-            shard_placement_fn=_expert_placement(experts) if experts else _stack_placement(dp_mesh.size(-1)),
+            shard_placement_fn=place,
         )
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
@@ -78,7 +82,7 @@ def apply_fsdp(
         _set_prefetch(model, wrapped, prefetch)
     state = model._get_fsdp_state()  # type: ignore[operator]
     if dp_mesh.size() == 1 and hasattr(state, "_fsdp_param_groups"):  # torch 2.11 has another layout
-        _reduce_in_place(model)
+        reduce_in_place(model)
         avoid_copies(model)
     if dp_mesh.size() == 1 or average:
         return  # one rank reduces nothing, and a division by 1.0 would copy every gradient once more
@@ -105,42 +109,6 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
 
 
-class _OneBuffer(ReduceScatter):
-    """Gives `fully_shard` one tensor as input and output of a reduction, so one rank copies nothing."""
-
-    _given: torch.Tensor | None = None
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        given, self._given = self._given, None
-        if given is None:  # asked for the input; the output is asked for next
-            given = self._given = torch.empty(*size, dtype=dtype, device=device)
-        return given
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("one rank reduces nothing")
-
-
-def _reduce_in_place(model: nn.Module) -> None:
-    """Let one rank alone make its sharded gradients without a copy, and in the stream that computes.
-
-    A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory of all gradients
-    would lie idle during the forward pass: 30 GiB of an 8B model.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._reduce_scatter_comm = _OneBuffer()
-    # The root's, which all modules share from the first forward pass on.
-    context: Any = cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
-    make_streams = context.lazy_init
-
-    def lazy_init(device: torch.device) -> None:
-        make_streams(device)
-        context.reduce_scatter_stream = getattr(torch, device.type).current_stream()
-
-    context.lazy_init = lazy_init
-
-
 def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are cut in each matrix.
 
@@ -153,33 +121,6 @@ def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
         divided = [p.dim for p in getattr(parameter, "placements", ()) if isinstance(p, Shard)]  # by tensor parallelism
         dims = (dim for dim in range(1, parameter.ndim) if dim not in divided and parameter.size(dim) % ranks == 0)
         return next(map(Shard, dims), None)
-
-    return place
-
-
-def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension, others as usual.
-
-    One group then gathers weights of both kinds, so the exchange's wait for the host delays no all-gather.
-    """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
-    except ImportError:
-        raise ParallelismError("expert parallelism needs torch 2.12 or later") from None
-    assert mesh.mesh_dim_names is not None
-    info = cast(Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]]))  # one object for all parameters, as torch asks
-    ranks = mesh.size(-2)
-
-    def place(parameter: nn.Parameter) -> Any:
-        if not isinstance(parameter, DTensor):
-            return None
-        # The ranks of `ep` divide dimension 0. Two divisions of one dimension interleave, which few operators know.
-        dim = next((dim for dim in range(1, parameter.ndim) if parameter.size(dim) % ranks == 0), None)
-        if dim is None:
-            shape = " x ".join(map(str, parameter.shape))
-            raise ParallelismError(f"{ranks} ranks cannot share experts [{shape}]: they divide neither of the last two")
-        return ShardPlacementResult(Shard(dim), info)
 
     return place
 

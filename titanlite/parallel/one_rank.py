@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
@@ -70,3 +72,39 @@ class _WholeParam(FSDPParam):
             sharded.grad._local_tensor += gradient
         for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(sharded)
+
+
+class _OneBuffer(ReduceScatter):
+    """Gives `fully_shard` one tensor as input and output of a reduction, so one rank copies nothing."""
+
+    _given: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        given, self._given = self._given, None
+        if given is None:  # asked for the input; the output is asked for next
+            given = self._given = torch.empty(*size, dtype=dtype, device=device)
+        return given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("one rank reduces nothing")
+
+
+def reduce_in_place(model: nn.Module) -> None:
+    """Let one rank alone make its sharded gradients without a copy, and in the stream that computes.
+
+    A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory of all gradients
+    would lie idle during the forward pass: 30 GiB of an 8B model.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._reduce_scatter_comm = _OneBuffer()
+    # The root's, which all modules share from the first forward pass on.
+    context: Any = cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
+    make_streams = context.lazy_init
+
+    def lazy_init(device: torch.device) -> None:
+        make_streams(device)
+        context.reduce_scatter_stream = getattr(torch, device.type).current_stream()
+
+    context.lazy_init = lazy_init

@@ -20,10 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_tokens, regularized
+from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
+from titanlite.loss_chunks import chunk_head
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
+from titanlite.parallel.async_tp import ASYNC_OPTIONS
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
 from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
@@ -33,7 +35,7 @@ from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel, cut_stages
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
-from titanlite.parallel.tensor import ASYNC_OPTIONS, apply_tp, tensor_loss
+from titanlite.parallel.tensor import apply_tp, tensor_loss
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups
 
 

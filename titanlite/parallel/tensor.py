@@ -11,8 +11,6 @@ reduce-scatter after attention and feed-forward move as many bytes as one all-re
 from __future__ import annotations
 
 import functools
-import itertools
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +27,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.loss import ChunkedHead, LossFunction
+from titanlite.loss import LossFunction
+from titanlite.loss_chunks import ChunkedHead
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
 
@@ -49,7 +48,7 @@ def apply_tp(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
         head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`; a head that
-                   computes the loss itself (`titanlite.loss.chunk_head`) passes them on to it.
+                   computes the loss itself (`titanlite.loss_chunks.chunk_head`) passes them on to it.
     mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all of them.
 
     Modules that shared a parameter still do. Raises ParallelismError for an unknown kind, or for a parameter that no
@@ -190,36 +189,3 @@ class _ShardedLoss(torch.autograd.Function):
         with loss_parallel():
             (of_logits,) = torch.autograd.grad(result, inner, gradient)
         return of_logits, None, None
-
-
-#: Options of `torch.compile` under which inductor splits a product so that its parts overlap with their traffic.
-ASYNC_OPTIONS = {"_micro_pipeline_tp": True}
-
-
-def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:
-    """Raise ParallelismError unless tensor-parallel ranks can write to each other's memory, which async TP needs.
-
-    tp: their number. ranks_per_node: ranks on this machine, neighbours in the mesh.
-    """
-    if device_type != "cuda":
-        raise ParallelismError(
-            "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is on a CPU"
-        )
-    if ranks_per_node % tp:
-        raise ParallelismError(
-            f"needs the {tp} ranks of tensor parallelism on one node, and there are {ranks_per_node} on each"
-        )
-    # Neighbouring ranks share a product, and the local rank is the number of the GPU.
-    for a, b in itertools.permutations(range(ranks_per_node), 2):
-        if a // tp == b // tp and not torch.cuda.can_device_access_peer(a, b):
-            raise ParallelismError(f"needs GPUs that reach each other's memory; GPU {a} does not reach GPU {b}")
-
-
-def enable_async(mesh: DeviceMesh) -> None:
-    """Give the ranks of a one-dimensional CUDA mesh the shared memory that compiled overlap needs."""
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    with warnings.catch_warnings():
-        # The warning says that the call is not needed; but inductor fuses only for groups that had it.
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -19,7 +19,7 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.config.load import read, read_text
 from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded
-from titanlite.parallel.dist_env import read_launch_env
+from titanlite.parallel.launch_env import read_launch_env
 from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.cli import FLAGS, check_ranks, start_ranks
 from titanlite.tools.runs import to_json

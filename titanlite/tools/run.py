@@ -14,7 +14,7 @@ from titanlite.config.checks import contradictions
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.fit import check_loaded
-from titanlite.parallel.dist_env import TUNABLES, chose_malloc
+from titanlite.parallel.process import TUNABLES, chose_malloc
 from titanlite.runs.provenance import REMOVED
 from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
 from titanlite.utils import Style

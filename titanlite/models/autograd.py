@@ -1,0 +1,67 @@
+"""`silu_mul` and `RMSNorm` as single autograd nodes.
+
+Autograd would keep every intermediate result of the separate operations. These keep the inputs alone and compute the
+rest again: less memory, for some element-wise work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    pass
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, x)
+        return F.silu(gate).mul_(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, x = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * x, gate), F.silu(gate).mul_(grad)
+
+
+def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """Return silu(gate) * x, element by element. Keeps gate and x for backward: two tensors instead of three."""
+    return _SiluMul.apply(gate, x)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        rstd = x32.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, rstd)
+        return (x32 * rstd).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        normed = x.float() * rstd
+        grad = grad.float()
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        scaled = grad * weight
+        projection = (scaled * normed).mean(-1, keepdim=True)
+        return scaled.sub_(normed.mul_(projection)).mul_(rstd).to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one autograd node.
+
+    x: [..., dim]; computed in fp32 for every dtype of x. Keeps x and one number per row for backward.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cuda" or self.weight is None:
+            return super().forward(x)
+        return _RmsNorm.apply(x, self.weight, self.eps)

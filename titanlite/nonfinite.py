@@ -1,0 +1,45 @@
+"""Search tensors of all ranks for numbers that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def name_ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+@torch.no_grad()
+def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one; "" if there is none.
+
+    All ranks of `group` call it together with their own parts, and get the same answer. Each device makes one pass
+    over its tensors and is read once.
+    """
+    devices: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            devices.setdefault(part.device, {})[name] = part
+    mine, failed = "", None
+    try:
+        for parts in devices.values():
+            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the tensor decides.
+            sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
+            suspects = (part for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True) if not fine)
+            mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
+    except RuntimeError as error:  # the other ranks wait for an answer in any case
+        failed = error
+    found = [(mine, failed is not None)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (mine, failed is not None), group)
+    if failed is not None:
+        raise failed
+    if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:
+        raise RuntimeError(f"{name_ranks(broken)} could not search for numbers that are not finite; see its message")
+    names = [name for name, _ in found]
+    ranks = [rank for rank, name in enumerate(names) if name]
+    return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""
