@@ -22,7 +22,6 @@ from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import MetricsLog
-from titanlite.metrics.nan_finder import diagnose_nonfinite
 from titanlite.step import PlainRunner, Runner
 from titanlite.utils import counted, logger
 
@@ -123,6 +122,8 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
             "experimental.pipeline_parallel_degree = 1"
         )
         return
+    from titanlite.metrics.nan_finder import diagnose_nonfinite
+
     try:
         finding: object = diagnose_nonfinite(
             model, fetched.batches, sync_every=runner.sync_every, loss_function=runner.loss_function

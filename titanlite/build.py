@@ -48,7 +48,6 @@ from titanlite.metrics.figures import ExpertFigures, RowLosses, SourceFigures
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
-from titanlite.metrics.samples import PromptSampler
 from titanlite.metrics.throughput import Throughput, device_name, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
@@ -58,7 +57,6 @@ from titanlite.optim.gradients import StepInBackward
 from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
-from titanlite.parallel.async_tp import enable_async
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
@@ -69,7 +67,7 @@ from titanlite.parallel.lazy_dynamo import defer_dynamo
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.hardware import peak_flops
-from titanlite.plan.plan import with_vocabulary
+from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.runtime import PeakCheck, start_rows
 from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
 from titanlite.rank_checks import check_ranks
@@ -202,6 +200,8 @@ def build_model(
     if run.data.source:
         loss = RowLosses(loss, batch.seq_len // degrees.context)
     if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
+        from titanlite.parallel.async_tp import enable_async
+
         enable_async(mesh["tp"])
     model = make(builder) if make else builder.build(run.training.seed or 0)
     world.apply_timeout()
@@ -283,6 +283,8 @@ def build(
         shared = None if isinstance(place, StorePath) else place
         check_ranks(world, config=run.toml, folder=shared, needs_folder=saves)
     if run.sample.prompts:
+        from titanlite.metrics.samples import PromptSampler
+
         longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
         samples = PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
 

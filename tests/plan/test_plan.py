@@ -16,8 +16,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
+from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB
-from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan, with_vocabulary
+from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan
 from titanlite.plan.text import verdict
 
 

@@ -26,8 +26,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan import runtime
 from titanlite.plan.hardware import GPUS, cluster_of
 from titanlite.plan.memory import estimate
-from titanlite.plan.parts import GIB
-from titanlite.plan.plan import needed_bytes
+from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.runtime import PeakCheck, memory_report, remedies, start_rows
 from titanlite.plan.speed import predict
 

@@ -14,8 +14,8 @@ from titanlite import exit_codes
 from titanlite.config.keys import sections
 from titanlite.fit import check_config
 from titanlite.plan.hardware import Cluster, find_gpu
-from titanlite.plan.parts import GIB
-from titanlite.plan.plan import formula, make_plan, needed_bytes
+from titanlite.plan.parts import GIB, needed_bytes
+from titanlite.plan.plan import formula, make_plan
 from titanlite.tools.cli import main
 from titanlite.tools.plan_search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
 from titanlite.utils import Style

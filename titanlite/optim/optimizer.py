@@ -13,7 +13,6 @@ from titanlite.config.extensions import load_function
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, block_of
 from titanlite.optim.gated import local
-from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
 
 
@@ -65,6 +64,8 @@ def build_optimizer(
         dtypes = {name: getattr(torch, getattr(settings, name)) for name in _STATE_DTYPES}
         return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.peak_lr)
     if settings.name == "Muon":
+        from titanlite.optim.muon import Muon
+
         return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.peak_lr)
     kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from msgspec.structs import replace as replace_fields
+
 from titanlite.derive import MeshSizes, RunConfig
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
@@ -18,7 +20,6 @@ from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.blocks import ModuleMemory, Peak, Shape, block_ops, embedding, head_ops, measure
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
-from titanlite.plan.pipeline import actions
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -211,6 +212,8 @@ class _Step:
         return RankMemory(self.rank, tuple(self.moments), dict(self.host))
 
     def _pipeline(self) -> None:
+        from titanlite.plan.pipeline import actions
+
         run, ranks = self.run, self.run.mesh.pipeline
         schedule = run.experimental.pipeline_parallel_schedule
         pieces = run.pipeline.microbatches * run.batch.accumulation
@@ -440,3 +443,16 @@ def _block(shape: Shape, mode: str) -> ModuleMemory:
 @functools.cache
 def _head(shape: Shape, chunks: int, holds_logits: bool, divided: bool) -> ModuleMemory:
     return measure(*head_ops(shape, chunks, holds_logits, divided or shape.tp == 1))
+
+
+def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
+    """Return the run with the size of its vocabulary as a key, so that no plan needs the tokenizer.
+
+    tokenizer_size: None: the tokenizer is read if the model has no size of its own. Raises DataError.
+    """
+    size = run.model_args(tokenizer_size).vocab_size
+    if size is None:
+        from titanlite.data.tokenizer import load_tokenizer
+
+        size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
+    return replace_fields(run, model=replace_fields(run.model, vocab_size=size))

@@ -59,3 +59,14 @@ class RankMemory:
     def peak(self) -> Moment:
         """Return the moment with most bytes on the device."""
         return max(self.moments, key=lambda moment: moment.total)
+
+
+#: Share of the peak that CUDA's allocator holds beyond live tensors: rounding of blocks, and gaps between them.
+FRAGMENTATION = 0.05
+#: Bytes of a GPU outside of the allocator: CUDA's context with the kernels of torch, and the buffers of NCCL.
+CONTEXT = round(1.5 * GIB)
+
+
+def needed_bytes(memory: RankMemory) -> int:
+    """Return the memory of a GPU at the peak: live tensors, and what the allocator, CUDA and NCCL take."""
+    return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT

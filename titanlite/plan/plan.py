@@ -8,22 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace as replace_fields
-
 from titanlite.checkpoint.schedule import is_milestone
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.sections import Checkpoint
 from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.memory import NoFormula, Weight, estimate, worst_rank
+from titanlite.plan.memory import NoFormula, Weight, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
-from titanlite.plan.parts import GIB, RankMemory
+from titanlite.plan.parts import CONTEXT, FRAGMENTATION, GIB, RankMemory, needed_bytes
 from titanlite.plan.speed import Speed, predict
 
-#: Share of the peak that CUDA's allocator holds beyond live tensors: rounding of blocks, and gaps between them.
-FRAGMENTATION = 0.05
-#: Bytes of a GPU outside of the allocator: CUDA's context with the kernels of torch, and the buffers of NCCL.
-CONTEXT = round(1.5 * GIB)
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's libraries.
 PROCESS = 3 * GIB
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -157,11 +151,6 @@ def in_gib(parts: Mapping[str, int]) -> dict[str, float]:
     return {name: size / GIB for name, size in parts.items()}
 
 
-def needed_bytes(memory: RankMemory) -> int:
-    """Return the memory of a GPU at the peak: live tensors, and what the allocator, CUDA and NCCL take."""
-    return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT
-
-
 def make_plan(
     run: RunConfig,
     cluster: Cluster,
@@ -198,19 +187,6 @@ def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
         command = f"titanlite plan CONFIG --gpus {run.mesh.world_size} --gpu NAME --exact"
         hint = f"`{command}` traces a step of the code instead"
         raise ConfigError([Problem("", "", str(error), hint)]) from None
-
-
-def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
-    """Return the run with the size of its vocabulary as a key, so that no plan needs the tokenizer.
-
-    tokenizer_size: None: the tokenizer is read if the model has no size of its own. Raises DataError.
-    """
-    size = run.model_args(tokenizer_size).vocab_size
-    if size is None:
-        from titanlite.data.tokenizer import load_tokenizer
-
-        size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
-    return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
 
 
 def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:

@@ -21,10 +21,8 @@ from titanlite.exit_codes import memory_error_of
 from titanlite.fit import check_loaded
 from titanlite.parallel.dist_env import ALLOCATOR
 from titanlite.plan.hardware import Gpu, cluster_of, gpu_of_device
-from titanlite.plan.memory import NoFormula, estimate
-from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory
-from titanlite.plan.plan import needed_bytes, with_vocabulary
-from titanlite.plan.speed import predict
+from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
+from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory, needed_bytes
 from titanlite.utils import Table, human_bytes, logger, render
 
 if TYPE_CHECKING:
@@ -183,6 +181,8 @@ def _rate(run: RunConfig, gpu: Gpu | None) -> float | None:
     """Return the predicted tokens per second of a GPU; None where nothing predicts them."""
     if gpu is None:
         return None
+    from titanlite.plan.speed import predict
+
     size = math.gcd(int(os.environ.get("LOCAL_WORLD_SIZE", "8")), run.mesh.world_size)
     with contextlib.suppress(ValueError):  # a ConfigError
         cluster = cluster_of(run, gpu="" if run.launch.instance_type else gpu.key, gpus_per_node=size)

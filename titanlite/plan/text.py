@@ -10,8 +10,8 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.derive import RunConfig
 from titanlite.metrics.console import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
-from titanlite.plan.parts import GIB, PARTS
-from titanlite.plan.plan import FRAGMENTATION, Plan, make_plan
+from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS
+from titanlite.plan.plan import Plan, make_plan
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
 _BAR = 24

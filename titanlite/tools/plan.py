@@ -20,7 +20,9 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.derive import RunConfig, smallest_world, with_steps
 from titanlite.fit import fitted
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, GPUS, cluster_of, find_gpu, find_instance
-from titanlite.plan.plan import formula, make_plan, needed_bytes, with_vocabulary
+from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.parts import needed_bytes
+from titanlite.plan.plan import formula, make_plan
 from titanlite.plan.text import gpu_table, plan_text
 from titanlite.tools import at_least
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of

@@ -25,8 +25,9 @@ from titanlite.config.toml import quote
 from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded, divisors
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.parts import GIB
-from titanlite.plan.plan import formula, host_memory, needed_bytes, with_vocabulary
+from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.parts import GIB, needed_bytes
+from titanlite.plan.plan import formula, host_memory
 from titanlite.plan.speed import Speed, predict
 from titanlite.utils import Style, Table, counted, render
 
