@@ -1,0 +1,60 @@
+"""The limits of the library's size and shape."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def house() -> Any:
+    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def missed(figures: list[Any]) -> list[str]:
+    return [f"{figure.name}: {figure.text}, limit {figure.limit}" for figure in figures if not figure.holds]
+
+
+def test_the_library_keeps_its_limits(house: Any) -> None:
+    missed = [
+        f"{figure.name}: {figure.text}, limit {figure.limit}"
+        for figure in house.static_figures(house.Source(ROOT))
+        if not figure.holds
+    ]
+    assert not missed, "; ".join(missed)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_limits(house: Any) -> None:
+    run = house.traced_run(ROOT)
+    assert run["frames"] and run["save"] and "trainer.py" in run["imported"]
+    missed = [
+        f"{figure.name}: {figure.text}, limit {figure.limit}"
+        for figure in house.run_figures(house.Source(ROOT), run)
+        if not figure.holds
+    ]
+    assert not missed, "; ".join(missed)
+
+
+def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path: Path) -> None:
+    library = tmp_path / "titanlite"
+    for room, text in {
+        "guard": "from titanlite.loss import x\n" + "\n" * 500,
+        "loss": "def loss(run: RunConfig):\n    from titanlite.guard import y\n",
+    }.items():
+        library.mkdir(exist_ok=True)
+        (library / f"{room}.py").write_text(text)
+    source = house.Source(tmp_path)
+    assert source.total == 503 and house.circles_of(library, source.trees) == ["guard", "loss"]
+    assert list(house.takes_whole_config(library, source.trees)) == ["loss:loss"]
