@@ -371,7 +371,8 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
 def _lengths(d: Config) -> dict[str, int]:
     """Return the lengths of sequences by key, in tokens."""
     held_out = d.validation.seq_len if d.validation.enable else None
-    return {"training.seq_len": d.training.seq_len, **({"validation.seq_len": held_out} if held_out else {})}
+    apart = {"validation.seq_len": held_out} if held_out not in (None, d.training.seq_len) else {}
+    return {"training.seq_len": d.training.seq_len, **apart}
 
 
 def _around(number: int, factor: int) -> str:
@@ -381,4 +382,5 @@ def _around(number: int, factor: int) -> str:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors, rising."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

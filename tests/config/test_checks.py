@@ -12,7 +12,7 @@ from tests.refusals import refusal, refusals
 from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
-from titanlite.fit import check_config, fitted, load_config
+from titanlite.fit import check_config, divisors, fitted, load_config
 
 RUN = """\
 [training]
@@ -60,6 +60,8 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     found = {"training.data_parallel_shard_degree", "model.overrides.dimm", "model.overrides.tied"}
     assert keys(refusals(wrong, 2)) == found
     assert refusal(words("training.tensor_parallel_degree=3 training.global_batch_size=5"), 3).code == "batch"
+    odd = words("experimental.context_parallel_degree=2 training.seq_len=30 validation.enable")
+    assert refusal(odd, 2).message.count("training.seq_len") == 1, "validation has the same length"
 
 
 ON, GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
@@ -271,6 +273,13 @@ def test_a_batch_that_cannot_be_split_names_numbers_that_work(micro: int, wanted
     assert problem.hint == f"these work: global_batch_size = {works}"
     for number in works.split(" or "):
         check_config(words(f"training.batch_size={micro} training.global_batch_size={number}"), ranks)
+
+
+def test_divisors_of_a_slip_are_found_at_once() -> None:
+    """A loop over all numbers up to it would take minutes."""
+    slip = refusal(words("training.batch_size=3 training.global_batch_size=3000000021"), 2)
+    assert slip.hint.endswith("or one of 1, 1000000007 data-parallel ranks")
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
 
 
 @pytest.mark.slow
