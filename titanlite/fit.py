@@ -211,7 +211,7 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         return
     pieces = run.pipeline.microbatches
     if t.batch_size % pieces:
-        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
+        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else f', that of {_PP}degree,'}"
         fitting = ", ".join(map(str, divisors(t.batch_size)))
         hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
         yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
@@ -305,7 +305,7 @@ def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     ranks = tensor * context
     for key, length in _lengths(run).items():
         if length % ranks:
-            by = f"tensor_parallel {tensor}" + (f" * context_parallel {context}" if context > 1 else "")
+            by = f"{_TP} {tensor}" + (f" * {_CP} {context}" if context > 1 else "")
             message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
             yield "divide", key, message, f"these work: {_around(length, ranks)}"
 

@@ -62,6 +62,10 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     assert refusal(words("training.tensor_parallel_degree=3 training.global_batch_size=5"), 3).code == "batch"
     odd = words("experimental.context_parallel_degree=2 training.seq_len=30 validation.enable")
     assert refusal(odd, 2).message.count("training.seq_len") == 1, "validation has the same length"
+    shared = [
+        problem for problem in refusals(words("training.tensor_parallel_degree=3"), 3) if "seq_len" in problem.key
+    ]
+    assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
 
 ON, GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
@@ -156,7 +160,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("batch", MICRO, f"{PP2} {MICRO}=1", "each of the 2", 2),
     ("batch", MICRO, f"{PP2} {MICRO}=5 training.batch_size=5 {PP}schedule=Interleaved1F1B", "multiple of 2", 2),
     ("divide", MICRO, f"{PP2} {MICRO}=3", "batch_size = 8", 2),
-    ("divide", MICRO, f"{PP}degree=3", "the pipeline degree", 3),
+    ("divide", MICRO, f"{PP}degree=3", f"that of {PP}degree", 3),
     # The model and its sequences
     ("divide", TP, f"{TP}=3 training.seq_len=2049", "n_heads = 16 nor n_kv_heads = 16", 3),
     ("divide", TP, f"{TP}=16 model.flavor=8B", "these work: 1, 2, 4, 8", 16),
@@ -213,7 +217,7 @@ def test_it_is_refused(row: tuple[str, str, str, str, int]) -> None:
     code, key, flags, part, *ranks = row
     problem = refusal(words(flags), *ranks)
     assert (problem.code, problem.key) == (code, key)
-    assert problem.where == "command line" or key == MICRO
+    assert problem.where == "command line"
     assert part in f"{problem.message} {problem.hint}", str(problem)
 
 
