@@ -116,6 +116,13 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     assert idle("--checkpoint.interval=5", "--validation.freq=3").endswith("validation.freq, checkpoint.interval")
     assert idle("--no-metrics.rank_0_only").endswith("metrics.rank_0_only")
     assert idle("--no-metrics.rank_0_only", "--metrics.enable_tensorboard") == ""
+    # The bundled text has fields of its own.
+    assert idle("--data.messages_key=x", "--data.split=x").endswith("data.messages_key, data.split")
+    assert idle("--data.text_key=x", "--training.dataset=c4") == idle("--data.text_key=x", "--data.source=[{path='a'}]")
+    assert idle("--data.lanes=2", "--data.streaming=false").endswith("data.lanes") and idle("--data.lanes=2") == ""
+    assert idle("--optimizer.name=Muon", "--optimizer.implementation=fused").endswith("optimizer.implementation")
+    assert idle("--sample.prompts=a", "--sample.seed=1").endswith("sample.seed")
+    assert idle("--sample.prompts=a", "--sample.seed=1", "--sample.temperature=1") == ""
     # The shipped file turns checkpoints off two lines above their interval; and a path's text may have a name.
     assert idle("debug_model.toml") == idle("llama3_8b.toml") == ""
 
