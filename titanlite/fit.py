@@ -21,7 +21,7 @@ from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
 from titanlite.config.toml import quote
 from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
 from titanlite.models.spec import ModelSpec, ShapeError
-from titanlite.parallel import ParallelismError
+from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.utils import counted
@@ -106,10 +106,11 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     """Find the features that the config asks for and the model does not offer."""
     spec, mesh = run.spec, run.mesh
     compiled = run.training.compile and "model" in run.compile.components
+    halves = mesh.expert > 1 or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
     features = {
         "tensor_plan": (_TP, mesh.tensor > 1),
         "experts": (_EP, mesh.expert > 1),
-        "sublayer_names": (_TP if mesh.tensor > 1 else _EP, mesh.tensor * mesh.expert > 1 and compiled),
+        "sublayer_names": (_TP if mesh.tensor > 1 else _EP, mesh.tensor * mesh.expert > 1 and compiled and halves),
         "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
         "context_parallel": (_CP, mesh.context > 1),
         "linears": ("float8.enable_float8_linear", run.float8.enable_float8_linear),

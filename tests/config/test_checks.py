@@ -233,6 +233,18 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
 
 
+def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: Path) -> None:
+    text = "from dataclasses import replace\nfrom titanlite.models import get_spec\n"
+    text += "SPEC = replace(get_spec('llama3'), name='whole', sublayer_names=None)\n"
+    (tmp_path / "whole.py").write_text(text)
+    flags = words(f"model.name={tmp_path}/whole.py:SPEC {COMPILE} {TP}=2 training.seq_len=32 {AC}mode=")
+    flags, mode = flags[:-1], flags[-1]
+    check_config([*flags, f"{mode}none"], 2)
+    check_config([*flags, f"{mode}selective", f"--{AC}selective_ac_option=op"], 2)
+    for halves in ([f"{mode}full"], [f"{mode}none", f"--{AC}offload"]):
+        assert "sublayer_names" in refusal([*flags, *halves], 2).message
+
+
 def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> None:
     """A resolved config sets each key, also one whose default recomputes none of a single block."""
     run = check_config(["--model.overrides.n_layers=1"], 1)[1]
@@ -298,4 +310,8 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     code = main.run([f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *shape])
     assert code == exit_codes.CONFIG
     error = capsys.readouterr().err
-    assert "the vocabulary = 2,304" in error and "model.vocab_size = 2305 leaves 1" in error
+    assert (
+        f"command line: {TP}: is 5" in error
+        and "the vocabulary = 2,304" in error
+        and "model.vocab_size = 2305 leaves 1" in error
+    )

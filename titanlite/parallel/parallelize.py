@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import ParallelismError
+from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
@@ -215,10 +215,8 @@ class ModelBuilder:
         """
         if not self.compiles("model"):
             return []
-        ac = self.activation_checkpoint
-        untested = ac.offload, self.float8.enable_float8_linear, self.experimental.enable_async_tensor_parallel
-        right = (ac.mode == "none" or is_by_op(ac)) and not any(untested) and torch.__version__ >= "2.13"
-        halves = self.ep > 1 or (self.tp > 1 and not right)
+        wrong = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
+        halves = self.ep > 1 or (self.tp > 1 and (wrong or torch.__version__ < "2.13"))
         names: list[str] = self.offered("sublayer_names" if halves else "block_names")(self.args)
         return names
 
