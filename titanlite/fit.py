@@ -21,7 +21,7 @@ from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
 from titanlite.config.toml import quote
 from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
 from titanlite.models.spec import ModelSpec, ShapeError
-from titanlite.parallel import ParallelismError
+from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.utils import counted
@@ -106,10 +106,11 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     """Find the features that the config asks for and the model does not offer."""
     spec, mesh = run.spec, run.mesh
     compiled = run.training.compile and "model" in run.compile.components
+    halves = mesh.expert > 1 or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
     features = {
         "tensor_plan": (_TP, mesh.tensor > 1),
         "experts": (_EP, mesh.expert > 1),
-        "sublayer_names": (_TP if mesh.tensor > 1 else _EP, mesh.tensor * mesh.expert > 1 and compiled),
+        "sublayer_names": (_TP if mesh.tensor > 1 else _EP, mesh.tensor * mesh.expert > 1 and compiled and halves),
         "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
         "context_parallel": (_CP, mesh.context > 1),
         "linears": ("float8.enable_float8_linear", run.float8.enable_float8_linear),
@@ -211,7 +212,7 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         return
     pieces = run.pipeline.microbatches
     if t.batch_size % pieces:
-        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
+        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else f', that of {_PP}degree,'}"
         fitting = ", ".join(map(str, divisors(t.batch_size)))
         hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
         yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
@@ -305,7 +306,7 @@ def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     ranks = tensor * context
     for key, length in _lengths(run).items():
         if length % ranks:
-            by = f"tensor_parallel {tensor}" + (f" * context_parallel {context}" if context > 1 else "")
+            by = f"{_TP} {tensor}" + (f" * {_CP} {context}" if context > 1 else "")
             message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
             yield "divide", key, message, f"these work: {_around(length, ranks)}"
 
@@ -371,7 +372,8 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
 def _lengths(d: Config) -> dict[str, int]:
     """Return the lengths of sequences by key, in tokens."""
     held_out = d.validation.seq_len if d.validation.enable else None
-    return {"training.seq_len": d.training.seq_len, **({"validation.seq_len": held_out} if held_out else {})}
+    apart = {"validation.seq_len": held_out} if held_out not in (None, d.training.seq_len) else {}
+    return {"training.seq_len": d.training.seq_len, **apart}
 
 
 def _around(number: int, factor: int) -> str:
@@ -381,4 +383,5 @@ def _around(number: int, factor: int) -> str:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors, rising."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]

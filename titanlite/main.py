@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -150,6 +151,9 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
+            if isinstance(error, ConfigError):  # of the machine or the model: those who find it know no places
+                found = error.problems
+                error = ConfigError(replace(p, where=p.where or asked.place(p.key.partition("[")[0])) for p in found)
             if code == exit_codes.OUT_OF_MEMORY:
                 stop.at_once = False  # torchrun's SIGTERM, when the first other rank ends, must not cut the report off
                 if exit_codes.report_code(code) and _first_here(store):

@@ -12,7 +12,7 @@ from tests.refusals import refusal, refusals
 from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
-from titanlite.fit import check_config, fitted, load_config
+from titanlite.fit import check_config, divisors, fitted, load_config
 
 RUN = """\
 [training]
@@ -60,6 +60,12 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     found = {"training.data_parallel_shard_degree", "model.overrides.dimm", "model.overrides.tied"}
     assert keys(refusals(wrong, 2)) == found
     assert refusal(words("training.tensor_parallel_degree=3 training.global_batch_size=5"), 3).code == "batch"
+    odd = words("experimental.context_parallel_degree=2 training.seq_len=30 validation.enable")
+    assert refusal(odd, 2).message.count("training.seq_len") == 1, "validation has the same length"
+    shared = [
+        problem for problem in refusals(words("training.tensor_parallel_degree=3"), 3) if "seq_len" in problem.key
+    ]
+    assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
 
 ON, GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
@@ -154,7 +160,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("batch", MICRO, f"{PP2} {MICRO}=1", "each of the 2", 2),
     ("batch", MICRO, f"{PP2} {MICRO}=5 training.batch_size=5 {PP}schedule=Interleaved1F1B", "multiple of 2", 2),
     ("divide", MICRO, f"{PP2} {MICRO}=3", "batch_size = 8", 2),
-    ("divide", MICRO, f"{PP}degree=3", "the pipeline degree", 3),
+    ("divide", MICRO, f"{PP}degree=3", f"that of {PP}degree", 3),
     # The model and its sequences
     ("divide", TP, f"{TP}=3 training.seq_len=2049", "n_heads = 16 nor n_kv_heads = 16", 3),
     ("divide", TP, f"{TP}=16 model.flavor=8B", "these work: 1, 2, 4, 8", 16),
@@ -211,7 +217,7 @@ def test_it_is_refused(row: tuple[str, str, str, str, int]) -> None:
     code, key, flags, part, *ranks = row
     problem = refusal(words(flags), *ranks)
     assert (problem.code, problem.key) == (code, key)
-    assert problem.where == "command line" or key == MICRO
+    assert problem.where == "command line"
     assert part in f"{problem.message} {problem.hint}", str(problem)
 
 
@@ -225,6 +231,18 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     flags = words(f"experimental.enable_compiled_autograd memory_estimation.enabled {FAKE} model.tokenizer_path=/nope")
     assert len(refusals(flags)) == 3
     assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
+
+
+def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: Path) -> None:
+    text = "from dataclasses import replace\nfrom titanlite.models import get_spec\n"
+    text += "SPEC = replace(get_spec('llama3'), name='whole', sublayer_names=None)\n"
+    (tmp_path / "whole.py").write_text(text)
+    flags = words(f"model.name={tmp_path}/whole.py:SPEC {COMPILE} {TP}=2 training.seq_len=32 {AC}mode=")
+    flags, mode = flags[:-1], flags[-1]
+    check_config([*flags, f"{mode}none"], 2)
+    check_config([*flags, f"{mode}selective", f"--{AC}selective_ac_option=op"], 2)
+    for halves in ([f"{mode}full"], [f"{mode}none", f"--{AC}offload"]):
+        assert "sublayer_names" in refusal([*flags, *halves], 2).message
 
 
 def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> None:
@@ -273,6 +291,13 @@ def test_a_batch_that_cannot_be_split_names_numbers_that_work(micro: int, wanted
         check_config(words(f"training.batch_size={micro} training.global_batch_size={number}"), ranks)
 
 
+def test_divisors_of_a_slip_are_found_at_once() -> None:
+    """A loop over all numbers up to it would take minutes."""
+    slip = refusal(words("training.batch_size=3 training.global_batch_size=3000000021"), 2)
+    assert slip.hint.endswith("or one of 1, 1000000007 data-parallel ranks")
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+
+
 @pytest.mark.slow
 def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_group(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -285,4 +310,8 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     code = main.run([f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *shape])
     assert code == exit_codes.CONFIG
     error = capsys.readouterr().err
-    assert "the vocabulary = 2,304" in error and "model.vocab_size = 2305 leaves 1" in error
+    assert (
+        f"command line: {TP}: is 5" in error
+        and "the vocabulary = 2,304" in error
+        and "model.vocab_size = 2305 leaves 1" in error
+    )

@@ -114,6 +114,9 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
     (problem,) = problems(file=run)
     assert (problem.where, problem.key, problem.code) == (f"{run}:3", "job.extends", "unreadable")
     (tmp_path / "b.toml").write_text('[job]\nextends = ["run.toml"]\n')
+    run.write_text('[job]\nextends = ["\\u0000"]\n')
+    (problem,) = problems(file=run)
+    assert (problem.where, problem.key, problem.code) == (f"{run}:2", "job.extends", "unreadable")
     run.write_text('[job]\nextends = ["b.toml"]\n')
     (problem,) = problems(file=run)
     assert (problem.where, problem.code) == (f"{tmp_path / 'b.toml'}:2", "circle")
@@ -129,6 +132,12 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
         (["--no-training.steps"], "--no-training.steps", "bad-flag"),
         (["--no-training.compile", "true"], "--no-training.compile", "bad-flag"),
         (["--model.overrides."], "--model.overrides.", "bad-flag"),
+        (["--model.overrides.", "8"], "--model.overrides.", "bad-flag"),
+        (["--model.overrides.n layers", "8"], "--model.overrides.n layers", "bad-flag"),
+        (["--model.overrides.rope_scaling.factor", "8"], "--model.overrides.rope_scaling.factor", "bad-flag"),
+        (["--training.steps", "1" + "0" * 5000], "training.steps", "wrong-type"),
+        (["--data.source", "[" * 5000], "data.source", "wrong-type"),
+        (["--job.config_file", "a" * 5000], "job.config_file", "no-file"),
         (["--training.steps", "many"], "training.steps", "wrong-type"),
         (["--training.steps=1.5"], "training.steps", "wrong-type"),
         (["--optimizer.lr", "nan"], "optimizer.lr", "out-of-range"),

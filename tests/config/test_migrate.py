@@ -78,6 +78,13 @@ def test_two_names_of_one_thing_become_one():
     assert "# twice\n# as above\n" in text
 
 
+def test_variables_stay_in_a_rewritten_value(monkeypatch):
+    monkeypatch.setenv("PART", "rng")
+    monkeypatch.setenv("SIZE", "8B")
+    text = migrated('[model]\nflavor = "${SIZE}"\n[checkpoint]\nexclude_from_loading = "${PART},$${x}"\n')
+    assert 'flavor = "${SIZE}"' in text and 'exclude_from_loading = ["${PART}", "$${x}"]' in text
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -124,7 +124,7 @@ def test_what_cannot_be_sampled_is_refused(
         ([tmp_path, "x"], exit_codes.CHECKPOINT, "no checkpoints"),
         ([golden.folder, "x", "--tokenizer", BUNDLED_SENTENCEPIECE], exit_codes.CHECKPOINT, "another tokenizer"),
         ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
-        ([golden.folder, "x", "--chat"], exit_codes.CONFIG, "no chat template"),
+        ([golden.folder, "x", "--chat"], exit_codes.CONFIG, "--chat-template: the tokenizer brings no"),
         ([golden.folder, "--prompt-file", tmp_path / "none"], exit_codes.CONFIG, "cannot be read"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):

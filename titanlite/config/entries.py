@@ -60,7 +60,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
     """Return the values of one TOML text, and its mistakes; `file` is its name in messages."""
     try:
         tree = loads(text)
-    except TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, too deep
         return [], [Problem(file, "", f"broken TOML: {error}", code="broken-toml")]
     _, lines = scan(text)
     entries: list[Entry] = []
@@ -128,6 +128,8 @@ def names_key(option: str) -> bool:
 
 
 _CONFIG_FILE = ("config_file", "config-file")
+#: Lists whose items may hold commas: each word is one item.
+_WITH_COMMAS = ("job.config_file", "sample.prompts")
 _FORM = "flags are --section.key value; lists are a,b"
 
 
@@ -158,8 +160,13 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
         if name is None:
             problems.append(unknown(flag.replace("-", "_"), COMMAND_LINE))
             continue
+        if (table := table_of(name)) and not _is_one_name(name[len(table) + 1 :]):
+            message = f"names no entry of {table}"
+            hint = f"the form is --{table}.NAME VALUE; a table in it is one value, as '{{factor = 8}}'"
+            problems.append(Problem("command line", f"--{flag}", message, hint, code="bad-flag"))
+            continue
         try:
-            value = _negative(name, words) if negated else _read(type_of_name(name), words, name != "job.config_file")
+            value = _negative(name, words) if negated else _read(type_of_name(name), words, name not in _WITH_COMMAS)
         except _BadWords as error:
             problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
             continue
@@ -171,6 +178,14 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
             entries.pop(written, None)
             entries[written] = Entry(written, item, Source("command line", written=written))
     return list(entries.values()), problems
+
+
+def _is_one_name(text: str) -> bool:
+    """Return whether a text is the name of one entry, as TOML writes it. `a.b` would be an entry of a table in it."""
+    try:
+        return [*loads(f"{text} = 0").values()] == [0]
+    except TOMLDecodeError:
+        return False
 
 
 def _flag_name(flag: str) -> tuple[str | None, bool]:
@@ -200,7 +215,7 @@ def _negative(name: str, words: list[str]) -> bool:
 
 
 def _read(type_: Any, words: list[str], has_commas: bool) -> Any:
-    """Return the value that the words after a flag make. has_commas: lists are split at commas, too; paths are not."""
+    """Return the value that the words after a flag make. has_commas: lists are split at commas, too."""
     lists = [part for part in map(base, members(type_)) if get_origin(part) is list]
     if lists and not (len(words) == 1 and words[0] in choices(type_)):
         if len(words) == 1 and words[0].lstrip().startswith("["):
@@ -224,7 +239,7 @@ def _read_one(type_: Any, text: str) -> Any:
     for read in (_literal, _json, int, float):
         try:
             readings.append(read(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     if type_ is not Any:  # quotes of a text are part of it
         readings = [value for value in readings if not isinstance(value, str)]

@@ -69,7 +69,9 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(sorted(dict.fromkeys(problems), key=_by_place))
         count = len(self.problems)
-        head = "1 problem in the config:" if count == 1 else f"{count} problems in the config:"
+        ours = all(problem.where == "command line" and "." not in problem.key for problem in self.problems)  # no keys
+        place = "on the command line" if ours else "in the config"
+        head = f"1 problem {place}:" if count == 1 else f"{count} problems {place}:"
         super().__init__("\n".join([head, *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]))
 
 

@@ -111,9 +111,9 @@ def config_folders() -> list[Path]:
 def find_config(path: str) -> Path | None:
     """Return the file that a name on the command line means, or None."""
     direct = Path(os.path.expanduser(path))
-    if direct.exists() or direct.name != path:
-        return direct if direct.exists() else None
-    return next((folder / path for folder in config_folders() if (folder / path).is_file()), None)
+    if os.path.exists(direct) or direct.name != path:  # that of Path raises for names that are too long
+        return direct if os.path.exists(direct) else None
+    return next((folder / path for folder in config_folders() if os.path.isfile(folder / path)), None)
 
 
 def _missing(path: str) -> Problem:
@@ -158,16 +158,17 @@ class _Layers:
 
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
         """Add a file and all it extends; chain: the files that led here, failure: the problem, but for the reason."""
-        identity = path.resolve()
-        if identity in chain:
-            circle = " -> ".join(p.name for p in (*chain[chain.index(identity) :], identity))
-            message = f"files extend each other in a circle: {circle}"
-            self.problems.append(replace(failure, message=message, code="circle"))
-            return
         try:
+            identity = path.resolve()
+            if identity in chain:
+                circle = " -> ".join(p.name for p in (*chain[chain.index(identity) :], identity))
+                message = f"files extend each other in a circle: {circle}"
+                self.problems.append(replace(failure, message=message, code="circle"))
+                return
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
+        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+            known = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None)
+            reason = known or str(error)
             self.problems.append(replace(failure, message=f"cannot read {quote(str(shown))}: {reason}"))
             return
         self.read_text(text, path, chain)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.text_names import BUNDLED
 from titanlite.config.toml import quote
 from titanlite.utils import is_dotted
 
@@ -38,39 +39,57 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
 }
 
 
-_SET, _MANY = object(), object()
-#: Key, or section for its other keys → keys that it needs, any of them, with their value. _SET: any but 0 and none;
-#: _MANY: a degree above 1.
+def _many(degree: int) -> bool:
+    return degree > 1
+
+
+def _not_bundled(dataset: str) -> bool:
+    return dataset not in BUNDLED
+
+
+def _has_implementations(optimizer: str) -> bool:
+    return optimizer in ("AdamW", "Adam") or is_dotted(optimizer)
+
+
+_FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key", "subset", "split")
+_TEXTS = ("training.dataset_path", "data.source", "validation.dataset_path", "validation.sources")
+_OWN_TEXT = {**dict.fromkeys(_TEXTS, bool), "training.dataset": _not_bundled, "validation.dataset": _not_bundled}
+#: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a function that is
+#: true for it; `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpoint.enable_checkpoint": True},
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
     "checkpoint.export_ema": {"checkpoint.model_weights_only": True},
-    "checkpoint.keep_every": {"checkpoint.keep_latest_k": _SET},
-    "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": _SET},
+    "checkpoint.keep_every": {"checkpoint.keep_latest_k": bool},
+    "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": bool},
     "validation": {"validation.enable": True},
     "float8": {"float8.enable_float8_linear": True},
-    **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _MANY}),
+    **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _many}),
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
-    **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
+    **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _many}),
     **{f"optimizer.{n}": {"optimizer.name": ("AnyPrecisionAdamW", "AdamW8bit")} for n in _KAHAN},
     **{f"optimizer.{n}": {"optimizer.name": "AnyPrecisionAdamW"} for n in _MOMENTS},
     "optimizer.momentum": {"optimizer.name": "Muon"},
+    "optimizer.implementation": {"optimizer.name": _has_implementations},
+    **{f"data.{name}": _OWN_TEXT for name in _FIELDS},
+    **{f"data.{name}": {"data.streaming": bool} for name in ("lanes", "shuffle_buffer")},
     "data.persistent_workers": {"validation.enable": True},
-    "data.chat_template": {"data.messages_key": _SET, "data.source": _SET, "validation.sources": _SET},
+    "data.chat_template": {"data.messages_key": bool, "data.source": bool, "validation.sources": bool},
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},
     "activation_checkpoint.selective_ac_option": {"activation_checkpoint.mode": "selective"},
     "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "budget"},
     "metrics.save_tb_folder": {"metrics.enable_tensorboard": True},
     "metrics.rank_0_only": {"metrics.enable_tensorboard": True},
-    "sample": {"sample.prompts": _SET},
+    "sample": {"sample.prompts": bool},
+    "sample.seed": {"sample.temperature": bool},
     "profiling.save_traces_folder": {"profiling.enable_profiling": True},
     "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},
     "profiling.profiler_warmup": {"profiling.enable_profiling": True},
     "profiling.profiler_active": {"profiling.enable_profiling": True},
     "profiling.profile_freq": {"profiling.enable_profiling": True, "profiling.enable_memory_snapshot": True},
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
-    "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": _SET},
+    "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
 }
 
@@ -80,9 +99,9 @@ def _is_on(config: LoadedConfig, key: str) -> bool:
 
     def holds(switch: str, wanted: Any) -> bool:
         value = config.value(switch)
-        if wanted is _MANY:
-            return bool(value > 1)
-        return bool(value) if wanted is _SET else value in wanted if isinstance(wanted, tuple) else value == wanted
+        if callable(wanted):
+            return bool(wanted(value))
+        return value in wanted if isinstance(wanted, tuple) else value == wanted
 
     switches = _SWITCHES.get(key, _SWITCHES.get(key.partition(".")[0], {}))
     if not switches or key in switches:

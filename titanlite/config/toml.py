@@ -29,7 +29,7 @@ def quote(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         for raw, code in (("\n", "\\n"), ("\r", "\\r"), ("\t", "\\t")):
             escaped = escaped.replace(raw, code)
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
     if isinstance(value, Struct):
         value = {name: item for name, item in asdict(value).items() if item is not None}
     if isinstance(value, (list, tuple)):

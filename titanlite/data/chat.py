@@ -122,10 +122,10 @@ def _compiled(source: str) -> Any:
     return environment.from_string(source)
 
 
-def load_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_template") -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
-    Raises DataError if there is none, or it is not valid.
+    key: what names the file, for messages. Raises DataError if there is none, or it is not valid.
     """
     from jinja2 import TemplateSyntaxError
 
@@ -148,16 +148,16 @@ def load_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
             if isinstance(source, list):  # several, by name
                 source = {one["name"]: one["template"] for one in source}.get("default")
     except (OSError, ValueError) as error:
-        raise DataError(f"data.chat_template: {place} cannot be read: {error}") from None
+        raise DataError(f"{key}: {place} cannot be read: {error}") from None
     if not isinstance(source, str):
         raise DataError(
-            f"data.chat_template: the tokenizer brings no chat template ({_TEMPLATE}, or chat_template in {_CONFIG}, "
+            f"{key}: the tokenizer brings no chat template ({_TEMPLATE}, or chat_template in {_CONFIG}, "
             f"in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
         )
     try:
         _compiled(source)
     except TemplateSyntaxError as error:
-        raise DataError(f"data.chat_template: {place}, line {error.lineno}: {error.message}") from None
+        raise DataError(f"{key}: {place}, line {error.lineno}: {error.message}") from None
     return ChatTemplate(source, tuple(tokens.items()))
 
 

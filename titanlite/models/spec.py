@@ -113,7 +113,7 @@ class ModelSpec:
     tensor_plan: Callable[[Any], dict[str, str]] | None = None
     #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the vocabulary.
     tensor_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    #: For tensor parallelism with `torch.compile`. Names of the parts of each block, each compiled as one.
+    #: For `titanlite.parallel.compiles_halves`. Names of the parts of each block, each compiled as one.
     sublayer_names: Callable[[Any], list[str]] | None = None
     #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start with: embedding,
     #: blocks, last norm, head. The module must run with the others set to None, as `titanlite.models.layers.Llama`.

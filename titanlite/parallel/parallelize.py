@@ -23,7 +23,7 @@ from titanlite.config.sections import ActivationCheckpoint, Compile, Experimenta
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.loss_chunks import chunk_head
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import ParallelismError
+from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
 from titanlite.parallel.async_tp import ASYNC_OPTIONS
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
@@ -217,10 +217,8 @@ class ModelBuilder:
         """
         if not self.compiles("model"):
             return []
-        ac = self.activation_checkpoint
-        untested = ac.offload, self.float8.enable_float8_linear, self.experimental.enable_async_tensor_parallel
-        right = (ac.mode == "none" or is_by_op(ac)) and not any(untested) and torch.__version__ >= "2.13"
-        halves = self.ep > 1 or (self.tp > 1 and not right)
+        wrong = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
+        halves = self.ep > 1 or (self.tp > 1 and (wrong or torch.__version__ < "2.13"))
         names: list[str] = self.offered("sublayer_names" if halves else "block_names")(self.args)
         return names
 

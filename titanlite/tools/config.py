@@ -18,7 +18,7 @@ from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
-from titanlite.config.keys import Key, keys, sections
+from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
@@ -153,7 +153,7 @@ def world_size_of(asked: int | None) -> tuple[int | None, str]:
         return asked, "--world-size"
     for name in ("WORLD_SIZE", "NGPU"):
         text = os.environ.get(name, "")
-        if text.isdigit() and int(text) > 0:
+        if text.isdecimal() and int(text) > 0:
             return int(text), f"{name} of the environment"
     return None, "the fewest that fit; --world-size N checks another number"
 
@@ -211,6 +211,7 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         off, reason = UNSUPPORTED[name]
         head = f"{style.bold(name)} is a key of other trainers without effect here."
         return f"{head}\n  accepted  {' or '.join(map(quote, off))}\n  otherwise refused: {reason}"
+    name = table_of(name) or name
     if key_of(name) not in keys():
         problem = unknown(name, COMMAND_LINE)
         raise ConfigError([Problem("", name, problem.message, problem.hint, code=problem.code)])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlite.config.aliases import ALIASES, COMMA_LISTS, LATER_DEFAULTS, VALUE_NAMES, key_of
+from titanlite.config.aliases import ALIASES, COMMA_LISTS, LATER_DEFAULTS, VALUE_NAMES, key_of, normalized
 from titanlite.config.entries import is_subsection
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
@@ -20,6 +20,7 @@ from titanlite.config.load import find_config, read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import Statement, TOMLDecodeError, join, loads, quote, scan
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
+from titanlite.config.variables import escaped
 from titanlite.utils import atomic_write
 
 Kind = Literal["rewritten", "without equivalent", "defaults written out"]
@@ -238,8 +239,12 @@ class _Rewriter:
         self.written.add(key)
         new, notes = raw, []
         differs = name in COMMA_LISTS or (key, value) in VALUE_NAMES if isinstance(value, str) else False
-        if differs or key == "model.flavor" or (name in ALIASES and ALIASES[name].convert):
-            new = quote(self.before.value(key))
+        is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
+        if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
+            new = escaped(quote(self.before.value(key)))
+        elif differs:
+            new = quote(normalized(name, value))  # its environment variables stay
+        if new != raw:
             notes = [_commented(f"{name} = {raw}")] if "#" in raw and "\n" in raw else []
         if (key, new) != (name, raw):
             self._change("rewritten", line, f"{old} -> {key} = {new}")

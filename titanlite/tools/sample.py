@@ -160,7 +160,7 @@ def make_rows(loaded: LoadedModel, prompts: Sequence[str], chat: bool, template:
     from titanlite.generate import TextStream
 
     tokenizer, rows = loaded.tokenizer, list[Row]()
-    jinja = load_template(template or loaded.chat_template, tokenizer) if chat else None
+    jinja = load_template(template or loaded.chat_template, tokenizer, "--chat-template") if chat else None
     for number, prompt in enumerate(prompts, 1):
         if jinja is None:
             ids = tokenizer.encode(prompt, bos=True)
