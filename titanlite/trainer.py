@@ -214,8 +214,6 @@ class Trainer:
         if self.stopping:
             return
         self.phase("validate")
-        if parts.checkpointer is not None:  # a validation of averaged weights changes the model's
-            parts.checkpointer.await_copy()
         started = time.perf_counter()
         with self.stop.shield_children():
             runner, factors = parts.train_step.runner, parts.train_step.factors
