@@ -115,6 +115,9 @@ class Trainer:
         self.stop.at_once = False  # from here on there is something to lose
         if self.validation_owed:
             self.validate()
+            in_hf = parts.checkpointer is not None and parts.checkpointer.config.last_save_in_hf
+            if in_hf and self.step == self.steps and not self.validation_owed:
+                self.save()  # a stop in the last validation left a full checkpoint instead
 
     def restore(self, loaded: LoadedState) -> None:
         """Go on from the loop's state in a checkpoint; its tensors are loaded already."""
