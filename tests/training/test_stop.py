@@ -162,8 +162,10 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
 
 def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(pool: Pools, tmp_path: Path) -> None:
     flags = [EIGHT, "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    stopped = pool(1).run(_run, str(tmp_path), "validation", 8, 0, signal.SIGTERM, *flags)[0]
+    fresh = "--checkpoint.start=fresh"
+    stopped = pool(1).run(_run, str(tmp_path), "validation", 8, 0, signal.SIGTERM, *flags, fresh)[0]
     assert (stopped["code"], stopped["step"]) == (exit_codes.PREEMPTED, 8)
+    assert stopped["error"].endswith('the same command without checkpoint.start = "fresh" goes on from there')
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"], "a save because of a stop is full"
     ended = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
     assert ended["code"] == exit_codes.DONE and (8, "validation_loss") in _losses(tmp_path)
