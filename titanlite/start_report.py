@@ -330,7 +330,7 @@ class StartReport(Callback):
         yield from self._attempts.lines
         if loaded is not None and (change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)):
             yield f"{WARNING}{change}"
-        if trainer.step >= trainer.steps:
+        if trainer.step >= trainer.steps and not trainer.validation_owed:
             key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
             yield (
                 f"nothing to do: the checkpoint in {section.folder} is of step {trainer.steps} and the run has "

@@ -116,12 +116,15 @@ class Trainer:
         self.stop.at_once = False  # from here on there is something to lose
         if self.validation_owed:
             self.validate()
+            in_hf = parts.checkpointer is not None and parts.checkpointer.config.last_save_in_hf
+            if in_hf and self.step == self.steps and not self.validation_owed:
+                self.save()  # a stop in the last validation left a full checkpoint instead
 
     def restore(self, loaded: LoadedState) -> None:
         """Go on from the loop's state in a checkpoint; its tensors are loaded already."""
         parts = self.parts
         self.step = self.done = loaded.step
-        self.good_steps = 0
+        self.good_steps, self.validated = 0, None
         if loaded.origin == "resume":
             self.saved_step = loaded.step
         self.tokens_seen = int(loaded.train["tokens_seen"])
@@ -215,8 +218,6 @@ class Trainer:
         if self.stopping:
             return
         self.phase("validate")
-        if parts.checkpointer is not None:  # a validation of averaged weights changes the model's
-            parts.checkpointer.await_copy()
         started = time.perf_counter()
         with self.stop.shield_children():
             runner, factors = parts.train_step.runner, parts.train_step.factors
@@ -378,14 +379,17 @@ def _failed(step: int, problem: object) -> str:
 
 def _stopped(trainer: Trainer) -> StopRequested:
     """Return and log how a run stands that has stopped as it was asked. All ranks call it together."""
-    step, newest = trainer.step, trainer.saved_step
+    step, newest, saver = trainer.step, trainer.saved_step, trainer.parts.checkpointer
     saved = step == 0 or newest == step
     if step == 0:
         kept = "no step was done, nothing is lost"
-    elif saved:
-        kept = f"the checkpoint of step {step} is written, the same command goes on from there"
-    elif trainer.parts.checkpointer is None:
+    elif saver is None:
         kept = "checkpoints are off, nothing is saved"
+    elif saved:
+        once = ["checkpoint.load_step"] if saver.config.load_step >= 0 else []  # both would be refused
+        once += ['checkpoint.start = "fresh"'] if saver.config.start == "fresh" else []
+        command = " without ".join(["the same command", *once])
+        kept = f"the checkpoint of step {step} is written, {command} goes on from there"
     else:
         other = "there is no checkpoint" if newest is None else f"the newest is of step {newest}"
         kept = f"its checkpoint could not be written, {other}"

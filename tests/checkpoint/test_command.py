@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import uuid
@@ -12,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN, SHARD, flip, names, train
+from tests.checkpoint.runs import RUN, SHARD, flip, names, train, write
 from tests.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
+from titanlite.tools.checkpoint import remove
 from titanlite.tools.cli import main
 from titanlite.tools.tensors import Contents, measure
 from titanlite.utils import human_bytes
@@ -187,6 +189,17 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     assert steps_in(root) == [2]
     _lines(capsys, "rm", root / "step-2", mark, "--force")
     assert names(root) == []
+
+
+def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # files can be made, and none can hold a byte
+    try:
+        remove([tmp_path / "step-1"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step-2"]
 
 
 def test_only_diff_and_convert_need_torch(written: Path) -> None:

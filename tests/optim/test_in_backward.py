@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.runs import unequal
 from tests.pool import Pools
 from tests.refusals import refusals
 from tests.training.harness import TINY, Run, batches, full, full_precision, stepper
 from tests.training.test_guard_runs import _run as run_poisoned
+from tests.training.test_run import _losses
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
@@ -80,6 +82,17 @@ def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_pat
     assert "step 5" in stopped["error"] and steps_in(tmp_path / "stop" / "checkpoint") == [2, 4]
     gone_on = pool(2).run(run_poisoned, str(tmp_path / "back"), {5: float("nan")}, *flags, "--guard.policy=rollback")[0]
     assert gone_on["error"] == "" and steps_in(tmp_path / "back" / "checkpoint") == [2, 4, 6]
+
+
+def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> None:
+    """Three steps, and three after a resume, are six: the loaded optimizer has new groups, whose rates count."""
+    flags = [*EARLY, "--training.batch_size=4", "--checkpoint.interval=3"]
+    straight = pool(2).run(run_poisoned, str(tmp_path / "straight"), {}, *flags, "--training.steps=6")[0]
+    for steps in (3, 6):
+        found = pool(2).run(run_poisoned, str(tmp_path / "resumed"), {}, *flags, f"--training.steps={steps}")[0]
+    assert _losses(found["rows"]) == _losses(straight["rows"]) and len(_losses(found["rows"])) == 6
+    folders = (tmp_path / name / "checkpoint" / "step-6" for name in ("straight", "resumed"))
+    assert unequal(*folders) == []
 
 
 def test_what_needs_all_gradients_is_refused() -> None:

@@ -15,6 +15,7 @@ import pytest
 from tests.runs.conftest import Start, training_row, write_metrics
 from tests.words import listening
 from titanlite import exit_codes
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file
 from titanlite.fit import check_config
 from titanlite.runs import provenance
@@ -208,3 +209,13 @@ def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path: Path) -> N
         pass
     assert (tmp_path / "logs" / "rank_0.log").read_text().startswith(zero)
     assert not any(isinstance(handler, logging.FileHandler) for handler in logger.handlers)
+
+
+def test_a_full_disk_does_not_change_how_a_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
+    with rank_log(tmp_path, 0):
+        logger.warning("a line that is lost")
+    with pytest.raises(CheckpointError, match="^the last save failed$"), rank_log(tmp_path, 0):
+        raise CheckpointError("the last save failed")
+    assert "No space left on device; log lines are lost" in capsys.readouterr().err

@@ -19,7 +19,8 @@ from titanlite.data.rows import IGNORE, Stateless
 from titanlite.data.sources import iter_records, list_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools.look import Run, State, sequences_of
+from titanlite.runs.record import begin
+from titanlite.tools.look import Run, State, _history, sequences_of
 
 TOKENIZER = load_tokenizer()
 
@@ -104,6 +105,12 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
     assert place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens" and start in "file 0 record 1 word"
     answer = json.loads(command("at-step", 3, "--json", "--training.dataset_path", out, *common)[1])
     assert answer["sequences"]["4"][0]["record"] == 2
+
+
+def test_a_run_without_a_good_checkpoint_has_the_ranks_of_its_last_attempt(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint" / "step-1").mkdir(parents=True)
+    begin(tmp_path, config_toml="", steps=8, ranks=4, device="cpu")
+    assert _history(tmp_path) == ([], {}, 4)
 
 
 def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> None:

@@ -57,6 +57,28 @@ def _loop(folder: Path) -> dict[str, Any]:
     return state
 
 
+def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | None:
+    """Train with a NaN in step 5, and ask to stop in step 4 after that; return the loss in that save's manifest."""
+    trainer = _trainer(world, folder, *flags)
+    fetch = trainer.parts.loader.next_step
+
+    def next_step() -> Any:
+        if trainer.step == 4 and trainer.loaded is not None:
+            trainer.stop.request("a test")
+        return fetch()
+
+    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
+    model = trainer.parts.model
+    model.register_forward_hook(lambda _, __, out: out * NAN if (model.training and trainer.step == 5) else out)
+    _outcome(trainer, folder)
+    return Contents(Path(folder) / "checkpoint" / "step-4").manifest.validation_loss
+
+
+def test_a_loss_from_before_a_rollback_is_not_that_of_a_later_save(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--checkpoint.interval=3", "--validation.freq=4", "--validation.steps=1", "--training.steps=9", ROLLBACK]
+    assert pool(1).run(_stop_after_rollback, str(tmp_path), *flags) == [None]
+
+
 def test_skip_goes_on_and_records_the_documents(golden: GoldenRun) -> None:
     rows = golden.rows()
     assert [step for step, row in rows.items() if not math.isfinite(float(row["loss"]))] == [5]

@@ -14,17 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pool import Pools
 from tests.processes import ROOT, TORCHRUN, environment, python
 from tests.tiny import EIGHT_STEPS
 from tests.training.test_run import _outcome, _trainer
 from titanlite import exit_codes
+from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
 from titanlite.signals import SIGNALS, StopRequested, StopSignal
+from titanlite.tools.tensors import Contents
 from titanlite.trainer import Trainer
 
 #: No save but for a signal, and at the end.
@@ -155,6 +158,20 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
     ended = pool(2).run(_run, str(tmp_path), "backward", 8, 0, signal.SIGTERM, *flags)
     assert [one["code"] for one in ended] == [exit_codes.DONE] * 2
     assert read_entries(tmp_path)[-1]["state"] == "done"
+
+
+def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(pool: Pools, tmp_path: Path) -> None:
+    flags = [EIGHT, "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    fresh = "--checkpoint.start=fresh"
+    stopped = pool(1).run(_run, str(tmp_path), "validation", 8, 0, signal.SIGTERM, *flags, fresh)[0]
+    assert (stopped["code"], stopped["step"]) == (exit_codes.PREEMPTED, 8)
+    assert stopped["error"].endswith('the same command without checkpoint.start = "fresh" goes on from there')
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"], "a save because of a stop is full"
+    ended = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
+    assert ended["code"] == exit_codes.DONE and (8, "validation_loss") in _losses(tmp_path)
+    assert not [line for line in ended["said"] if "nothing to do" in line]
+    full, weights = Contents(tmp_path / "checkpoint" / "step-8"), open_weights(tmp_path / "checkpoint" / "step-8-hf")
+    assert all(torch.equal(weights.read(name), full.read(f"model.{name}")) for name in weights.parts)
 
 
 # StopSignal alone

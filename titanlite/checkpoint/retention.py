@@ -80,14 +80,13 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
 
 
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
-    """Write the mark of a save or a deletion beside the folder.
+    """Write the mark of a save or a deletion beside the folder. It is empty: a full disk has room for that.
 
     It is not made durable, which could take long beside a save: after a crash of the machine a folder without a mark is
     reported, and not deleted.
     """
     mark = folder.parent / f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
-    action = "a save" if kind == PARTIAL else "the deletion"
-    mark.write_bytes(f"{action} of {folder.name}, under way or cut short\n".encode())
+    mark.write_bytes(b"")
     return mark
 
 

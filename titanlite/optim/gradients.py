@@ -96,7 +96,8 @@ class StepInBackward:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._active = optimizer, False
         self._squares: list[torch.Tensor] = []
-        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        #: By its place: a load of the optimizer's state makes new groups.
+        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._step)
 
@@ -121,7 +122,7 @@ class StepInBackward:
         assert isinstance(parameter, nn.Parameter)
         self._squares.append(square_norm([parameter], parameter.device))
         groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [{**self._group_of[id(parameter)], "params": [parameter]}]
+        self._optimizer.param_groups = [{**groups[self._group_of[id(parameter)]], "params": [parameter]}]
         try:
             self._optimizer.step()
         finally:

@@ -8,7 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlite import exit_codes
@@ -71,4 +71,5 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         log(logging.INFO, f"rank {rank} ends")
     finally:
         logger.removeHandler(file)
-        file.close()
+        with suppress(OSError):  # of a full disk, which `handleError` has told; it must not replace the run's own end
+            file.close()

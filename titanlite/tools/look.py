@@ -113,7 +113,7 @@ def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
             states.append(State(step, data["next_sequence"], skipped, manifest.train["global_batch"], rows))
         fingerprints, ranks = manifest.fingerprints, manifest.world_size
     attempts = [] if ranks else read_attempts(folder)
-    return states, fingerprints, ranks or (attempts[-1].get("world_size", 1) if attempts else 1)
+    return states, fingerprints, ranks or (attempts[-1].get("ranks", 1) if attempts else 1)
 
 
 def sequences_of(run: Run, step: int) -> list[int]:
