@@ -105,6 +105,11 @@ def test_phases_change_the_shares_and_the_counts_go_on() -> None:
         assert sorted(numbers) == list(range(len(numbers)))
 
 
+def test_of_phases_within_one_turn_of_the_lanes_the_last_one_counts() -> None:
+    rows = mix({"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 12: {"b": 1}}, slots=8)
+    assert {name for name, _ in located(rows, 16)} == {"a"} and {name for name, _ in located(rows, 99, 16)} == {"b"}
+
+
 def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() -> None:
     before = mix({"a": 1, "b": 1})
     first = located(before, 50)

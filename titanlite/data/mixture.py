@@ -199,8 +199,9 @@ class MixedRows:
         while True:
             last = self._segments[-1]
             dry = self._dry(last)
-            phases = [(-(-start // self.slots) * self.slots, shares) for start, shares in self._phases.items()]
-            after = next(((start, shares) for start, shares in phases if start > last.start), None)
+            # Of several that begin with the same turn the last one counts.
+            phases = {-(-start // self.slots) * self.slots: shares for start, shares in self._phases.items()}
+            after = next(((start, shares) for start, shares in phases.items() if start > last.start), None)
             if after is not None and (dry is None or after[0] <= dry.start):
                 given = self._given(last, (after[0] - last.start) // self.slots)
                 self._segments.append(_Segment(after[0], after[1], given))
