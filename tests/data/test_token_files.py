@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.config.data_sections import Data
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
-from titanlite.data.text import build_dataset
+from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
@@ -181,6 +181,22 @@ def test_each_npy_file_is_one_document(tmp_path: Path) -> None:
         rows_of(tmp_path)
 
 
+def test_text_beside_arrays_and_indexes_of_other_programs_stays_text(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(10))
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "a.jsonl.idx").write_bytes(b"")
+    assert not is_tokens(str(tmp_path / "a.jsonl")) and not is_tokens(str(tmp_path))
+    for name in ("a.jsonl", "a.jsonl.idx"):
+        (tmp_path / name).unlink()
+    assert is_tokens(str(tmp_path))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert not is_tokens(str(tmp_path))
+    source = DataSource(path=str(tmp_path), format="text")
+    (tmp_path / "a.parquet").rename(tmp_path / "a.txt")
+    rows = TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[0]", 7, None)
+    assert rows.describe() == "1 document, 6 tokens per epoch"
+
+
 def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
     ids = np.ones(3_000_000, dtype=np.int32)
     ids[1_500] = -1
@@ -232,7 +248,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["parts"][0]["tokens"] += 1
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(DataError, match="index.json is damaged .it does not fit its fingerprint"):
+    with pytest.raises(DataError, match="index.json is damaged .it does not fit its fingerprint.; remove the folder"):
         build()
     (folder / INDEX).unlink()
     with pytest.raises(DataError, match="a is not finished: it has no index.json; run `titanlite data prepare"):

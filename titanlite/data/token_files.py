@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,10 +205,12 @@ def is_tokens(path: str | None) -> bool:
         return False
     place = Path(path)
     if not place.is_dir():
-        return place.suffix == ".npy" or _pair(place)[1].is_file()
+        return place.suffix == ".npy" or (not place.is_file() or place in _pair(place)) and _pair(place)[1].is_file()
     if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
         return True
-    return not any(place.glob("*.json*")) and any(True for kind in ("*.idx", "*.npy") for _ in place.glob(kind))
+    names = os.listdir(place)
+    is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
+    return not is_text and any(name.endswith((".idx", ".npy")) for name in names)
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
@@ -257,7 +260,6 @@ def open_tokens(
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the content of a prepared folder's index. Raises DataError for a folder without one, or a damaged one."""
-    again = f"run `titanlite data prepare ... --out {folder}` again"
     try:
         index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
         if index["version"] > VERSION:
@@ -265,11 +267,12 @@ def read_index(folder: Path) -> dict[str, Any]:
         if index["fingerprint"] != fingerprint_of(index):
             raise ValueError("it does not fit its fingerprint")
     except FileNotFoundError:
+        again = f"run `titanlite data prepare ... --out {folder}` again"
         raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
     except (ValueError, LookupError, TypeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{folder / INDEX} is damaged ({error}); {again}") from None
+        raise DataError(f"{folder / INDEX} is damaged ({error}); remove the folder, and prepare it again") from None
     return index
 
 
