@@ -99,14 +99,10 @@ class MixedRows:
     def padding(self) -> Row:
         return self.rows[0].padding()
 
-    def documents_in(self, index: int) -> list[Any]:
+    def documents_in(self, index: int) -> list[tuple[str, int]]:
         """Return the documents of sequence `index`, each after the source's name."""
         source, number = self.locate(index)
-        return [f"{self.names[source]}: {document}" for document in self.rows[source].documents_in(number)]
-
-    def document_lengths(self, index: int) -> list[int]:
-        source, number = self.locate(index)
-        return self.rows[source].document_lengths(number)
+        return [(f"{self.names[source]}: {name}", tokens) for name, tokens in self.rows[source].documents_in(number)]
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of sequence `index`, and its number there. Raises EndOfData behind the end."""

@@ -168,15 +168,13 @@ class TokenFiles:
         """Return whether tokens [begin, end) are targets."""
         return np.concatenate([part.is_target(a, b) for _, part, a, b in self._pieces(begin, end)])
 
-    def starts(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in [begin, end), the one at `begin` included, in order."""
-        pieces = self._pieces(begin, end)
-        return np.concatenate([part.starts(a, b) + self._ends[n] - part.size for n, part, a, b in pieces])
-
-    def documents_in(self, begin: int, end: int) -> list[int]:
-        """Return the numbers, from 0, of the documents of tokens [begin, end)."""
-        pieces = self._pieces(begin, end)
-        return [self._documents[n] - part.documents + d for n, part, a, b in pieces for d in part.documents_in(a, b)]
+    def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the documents of tokens [begin, end), see `DocumentArray`."""
+        found = []
+        for n, part, first, last in self._pieces(begin, end):
+            before = self._documents[n] - part.documents, self._ends[n] - part.size
+            found.append(part.documents_in(first, last) + before)
+        return np.concatenate(found)
 
     def place_of(self, document: int) -> Place:
         """Return the source of a document."""
