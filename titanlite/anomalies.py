@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from titanlite.data.documents import is_streamed
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
@@ -94,7 +95,7 @@ class AnomalyLog:
         sequences = fetched.sequences(self._global_batch)
         rank, degree = self._share
         # This rank has not read the other ranks' part of a stream.
-        known = sequences[(rank - sequences[0]) % degree :: degree] if self._dataset.state_dict() else sequences
+        known = sequences[(rank - sequences[0]) % degree :: degree] if is_streamed(self._dataset) else sequences
         self._log.write(
             {
                 "step": bad.step,
@@ -107,7 +108,7 @@ class AnomalyLog:
                 "ranks": bad.ranks,
                 "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
                 **more,
-                "documents": {str(n): self._dataset.documents_in(n) for n in known},
+                "documents": {str(n): [name for name, _ in self._dataset.documents_in(n)] for n in known},
             }
         )
 

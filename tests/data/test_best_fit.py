@@ -67,7 +67,7 @@ def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) 
     dataset = BestFitDataset(corpus, seq_len=64, epochs=1)
     seen: list[int] = []
     for i in range(dataset.sequences_per_epoch):
-        documents = dataset.documents_in(i)
+        documents = [number for number, _ in dataset.documents_in(i)]
         whole = [corpus.tokens[corpus.offsets[d] : corpus.offsets[d + 1]] for d in documents]
         row = dataset.sequence(i)
         assert row.tokens[row.tokens != corpus.pad_id].tolist() == np.concatenate(whole).tolist()
@@ -104,7 +104,7 @@ def test_rows_are_those_of_best_fit_decreasing(room: int, most: int) -> None:
 def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
     def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
         size = dataset.sequences_per_epoch
-        return [dataset.documents_in(i) for i in range(epoch * size, (epoch + 1) * size)]
+        return [[n for n, _ in dataset.documents_in(i)] for i in range(epoch * size, (epoch + 1) * size)]
 
     endless = BestFitDataset(corpus, seq_len=64, seed=3)
     assert order(endless)[:3] == [[2, 13], [21, 18, 8], [4, 11]]

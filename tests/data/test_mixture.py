@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 
+from titanlite.anomalies import AnomalyLog, Fetched
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Row, Stateless
 from titanlite.fit import load_config
+from titanlite.guard import BadStepError
 from titanlite.run_text import rate_phases
 
 
@@ -36,8 +37,8 @@ class Numbers(Stateless):
     def padding(self) -> Row:
         return Row(np.zeros(2, dtype=np.int64), np.full(2, -100))
 
-    def documents_in(self, index: int) -> list[Any]:
-        return [index]
+    def documents_in(self, index: int) -> list[tuple[int, int]]:
+        return [(index, 2)]
 
     def describe(self) -> str:
         return "numbers"
@@ -105,6 +106,11 @@ def test_phases_change_the_shares_and_the_counts_go_on() -> None:
         assert sorted(numbers) == list(range(len(numbers)))
 
 
+def test_of_phases_within_one_turn_of_the_lanes_the_last_one_counts() -> None:
+    rows = mix({"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 12: {"b": 1}}, slots=8)
+    assert {name for name, _ in located(rows, 16)} == {"a"} and {name for name, _ in located(rows, 99, 16)} == {"b"}
+
+
 def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() -> None:
     before = mix({"a": 1, "b": 1})
     first = located(before, 50)
@@ -129,6 +135,14 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
     less = mix({"a": 1, "b": 1}, {"a": 100, "b": 400})
     less.load_state_dict(state, 400)  # 200 of each are served
     assert {name for name, _ in located(less, 600, 400)} == {"b"} and less.total_sequences == 600
+
+
+def test_the_record_of_a_bad_step_has_the_documents_of_all_ranks(tmp_path) -> None:
+    rows = mix({"a": 1, "b": 1})
+    log = AnomalyLog(tmp_path, rows, 4, share=(0, 2))
+    log.skipped(BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12}))
+    (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
+    assert event["documents"] == {str(n): [f"{name}: {i}"] for n, (name, i) in enumerate(located(rows, 12, 8), 8)}
 
 
 def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:

@@ -13,6 +13,7 @@ from tests.processes import python
 from titanlite.config.checks import missing_files
 from titanlite.config.load import load
 from titanlite.data import DataError
+from titanlite.data.chat import load_template
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 
 TEXT = "In the beginning God created naïve cafés."
@@ -43,6 +44,7 @@ def word_tokenizer(folder: Path) -> Path:
 def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: Path) -> None:
     models = tmp_path / "hub" / "models" / "owner"
     word_tokenizer(models / "words")
+    (models / "words" / "chat_template.jinja").write_text("{{ messages }}")
     (models / "words" / "model.safetensors").write_bytes(b"weights")
     for name in ("gated", "Llama-3"):
         (models / name / "original").mkdir(parents=True)
@@ -65,7 +67,9 @@ def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: 
     for (code, part), line in zip(expected.values(), done.stdout.splitlines(), strict=True):
         found, said = json.loads(line)
         assert found == code and part in said, said
-    assert load_tokenizer(str(tmp_path / "here")).encode("In", bos=True, eos=True) == [0, 2, 1]
+    fetched = load_tokenizer(str(tmp_path / "here"))
+    assert fetched.encode("In", bos=True, eos=True) == [0, 2, 1]
+    assert load_template(None, fetched).source == "{{ messages }}"
     assert load_tokenizer(str(tmp_path / "assets/hf/Llama-3")).encode(TEXT) == load_tokenizer().encode(TEXT)
 
 
@@ -78,6 +82,14 @@ def test_a_url_gives_the_ids_of_its_file(tmp_path: Path) -> None:
         assert load_tokenizer(f"{url}/llama2.model").encode(TEXT) == load_tokenizer(family="llama2").encode(TEXT)
         for words in (load_tokenizer(f"{url}/tokenizer.json"), load_tokenizer(f"{url}/")):
             assert words.encode("In", bos=True, eos=True) == [0, 2, 1]
+            with pytest.raises(DataError, match=f"brings no chat template .* in {url}"):
+                load_template(None, words)
+        config = json.loads((files / "tokenizer_config.json").read_text())
+        config |= {"chat_template": "{{ pad_token }}", "pad_token": "[P]"}
+        (files / "tokenizer_config.json").write_text(json.dumps(config))
+        assert load_template(None, words).prompt([], "") == "[P]"
+        (files / "chat_template.jinja").write_text("{{ pad_token * 2 }}")
+        assert load_template(None, words).prompt([], "") == "[P][P]"
         for name, message in (
             ("none.json", "none.json does not exist"),
             ("page.json", f"{url}/page.json is a web page"),

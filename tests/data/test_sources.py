@@ -83,7 +83,19 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
     (tmp_path / "b").rename(tmp_path / "test")
     assert "holds several splits; give one of them: a, test" in refused(tmp_path)
     (tmp_path / "direct.txt").write_text("direct")
+    write(tmp_path / "._direct.jsonl", "hidden")
     assert texts(tmp_path) == ["direct"]
+
+
+def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path: Path) -> None:
+    for name in ("text/a/1.jsonl", "text/a/b/a/2.jsonl", "elsewhere/3.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, Path(name).name)
+    (tmp_path / "text/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text/a/above").symlink_to(tmp_path / "text")
+    assert texts(tmp_path / "text") == ["1.jsonl", "2.jsonl", "3.jsonl"]
+    (tmp_path / "text/a/above").unlink()
+    assert texts(tmp_path / "text/**/a/**/*.jsonl") == ["1.jsonl", "2.jsonl"]
 
 
 def make(path: Path, table: pa.Table) -> Path:

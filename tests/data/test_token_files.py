@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.config.data_sections import Data
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
-from titanlite.data.text import build_dataset
+from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
@@ -51,6 +51,10 @@ def write_prepared(folder: Path, lengths: list[list[int]] = LENGTHS, masked: int
     index |= {"files": [f"{n}.jsonl" for n in range(len(lengths))], **changes}
     (folder / INDEX).write_text(json.dumps({**index, "fingerprint": fingerprint_of(index)}))
     return folder
+
+
+def numbers_in(rows: PackedDataset, index: int) -> list[int]:
+    return [number for number, _ in rows.documents_in(index)]
 
 
 def write_megatron(stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2") -> Path:
@@ -128,7 +132,7 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
     for n in range(rows.total_sequences or 0):
         span = slice(n * 7, n * 7 + 8)
         expected = [pair[1] for pair in dict.fromkeys(zip(epoch[span].tolist(), owner[span].tolist(), strict=True))]
-        assert rows.documents_in(n) == expected
+        assert numbers_in(rows, n) == expected
         numbers = rows.sequence(n).documents
         assert numbers is not None and numbers.dtype == np.int32
         changes = np.diff(owner[span][:7]) != 0
@@ -160,7 +164,7 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
         rows = rows_of(name, seq_len=3, shuffle=False, epochs=1)
         assert [rows.sequence(n).tokens.tolist() for n in range(4)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
         assert np.diff(rows.corpus.offsets).tolist() == [5, 4, 0, 3]
-        assert [rows.documents_in(n) for n in range(4)] == [[0], [0, 1], [1, 2, 3], [3]]
+        assert [numbers_in(rows, n) for n in range(4)] == [[0], [0, 1], [1, 2, 3], [3]]
     cut = bin_file.read_bytes()
     bin_file.write_bytes(cut[:-4])
     with pytest.raises(DataError, match="c4.idx: the sequences do not lie end to end in c4.bin"):
@@ -175,10 +179,26 @@ def test_each_npy_file_is_one_document(tmp_path: Path) -> None:
     np.save(tmp_path / "2.npy", np.arange(10, 15, dtype=np.int64))
     rows = rows_of(tmp_path, seq_len=7, shuffle=False, epochs=1)
     assert rows.sequence(1).tokens.tolist() == list(range(7, 14))
-    assert (rows.documents, rows.documents_in(1)) == (2, [0, 1])
+    assert (rows.documents, rows.documents_in(1)) == (2, [(0, 3), (1, 5)])
     np.save(tmp_path / "3.npy", np.zeros((2, 3)))
     with pytest.raises(DataError, match=r"3.npy: expected one row of whole numbers, found float64 of shape \(2, 3\)"):
         rows_of(tmp_path)
+
+
+def test_text_beside_arrays_and_indexes_of_other_programs_stays_text(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.arange(10))
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "a.jsonl.idx").write_bytes(b"")
+    assert not is_tokens(str(tmp_path / "a.jsonl")) and not is_tokens(str(tmp_path))
+    for name in ("a.jsonl", "a.jsonl.idx"):
+        (tmp_path / name).unlink()
+    assert is_tokens(str(tmp_path))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert not is_tokens(str(tmp_path))
+    source = DataSource(path=str(tmp_path), format="text")
+    (tmp_path / "a.parquet").rename(tmp_path / "a.txt")
+    rows = TextReader(Data(), TOKENIZER, SIZE).open(source, "data.source[0]", 7, None)
+    assert rows.describe() == "1 document, 6 tokens per epoch"
 
 
 def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
@@ -232,7 +252,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["parts"][0]["tokens"] += 1
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(DataError, match="index.json is damaged .it does not fit its fingerprint"):
+    with pytest.raises(DataError, match="index.json is damaged .it does not fit its fingerprint.; remove the folder"):
         build()
     (folder / INDEX).unlink()
     with pytest.raises(DataError, match="a is not finished: it has no index.json; run `titanlite data prepare"):

@@ -103,6 +103,9 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
     assert lines[:2] == ["step 3: 2 sequences of 4 tokens", "sequence 4: 1 document"]
     place, _, start = lines[2].rpartition(": ")
     assert place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens" and start in "file 0 record 1 word"
+    source = f"--data.source=[{{name='a', path='{text}', format='text', epochs=1}}, {{name='b', path='{out}'}}]"
+    printed = command("at-step", 16, source, "--training.seq_len", 64, *common[2:])[1]
+    assert f"document a: 2 = {text / '2.jsonl'}, record 1, 64 tokens" in printed
     answer = json.loads(command("at-step", 3, "--json", "--training.dataset_path", out, *common)[1])
     assert answer["sequences"]["4"][0]["record"] == 2
 
@@ -149,6 +152,12 @@ def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:
         assert found["document_tokens"]["longest"] == lengths.max()
         size = sum(len(record.text) for record in iter_records(list_files(text)))
         assert found["bytes_per_token"] == pytest.approx(size / lengths.sum(), rel=0.05)
+    for packing in ("split", "best-fit"):  # padding is no text
+        words[3:4] = [4096, "--training.epochs", 1, "--data.packing", packing]
+        padded = json.loads(command("stats", "--json", "--training.dataset_path", text, *words[2:])[1])
+        assert padded["bytes_per_token"] == pytest.approx(size / lengths.sum(), rel=1e-3)
+        del words[4:8]
+    words[3] = 10
     mixed = f"--data.source=[{{name='a', path='{text}', weight=3}}, {{name='b', path='{out}'}}]"
     sources = json.loads(command("stats", "--json", mixed, *words[2:])[1])["sources"]
     assert [one.pop("share") for one in sources.values()] == [0.75, 0.25]

@@ -118,7 +118,7 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(tmp_path: P
         assert sorted(rows) == sorted(expected) and rows != expected  # another order of the same rows
         labels = [label for _, row, _ in rows for label in row if label != IGNORE]
         assert sorted(labels) == sorted(ids[targets].tolist())
-        assert sorted(d for i in found for d in prepared.documents_in(i)) == list(range(80))
+        assert sorted(d for i in found for d, _ in prepared.documents_in(i)) == list(range(80))
     assert max(number for _, _, numbers in rows for number in numbers) > 2
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -17,15 +18,17 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.files import read_url
 
 #: Before and after a turn of the assistant. Unicode keeps these two free of characters.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _UNMARKED = str.maketrans("", "", _BEGIN + _END)
 
 #: Files beside a tokenizer that may hold its template, the first that does.
-_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 class ChatTemplate(NamedTuple):
@@ -133,25 +136,25 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
     named = {number: name for name, number in tokenizer.special_tokens.items()}
     tokens = {"bos_token": named[tokenizer.bos_id], "eos_token": named[tokenizer.eos_id]}
     config: dict[str, Any] = {}
-    place = Path(path) if path is not None else (folder or Path()) / _TEMPLATE
+    place = f"{folder}/{_CONFIG}"
     try:
-        if folder is not None and (folder / _CONFIG).is_file():
-            config = json.loads((folder / _CONFIG).read_bytes())
+        if content := _beside(folder, _CONFIG):
+            config = json.loads(content)
             for key, value in config.items():
                 value = value.get("content") if isinstance(value, dict) else value
                 if key.endswith("_token") and isinstance(value, str):
                     tokens[key] = value
-        if path is not None or folder is not None and place.is_file():
-            source: Any = place.read_text("utf-8")
-        else:
-            place, source = (folder or Path()) / _CONFIG, config.get("chat_template")
+        place = path or f"{folder}/{TEMPLATE}"
+        source: Any = Path(path).read_text("utf-8") if path is not None else _beside(folder, TEMPLATE)
+        if source is None:
+            place, source = f"{folder}/{_CONFIG}", config.get("chat_template")
             if isinstance(source, list):  # several, by name
                 source = {one["name"]: one["template"] for one in source}.get("default")
     except (OSError, ValueError) as error:
         raise DataError(f"{key}: {place} cannot be read: {error}") from None
     if not isinstance(source, str):
         raise DataError(
-            f"{key}: the tokenizer brings no chat template ({_TEMPLATE}, or chat_template in {_CONFIG}, "
+            f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in {_CONFIG}, "
             f"in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
         )
     try:
@@ -159,6 +162,14 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
     except TemplateSyntaxError as error:
         raise DataError(f"{key}: {place}, line {error.lineno}: {error.message}") from None
     return ChatTemplate(source, tuple(tokens.items()))
+
+
+def _beside(folder: str | None, name: str) -> str | None:
+    """Return the content of a file beside a tokenizer, None if there is none. folder: a path or URL."""
+    with suppress(FileNotFoundError):
+        if folder is not None:
+            return read_url(f"{folder}/{name}").decode() if is_url(folder) else Path(folder, name).read_text("utf-8")
+    return None
 
 
 def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -43,15 +43,11 @@ class DocumentArray:
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
 
-    def documents_in(self, begin: int, end: int) -> range:
-        """Return the numbers, from 0, of the documents of tokens [begin, end)."""
+    def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the documents of tokens [begin, end): number, from 0, and first token there of each [documents, 2]."""
         place = self.offsets.searchsorted
-        return range(int(place(begin, side="right")) - 1, int(place(end - 1, side="right")))
-
-    def starts(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in [begin, end), the one at `begin` included, in order."""
-        found = self.documents_in(begin, end)
-        return np.maximum(self.offsets[found.start : found.stop], begin)
+        numbers = np.arange(place(begin, side="right") - 1, place(end - 1, side="right"))
+        return np.stack([numbers, np.maximum(self.offsets[numbers], begin)], axis=1)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
@@ -37,14 +35,14 @@ def documents_of(rows: Rows, index: int, source: str) -> list[Document]:
     if isinstance(rows, MixedRows):
         number, index = rows.locate(index)
         return documents_of(rows.rows[number], index, rows.names[number])
-    ends = np.minimum(np.cumsum(rows.document_lengths(index)), rows.seq_len)
-    found = []
-    for name, tokens in zip(rows.documents_in(index), np.diff(ends, prepend=0).tolist(), strict=True):
+    found, left = [], rows.seq_len
+    for name, tokens in rows.documents_in(index):
         file, record = None, None
         if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles):
             file, record = rows.corpus.place_of(name)
         elif isinstance(rows, StreamRows):
             file, _, number_there = name.rpartition(":")
             record = int(number_there)
-        found.append(Document(source, str(name), file, record, tokens))
+        found.append(Document(source, str(name), file, record, min(tokens, left)))
+        left -= found[-1].tokens
     return found

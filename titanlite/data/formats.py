@@ -236,7 +236,7 @@ def _json_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int
                 raise DataError(f"{where}: a record has {_LONGEST >> 20} MB at most; cut it up")
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{where}: not valid JSON ({error}); expected one record per line") from error
             yield number, strings_of(record, columns, where)
 

@@ -99,14 +99,10 @@ class MixedRows:
     def padding(self) -> Row:
         return self.rows[0].padding()
 
-    def documents_in(self, index: int) -> list[Any]:
+    def documents_in(self, index: int) -> list[tuple[str, int]]:
         """Return the documents of sequence `index`, each after the source's name."""
         source, number = self.locate(index)
-        return [f"{self.names[source]}: {document}" for document in self.rows[source].documents_in(number)]
-
-    def document_lengths(self, index: int) -> list[int]:
-        source, number = self.locate(index)
-        return self.rows[source].document_lengths(number)
+        return [(f"{self.names[source]}: {name}", tokens) for name, tokens in self.rows[source].documents_in(number)]
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of sequence `index`, and its number there. Raises EndOfData behind the end."""
@@ -199,8 +195,9 @@ class MixedRows:
         while True:
             last = self._segments[-1]
             dry = self._dry(last)
-            phases = [(-(-start // self.slots) * self.slots, shares) for start, shares in self._phases.items()]
-            after = next(((start, shares) for start, shares in phases if start > last.start), None)
+            # Of several that begin with the same turn the last one counts.
+            phases = {-(-start // self.slots) * self.slots: shares for start, shares in self._phases.items()}
+            after = next(((start, shares) for start, shares in phases.items() if start > last.start), None)
             if after is not None and (dry is None or after[0] <= dry.start):
                 given = self._given(last, (after[0] - last.start) // self.slots)
                 self._segments.append(_Segment(after[0], after[1], given))

@@ -13,6 +13,7 @@ order of their windows is computed place by place: neither memory nor the time o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -161,7 +162,7 @@ class PackedDataset(Stateless):
             return Window(ids, targets)
         begins, before = [], 0
         for begin, end in ranges:
-            begins.append(self.corpus.starts(begin, end) - begin + before)
+            begins.append(self.corpus.documents_in(begin, end)[:, 1] - begin + before)
             before += end - begin
         return Window(ids, targets, np.concatenate(begins))
 
@@ -179,19 +180,12 @@ class PackedDataset(Stateless):
         # Another seed than for the order of documents, so that the two are not the same permutation.
         return epoch_order(self.sequences_per_epoch, ~self.seed, block).item
 
-    def documents_in(self, index: int) -> list[int]:
-        """Return the documents of the tokens of sequence `index`, in its order.
-
-        Their numbers are those of the records, counted from 0 in the order of the files and within each.
-        """
-        ranges = [one for window in self.ranges(self.window(index)) for one in window]
-        return [document for one in ranges for document in self.corpus.documents_in(*one)]
-
-    def document_lengths(self, index: int) -> list[int]:
-        found: list[int] = []
-        for window in self.ranges(self.window(index)):
-            parts = [n for begin, end in window for n in np.diff([*self.corpus.starts(begin, end), end]).tolist()]
-            found += np.diff(np.minimum(np.cumsum(parts), self.seq_len), prepend=0).tolist()
+    def documents_in(self, index: int) -> list[tuple[int, int]]:
+        """Return the documents of sequence `index`, see `Rows`: numbers of records, from 0 in the files' order."""
+        found: list[tuple[int, int]] = []
+        for begin, end in itertools.chain.from_iterable(self.ranges(self.window(index))):
+            documents = self.corpus.documents_in(begin, end)
+            found += zip(documents[:, 0].tolist(), np.diff(documents[:, 1], append=end).tolist(), strict=True)
         return found
 
     def ranges(self, window: int) -> list[list[Range]]:

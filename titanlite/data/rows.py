@@ -64,12 +64,8 @@ class Rows(Protocol):
         """Return a row without targets, to fill up the last batch of finite data."""
         ...
 
-    def documents_in(self, index: int) -> list[Any]:
-        """Return what names the documents of row `index`, for reports."""
-        ...
-
-    def document_lengths(self, index: int) -> list[int]:
-        """Return the tokens of each of them in row `index` and the target of its last token."""
+    def documents_in(self, index: int) -> Sequence[tuple[Any, int]]:
+        """Return what names each document of row `index`, and its tokens there; the row's last target counts too."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

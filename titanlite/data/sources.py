@@ -98,14 +98,14 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        files = sorted(file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file())
+        # A pattern with two ** finds a file several times.
+        files = sorted({file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file()})
         if files:
             return files
         hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {key[:-5]})"
         hint = "" if path.is_absolute() else hint
         raise DataError(f"{key}: {path} does not exist{hint}; give a file, a pattern or a folder of text")
-    seen = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
-    files = _text_files(path.iterdir()) or _text_files(seen)
+    files = _text_files(path.iterdir()) or _text_files(_below(path))
     if not files:
         raise DataError(f"{key}: the folder {path} holds no text; expected names in {', '.join(ENDINGS)}")
     splits = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
@@ -114,9 +114,18 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
     return files
 
 
+def _below(path: Path) -> Iterator[Path]:
+    """Yield the files of all subfolders that are not hidden, also behind links."""
+    for folder, subfolders, names in os.walk(path, followlinks=True):
+        here = Path(folder).resolve()
+        # A link to a folder above would never end.
+        subfolders[:] = [n for n in subfolders if n[0] != "." and not here.is_relative_to(Path(folder, n).resolve())]
+        yield from (Path(folder, name) for name in names)
+
+
 def _text_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files of the first kind that there is, sorted."""
-    files = sorted(file for file in paths if file.name.endswith(ENDINGS) and file.name not in _NO_TEXT)
+    """Return the files of the first kind that there is, sorted, without hidden ones."""
+    files = sorted(f for f in paths if f.name.endswith(ENDINGS) and f.name[0] != "." and f.name not in _NO_TEXT)
     for suffixes in SUFFIXES.values():
         names = tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED))
         if found := [file for file in files if file.name.endswith(names) and file.is_file()]:

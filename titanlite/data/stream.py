@@ -67,17 +67,14 @@ class _Document(NamedTuple):
 
 class _Served(NamedTuple):
     row: Row
-    names: list[str]
-    #: Tokens of each document in the row.
-    lengths: list[int]
+    #: See `Rows.documents_in`.
+    documents: list[tuple[str, int]]
 
 
 class _Packed(NamedTuple):
     """A row of a block that is packed. `place.document` counts these rows."""
 
-    row: Row
-    names: list[str]
-    lengths: list[int]
+    served: _Served
     place: Place
 
 
@@ -127,7 +124,7 @@ class StreamRows:
         self._open: dict[int, _Lane] = {}
         self._places: dict[int, tuple[int, Place]] = {}
         self._kept: OrderedDict[int, _Served] = OrderedDict()
-        self._named: OrderedDict[int, tuple[list[str], list[int]]] = OrderedDict()
+        self._named: OrderedDict[int, list[tuple[str, int]]] = OrderedDict()
         #: A save asks from the main thread, the loader from its own.
         self._lock = threading.Lock()
 
@@ -154,16 +151,9 @@ class StreamRows:
     def padding(self) -> Row:
         return make_row((), self.seq_len, self.pad_id, self.mask_documents)
 
-    def documents_in(self, index: int) -> list[Any]:
-        """Return file and record of the documents of sequence `index`."""
-        return list(self._names(index)[0])
-
-    def document_lengths(self, index: int) -> list[int]:
-        return list(self._names(index)[1])
-
-    def _names(self, index: int) -> tuple[list[str], list[int]]:
-        """Return the names and lengths of the documents of sequence `index`."""
-        return self._named.get(index) or self._window(index)[1:]
+    def documents_in(self, index: int) -> list[tuple[str, int]]:
+        """Return file and record of the documents of sequence `index`, and the tokens of each."""
+        return self._named.get(index) or self._window(index).documents
 
     def state_dict(self) -> dict[str, Any]:
         """Return the places of the lanes that this rank has read, each with its number and count of windows."""
@@ -217,7 +207,7 @@ class StreamRows:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
                     found = index + (lane.count - 1 - count) * self.lanes
-                    self._kept[found], self._named[found] = window, (window.names, window.lengths)
+                    self._kept[found], self._named[found] = window, window.documents
                     while len(self._kept) * self.seq_len * 20 > _KEPT_BYTES and len(self._kept) > 1:
                         self._kept.popitem(last=False)
                     while len(self._named) * self.seq_len > _NAMED_TOKENS and len(self._named) > 1:
@@ -270,9 +260,9 @@ class _Lane:
         while not self._queue:
             self._queue += self._next()
             self._next = self._ahead()
-        row, names, lengths, place = self._queue.popleft()
+        served, place = self._queue.popleft()
         self._start = place._replace(document=place.document + 1)
-        return _Served(row, names, lengths)
+        return served
 
     def _split(self) -> _Served:
         missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
@@ -297,7 +287,7 @@ class _Lane:
         lengths = np.array([end - begin for _, begin, end in parts])
         window = Window(tokens, targets, np.cumsum(lengths) - lengths)
         row = make_row([window], self.rows.seq_len, self.rows.pad_id, self.rows.mask_documents)
-        return _Served(row, [document.name for document, _, _ in parts], lengths.tolist())
+        return _Served(row, [(document.name, end - begin) for document, begin, end in parts])
 
     def _ahead(self) -> Callable[[], list[Any]]:
         """Start to tokenize the next documents, if there are threads for it; return a function that waits for them."""
@@ -356,9 +346,7 @@ class _Lane:
                 fitted = BestFitDataset(corpus, seq_len=rows.seq_len, **order)
                 yield [
                     _Packed(
-                        fitted.sequence(n),
-                        [block[document].name for document in fitted.documents_in(n)],
-                        fitted.document_lengths(n),
+                        _Served(fitted.sequence(n), [(block[d].name, tokens) for d, tokens in fitted.documents_in(n)]),
                         block[0].place._replace(document=n),
                     )
                     for n in range(first, fitted.sequences_per_epoch)

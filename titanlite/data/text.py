@@ -129,7 +129,7 @@ class TextReader:
             records = own_records(name, _key(key), columns)
             corpus = tokenize((), self.tokenizer, self.vocab_size, data.num_workers or 0, records)
             return cast(Rows, pack(corpus, epochs=epochs, **order))
-        if source.format == "tokens" or is_tokens(source.path):
+        if source.format == "tokens" or source.format == "auto" and is_tokens(source.path):
             return cast(Rows, pack(self._token_files(source, key), epochs=epochs, **order))
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if not self._is_stream(shards, source):

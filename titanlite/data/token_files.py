@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,15 +168,13 @@ class TokenFiles:
         """Return whether tokens [begin, end) are targets."""
         return np.concatenate([part.is_target(a, b) for _, part, a, b in self._pieces(begin, end)])
 
-    def starts(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return where documents begin in [begin, end), the one at `begin` included, in order."""
-        pieces = self._pieces(begin, end)
-        return np.concatenate([part.starts(a, b) + self._ends[n] - part.size for n, part, a, b in pieces])
-
-    def documents_in(self, begin: int, end: int) -> list[int]:
-        """Return the numbers, from 0, of the documents of tokens [begin, end)."""
-        pieces = self._pieces(begin, end)
-        return [self._documents[n] - part.documents + d for n, part, a, b in pieces for d in part.documents_in(a, b)]
+    def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the documents of tokens [begin, end), see `DocumentArray`."""
+        found = []
+        for n, part, first, last in self._pieces(begin, end):
+            before = self._documents[n] - part.documents, self._ends[n] - part.size
+            found.append(part.documents_in(first, last) + before)
+        return np.concatenate(found)
 
     def place_of(self, document: int) -> Place:
         """Return the source of a document."""
@@ -204,10 +203,12 @@ def is_tokens(path: str | None) -> bool:
         return False
     place = Path(path)
     if not place.is_dir():
-        return place.suffix == ".npy" or _pair(place)[1].is_file()
+        return place.suffix == ".npy" or (not place.is_file() or place in _pair(place)) and _pair(place)[1].is_file()
     if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
         return True
-    return not any(place.glob("*.json*")) and any(True for kind in ("*.idx", "*.npy") for _ in place.glob(kind))
+    names = os.listdir(place)
+    is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
+    return not is_text and any(name.endswith((".idx", ".npy")) for name in names)
 
 
 def _pair(path: Path) -> tuple[Path, Path]:
@@ -257,7 +258,6 @@ def open_tokens(
 
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the content of a prepared folder's index. Raises DataError for a folder without one, or a damaged one."""
-    again = f"run `titanlite data prepare ... --out {folder}` again"
     try:
         index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
         if index["version"] > VERSION:
@@ -265,11 +265,12 @@ def read_index(folder: Path) -> dict[str, Any]:
         if index["fingerprint"] != fingerprint_of(index):
             raise ValueError("it does not fit its fingerprint")
     except FileNotFoundError:
+        again = f"run `titanlite data prepare ... --out {folder}` again"
         raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
     except (ValueError, LookupError, TypeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{folder / INDEX} is damaged ({error}); {again}") from None
+        raise DataError(f"{folder / INDEX} is damaged ({error}); remove the folder, and prepare it again") from None
     return index
 
 

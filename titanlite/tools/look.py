@@ -185,7 +185,8 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
         wanted = {document.name for document in documents if document.source == name}
         if isinstance(rows, PackedDataset) and isinstance(rows.corpus, Corpus) and rows.corpus.files:
             columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
-            for number, record in enumerate(iter_records(rows.corpus.files, columns)):
+            kind = "auto" if source.format == "tokens" else source.format
+            for number, record in enumerate(iter_records(rows.corpus.files, columns, kind)):
                 if str(number) in wanted:
                     found[str(name), str(number)] = str(record.file), record.number
                     wanted.remove(str(number))
@@ -305,7 +306,7 @@ def bytes_per_token(rows: Rows, tokenizer: Tokenizer) -> float:
     samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
     texts = (rows.sequence(number).tokens.tolist() for number in samples)
     size = sum(len(tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts)
-    return size / (len(samples) * rows.seq_len)
+    return size / sum(one.tokens for number in samples for one in documents_of(rows, number, ""))
 
 
 def _lengths(rows: PackedDataset) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.data import DataError
+from titanlite.data.chat import TEMPLATE
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
@@ -56,7 +57,7 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
     page = f"https://huggingface.co/{repository}"
     try:
         there = HfApi().list_repo_files(repository, revision=revision)
-        names = [name for name in (*FOLDER_FILES, *NAMING_FILES) if name in there]
+        names = [name for name in (*FOLDER_FILES, *NAMING_FILES, TEMPLATE) if name in there]
         if not set(names) & set(FOLDER_FILES):
             raise DataError(f"{repository} holds no {' or '.join(FOLDER_FILES)}; look at {page} for another model")
         for name in names:

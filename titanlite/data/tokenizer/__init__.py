@@ -46,8 +46,8 @@ class Tokenizer(ABC):
     fingerprint: str
     #: What names BOS and EOS.
     named_by = "the file"
-    #: Where the files beside it are, if that is known: a chat template is one of them.
-    folder: Path | None = None
+    #: Path or URL of the folder of the files beside it, if that is known: a chat template is one of them.
+    folder: str | None = None
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Names of special tokens in it are plain text; lone surrogates become U+FFFD."""
@@ -135,7 +135,7 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
 
         tokenizer = JsonTokenizer(content, file)
     if path is not None:
-        tokenizer.folder = Path(path) if Path(path).is_dir() else file.parent
+        tokenizer.folder = str(Path(path) if Path(path).is_dir() else file.parent)
         logger.info(
             f"tokenizer: {file} ({kind}), {tokenizer.vocab_size:,} ids; "
             f"BOS {tokenizer.bos_id} and EOS {tokenizer.eos_id} by {tokenizer.named_by}"

@@ -44,9 +44,11 @@ def load_url(url: str) -> Tokenizer:
                     Path(copies, beside).write_bytes(read_url(f"{folder}/{beside}"))
         logger.info(f"tokenizer: a copy of {folder}/{name}")
         try:
-            return load_tokenizer(str(copy))
+            tokenizer = load_tokenizer(str(copy))
         except DataError as error:
             raise DataError(str(error).replace(copies, folder)) from error
+    tokenizer.folder = folder
+    return tokenizer
 
 
 def read_url(url: str) -> bytes:
