@@ -189,6 +189,13 @@ def _model(layers: int, vocab: int = 192, ffn: int = 64, dtype: str = "float32",
     return weights
 
 
+def _with_moments(model: Described, name: str, dtype: str = "float32") -> Described:
+    """The model with moments of another name or type."""
+    return {
+        n.replace("exp_avg", name): [dtype, entry[1]] if n.endswith("exp_avg") else entry for n, entry in model.items()
+    }
+
+
 def _refusal(*args: Any, **kwargs: Any) -> str:
     with pytest.raises(CheckpointError) as error:
         select(*args, **kwargs)
@@ -220,6 +227,8 @@ def test_the_table_is_one_screen() -> None:
         (_model(2, vocab=200, optimizer=True), _model(2, optimizer=True)),
         (_model(1, vocab=200, optimizer=True), _model(2, optimizer=True)),
         (_model(2), _model(2, optimizer=True)),  # weights only
+        (_model(9, optimizer=True), _with_moments(_model(9, optimizer=True), "momentum")),  # of another optimizer
+        (_model(9, optimizer=True), _with_moments(_model(9, optimizer=True), "exp_avg", "bfloat16")),
     ],
 )
 def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: Described) -> None:
@@ -234,6 +243,15 @@ def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: 
     # The optimizer's state of a weight that is not loaded is not loaded either, of its step for example.
     assert all(name.startswith("optimizer.state.") and name.endswith(".step") for name in alike - found.load)
     assert found.load <= alike and found.load
+
+
+def test_weights_of_another_precision_are_offered_a_conversion_not_a_loss() -> None:
+    half, weights = _model(2, dtype="bfloat16", optimizer=True), _model(2, optimizer=True)
+    offered = _refusal(half, weights, source="a/step-3").splitlines()[-1]
+    assert "a run in another folder with checkpoint.initial_load_path = a/step-3 converts the weights" in offered
+    assert "exclude_from_loading" not in offered
+    moments = _with_moments(weights, "exp_avg", "bfloat16")
+    assert 'exclude_from_loading = ["optimizer"] begins' in _refusal(weights, moments), "patterns of many would be cut"
 
 
 def test_groups_patterns_and_types() -> None:

@@ -254,6 +254,17 @@ def test_config_check_names_what_is_wrong(
     assert problem.key == key and words in f"{problem.message}; {problem.hint}"
 
 
+def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:
+    bert = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    with pytest.raises(ShapeError, match="sees those after it.*set model.overrides.is_decoder = true"):
+        args_from_hf(bert)
+    model = SPEC.build(args_from_hf(bert, {"is_decoder": True})).eval()
+    tokens = torch.arange(8)[None]
+    changed = torch.cat([tokens[:, :-1], tokens[:, -1:] + 9], 1)
+    assert model(tokens)[:, :-1].equal(model(changed)[:, :-1])
+    args_from_hf({**bert, "model_type": "gpt_neox"})  # its config has is_decoder = false too
+
+
 def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ShapeError, match=r"needs the package transformers.*pip install 'titanlite\[hf\]'"):

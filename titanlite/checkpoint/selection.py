@@ -65,14 +65,11 @@ def select(
     ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh) or name.removeprefix(AVERAGE) in own}
 
     problems = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
-    converted = {
-        name
-        for name, problem in problems.items()
-        if convert and problem == DTYPE and {saved[name][0], wanted[name][0]} <= _FLOATS
-    }
+    floats = {n for n, problem in problems.items() if problem == DTYPE and {saved[n][0], wanted[n][0]} <= _FLOATS}
+    converted = floats if convert else set()
     found = {name: problem for name, problem in problems.items() if problem and name not in converted}
     if found:
-        offered = _offered_keys(found, {*saved, *wanted})
+        offered = _offered_keys(found, {*saved, *wanted}, floats, source)
         raise CheckpointError(difference_table(found, saved, wanted, source) + offered)
     load = frozenset(wanted) - ignored
     if not load:
@@ -113,18 +110,26 @@ def difference_table(found: Mapping[str, str], saved: Described, wanted: Describ
     return "\n".join([*lines, *([f"  … and {len(found) - _ROWS} more"] if len(found) > _ROWS else [])])
 
 
-def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
-    """Return the keys that accept the differences. names: of all tensors on both sides."""
+def _offered_keys(found: Mapping[str, str], names: Collection[str], floats: Collection[str], source: str) -> str:
+    """Return the keys that accept the differences. names: of all tensors on both sides.
+
+    floats: differ in their floating-point type alone.
+    """
     ways, found_names = [], sorted(found, key=_natural)
     # A weight's pattern covers the optimizer's state of it.
     weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
     if all(name.startswith(AVERAGE) for name in found_names):
         return '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new average, or drops it'
+    if all(name.startswith("optimizer.") for name in weights):
+        key = 'checkpoint.exclude_from_loading = ["optimizer"]'
+        return f"\nIf that is meant: {key} begins with a new state of the optimizer"
     missing = [name for name in weights if found[name] == MISSING]
-    rest = [name for name in weights if found[name] != MISSING]
-    if missing and all(name.startswith("optimizer.") for name in missing):
-        ways.append('checkpoint.exclude_from_loading = ["optimizer"] begins with a new state of the optimizer')
-    elif missing:
+    # Whoever changes the precision wants to keep the weights.
+    typed = [name for name in weights if name.startswith(WEIGHT) and name in floats]
+    rest = [name for name in weights if found[name] != MISSING and name not in typed]
+    if typed:
+        ways.append(f"a run in another folder with checkpoint.initial_load_path = {source} converts the weights")
+    if missing:
         patterns = _patterns(missing, {*names} - {*missing})
         ways.append(f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing")
     if rest:

@@ -85,6 +85,10 @@ def _skeleton(content: str, vocab_size: int) -> Skeleton:
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in operations:
             raise _refused(f"{type(model).__name__} does not compute its buffer {name} with its initial weights")
+    # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not read it.
+    if any(getattr(module, "is_decoder", True) is False for module in model.modules()):
+        message = f"each token of this {config.model_type} sees those after it: it would learn to copy the next one"
+        raise _refused(message, "set model.overrides.is_decoder = true")
     rules = {name: _rule(name, *operations.get(id(p), ("nothing", ()))[:2]) for p, name in names.items()}
     paths = {module: name for name, module in model.named_modules()}
     head = paths.get(model.get_output_embeddings(), "")
