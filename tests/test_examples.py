@@ -297,6 +297,21 @@ def test_ratios_that_are_given_stay_and_a_base_of_zero_has_none() -> None:
         build_optimizer({}, Optimizer(name="tests.test_examples:no_optimizer"), torch.device("cpu"))
 
 
+def head_alone(parameters: dict[str, Any], settings: Any, device: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameters["output.weight"]], lr=settings.lr)
+
+
+def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(pool: Pools, tmp_path: Path) -> None:
+    """With a rate of zero the norms are those of any other optimizer."""
+    still = ["--training.steps=3", "--optimizer.lr=0", "--training.loss=cross_entropy", *LLAMA]
+    names = {"head": f"{__name__}:head_alone", "all": "AdamW"}
+    rows = {
+        name: pool(2).run(_run, str(tmp_path / name), f"--optimizer.name={path}", *still)[0].rows
+        for name, path in names.items()
+    }
+    assert rows["head"] == rows["all"] and len(rows["all"]) == 3
+
+
 def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

@@ -87,7 +87,8 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             real_exists = os.path.exists
             put(os.path, "exists", lambda path: time.monotonic() > ready and real_exists(path))
         try:
-            return check_ranks(world, config=config, folder=folder, **options), ""
+            texts = {"mine": ("2" if is_odd and odd == "text" else "1") * 64}
+            return check_ranks(world, config=config, texts=texts, folder=folder, **options), ""
         except RankCheckError as error:
             assert error.exit_code == CONFIG
             return [], str(error)
@@ -104,6 +105,7 @@ def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
     [
         ("version", ["torchao: 0.18.0 on rank 0 (node-0), 0.1.0 on rank 1 (node-1)"]),
         ("code", ["different code of titanlite: files", "on rank 1 (node-1)"]),
+        ("text", ["different text for mine: 11111111 on rank 0 (node-0), 22222222 on rank 1 (node-1). Files"]),
         ("config", ["another config than rank 1 (node-1): optimizer.lr 0.001 -> 0.002"]),
         ("weight", ["another config than rank 1 (node-1): data.source [{"]),
         ("flicker", ["wrong numbers are computed: rank 1 (node-1, local rank 1, CPU ("]),

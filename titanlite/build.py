@@ -281,7 +281,9 @@ def build(
         saves = run.checkpoint.enable_checkpoint
         place = to_path(run.checkpoint.folder) if saves else folder
         shared = None if isinstance(place, StorePath) else place
-        check_ranks(world, config=run.toml, folder=shared, needs_folder=saves)
+        held_out = {f"validation {name}".strip(): rows.fingerprint for name, rows in datasets.validation.items()}
+        texts = {"training": datasets.train.fingerprint, **held_out}
+        check_ranks(world, config=run.toml, texts=texts, folder=shared, needs_folder=saves)
     if run.sample.prompts:
         from titanlite.metrics.samples import PromptSampler
 

@@ -12,6 +12,7 @@ or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. `titanlite
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import HINT
 from titanlite.exit_codes import is_of_collectives
-from titanlite.utils import logger, resolve_as
+from titanlite.utils import logger, module_name, resolve_as
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -118,6 +119,18 @@ class Callbacks:
         """Return whether a callback implements `point`."""
         return bool(self._at[point])
 
+    def add_state(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Add all `state_dict` entries to a checkpoint's train state. Raises CallbackError for what it cannot hold."""
+        for callback in self._at["state_dict"]:
+            entries = self._call(callback, "state_dict", trainer)
+            try:
+                json.dumps(entries)
+            except (TypeError, ValueError) as error:
+                raise CallbackError(f"{_name(callback)}: its state_dict is not JSON-able: {error}") from error
+            if taken := sorted(state.keys() & entries.keys()):
+                raise CallbackError(f"{_name(callback)}: the train state has {taken[0]!r} already: choose another name")
+            state |= entries
+
     def end(self, trainer: Trainer, end: RunEnd) -> None:
         """Call `on_end` of all, whatever one of them raises. The run's own error takes precedence over theirs."""
         failed: Exception | None = None
@@ -135,12 +148,15 @@ class Callbacks:
         try:
             return getattr(callback, point)(*args)
         except Exception as error:
-            if hasattr(error, "exit_code") or is_of_collectives(error):
+            # A callback may lead to a point of others, as the metrics do to `on_log`.
+            if isinstance(error, CallbackError) or hasattr(error, "exit_code") or is_of_collectives(error):
                 raise
-            kind = type(callback)
-            raise CallbackError(
-                f"callback {kind.__module__}:{kind.__qualname__} failed in {point}: {type(error).__name__}: {error}"
-            ) from error
+            raise CallbackError(f"{_name(callback)} failed in {point}: {type(error).__name__}: {error}") from error
+
+
+def _name(callback: Callback) -> str:
+    kind = type(callback)
+    return f"callback {module_name(kind.__module__)}:{kind.__qualname__}"
 
 
 def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:

@@ -75,6 +75,8 @@ class Rank(NamedTuple):
     #: Hashes of titanlite's files and of the config.
     code: str
     config: str
+    #: Texts by name, as their fingerprints.
+    texts: dict[str, str]
     #: The file that rank 0 has written to the run's folder.
     probe: str
 
@@ -101,11 +103,17 @@ class Measured(NamedTuple):
 
 
 def check_ranks(
-    world: DistEnv, *, config: str = "", folder: Path | None = None, needs_folder: bool = True
+    world: DistEnv,
+    *,
+    config: str = "",
+    texts: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    needs_folder: bool = True,
 ) -> list[str]:
     """Compare and try all ranks; log findings on rank 0 and return them. All ranks call it together.
 
-    config: TOML text that must be equal. folder: must be one folder for all hosts; None: not checked.
+    config: TOML text that must be equal. texts: fingerprints that must be equal, by name.
+    folder: must be one folder for all hosts; None: not checked.
     needs_folder: a folder that is not shared is an error, else a warning.
     Raises RankCheckError on all ranks.
     """
@@ -114,9 +122,9 @@ def check_ranks(
     began, kind = time.perf_counter(), world.device.type
     probe = _write_probe(folder) if world.rank == 0 and folder is not None else None
     try:
-        ranks = _gather(_describe(world, config, probe))
+        ranks = _gather(_describe(world, config, texts or {}, probe))
         problems, warnings = _config_findings(ranks, config)
-        if problems := [*_version_problems(ranks), *problems]:
+        if problems := [*_version_problems(ranks), *problems, *_text_problems(ranks)]:
             raise RankCheckError("\n".join(problems))
         firsts = list({(rank.host, rank.boot): rank for rank in reversed(ranks)}.values())  # one of each host
         asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
@@ -149,7 +157,7 @@ def check_ranks(
     return warnings
 
 
-def _describe(world: DistEnv, config: str, probe: Path | None) -> Rank:
+def _describe(world: DistEnv, config: str, texts: Mapping[str, str], probe: Path | None) -> Rank:
     versions = {**provenance.versions(), "torch": torch.__version__, "CUDA": str(torch.version.cuda)}
     name = device_name(world.device)
     hardware, kind = {"devices": name}, f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
@@ -169,6 +177,7 @@ def _describe(world: DistEnv, config: str, probe: Path | None) -> Rank:
         kind=f"{name}, {kind}",
         code=_code_hash(),
         config=hashlib.sha256(config.encode()).hexdigest(),
+        texts=dict(texts),
         probe=str(probe or ""),
     )
 
@@ -204,6 +213,14 @@ def _version_problems(ranks: Sequence[Rank]) -> list[str]:
         names = [f"files {rank.code[:8]}, commit {commits[rank.number]}" for rank in ranks]
         problems.append(f"the ranks run different code of titanlite: {_shares(_by_value(ranks, names))}. {_SAME}")
     return problems
+
+
+def _text_problems(ranks: Sequence[Rank]) -> list[str]:
+    differ = _differences(ranks, [{key: text[:8] for key, text in rank.texts.items()} for rank in ranks])
+    return [
+        f"the ranks read different text for {key}: {shares}. Files, tokenizer and order of documents must be the same"
+        for key, shares in differ.items()
+    ]
 
 
 def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:

@@ -301,12 +301,11 @@ class Trainer:
             "schedule": parts.learning_rate.record(),
             LEFT_OUT: list(parts.exclude_from_loading),
         }
-        for entries in self.callbacks("state_dict", self):
-            state |= entries
         if statistics := parts.train_step.guard.state_dict():
             state["guard"] = statistics
         if self.validation_owed:
             state["validation_owed"] = True
+        self.callbacks.add_state(self, state)
         return state
 
     def phase(self, name: str) -> None:

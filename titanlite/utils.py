@@ -187,6 +187,11 @@ def unresolved(path: str) -> str:
     return "" if first.encode() in words else f"cannot be imported: {module_name} has no {first}"
 
 
+def module_name(name: str) -> str:
+    """Return a module's name for people: of a file in a dotted path, its own."""
+    return re.sub(r"^titanlite_(.+)_\d+$", r"\1", name)
+
+
 def _module_of_file(file: Path) -> Any:
     """Return the module in a file; the second time the same."""
     if not file.is_file():

@@ -9,7 +9,8 @@ from pathlib import Path
 import titanlite
 from titanlite.tools.cli import main
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+PAGE = PAGE_PATH.read_text(encoding="utf-8")
 
 
 def test_error_examples_are_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -45,3 +46,16 @@ def test_every_code_of_a_problem_is_listed():
     assert codes | {"wrong-type", "out-of-range", "unknown-value", "missing", "unknown-key"} == set(
         re.findall(r"`([a-z0-9-]+)`", " ".join(rows))
     )
+
+
+def test_the_readmes_examples_are_what_is_printed(capsys):
+    readme = (PAGE_PATH.parents[1] / "README.md").read_text(encoding="utf-8")
+    explained = re.search(r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```", readme, re.DOTALL)
+    refused = re.search(
+        r"```\n\$ ./run_llama_train.sh (--training.setps 40 --optimizer.lr) .*?\n(.*?)```", readme, re.DOTALL
+    )
+    assert explained is not None and refused is not None
+    assert main(["config", "explain", explained[1], explained[2]]) == 0
+    assert capsys.readouterr().out == explained[3]
+    assert main(["config", "check", *refused[1].split(), '"3e-4"']) == 2
+    assert capsys.readouterr().err == refused[2]

@@ -18,6 +18,7 @@ from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.config.sections import Training
+from titanlite.data import DataError
 from titanlite.data.corpus import tokenize
 from titanlite.data.formats import Columns
 from titanlite.data.rows import IGNORE
@@ -102,6 +103,19 @@ def test_own_functions_may_return_prompts() -> None:
     assert next(records)[2:4] == ("two", "one")
     with pytest.raises(ValueError, match="document 2 of .*: the key 'a' is missing"):
         next(records)
+
+
+def one_text() -> str:
+    return "its characters are no documents"
+
+
+def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(("name", "said"), [("one_text", "'its characters"), ("nothing", "None")])
+def test_own_functions_that_return_no_documents_are_refused(name: str, said: str) -> None:
+    with pytest.raises(DataError, match=f"training.dataset: .*:{name} returned {said}.*, expected documents"):
+        next(own_records(f"{__name__}:{name}", "training.dataset"))
 
 
 def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:

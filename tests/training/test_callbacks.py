@@ -92,9 +92,14 @@ class RaisesAtTheEnd(Callback):
         raise ValueError("later")
 
 
-def _raised(world: DistEnv, folder: str) -> str:
+class RaisesAtALog(Callback):
+    def on_log(self, trainer: Trainer, figures: Any) -> None:
+        1 / 0  # noqa: B018
+
+
+def _raised(world: DistEnv, folder: str, kind: type[Callback]) -> str:
     trainer = _trainer(world, folder, *FLAGS)
-    trainer.callbacks = Callbacks([*trainer.parts.callbacks, RaisesAtTheEnd()])
+    trainer.callbacks = Callbacks([*trainer.parts.callbacks, kind()])
     with pytest.raises(CallbackError) as caught:
         trainer.train()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -102,7 +107,9 @@ def _raised(world: DistEnv, folder: str) -> str:
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_name(pool: Pools, tmp_path: Path) -> None:
-    (said,) = pool(1).run(_raised, str(tmp_path))
+    (said,) = pool(1).run(_raised, str(tmp_path / "log"), RaisesAtALog)
+    assert said == f"callback {__name__}:RaisesAtALog failed in on_log: ZeroDivisionError: division by zero"
+    (said,) = pool(1).run(_raised, str(tmp_path), RaisesAtTheEnd)
     assert "test_callbacks:RaisesAtTheEnd failed in on_step_end: ZeroDivisionError: on purpose" in said
     end = read_entries(tmp_path)[-1]
     assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, exit_codes.ERROR)
@@ -126,6 +133,29 @@ def test_errors_with_an_exit_code_pass_and_the_end_reaches_all() -> None:
     with pytest.raises(CallbackError, match="later"):
         callbacks.end(None, RunEnd("done", 3))
     assert seen == ["failed", "failed", "done", "done"]
+
+
+class Keeps(Callback):
+    def __init__(self, **entries: Any) -> None:
+        self.entries = entries
+
+    def state_dict(self, trainer: Any) -> dict[str, Any]:
+        return self.entries
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "said"),
+    [
+        ([Keeps(mine=torch.ones(1))], "not JSON-able: Object of type Tensor"),
+        ([Keeps(tokens_seen=7)], "has 'tokens_seen' already"),
+        ([Keeps(best=1), Keeps(best=2)], "has 'best' already"),
+    ],
+)
+def test_entries_that_a_checkpoint_cannot_hold_name_their_callback(callbacks: list[Callback], said: str) -> None:
+    state = {"tokens_seen": 64}
+    with pytest.raises(CallbackError, match=f"callback {__name__}:Keeps: .*{said}"):
+        Callbacks(callbacks).add_state(None, state)  # type: ignore[arg-type]
+    assert state["tokens_seen"] == 64
 
 
 # By dotted path
@@ -159,6 +189,8 @@ def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
     first, second, third = load_callbacks(paths)
     assert type(first) is type(second) is mine and mine.made == 2, "one file is one module"
     assert type(third) is not mine
+    with pytest.raises(CallbackError, match=r"^callback mine:Mine failed in on_end: AttributeError"):
+        Callbacks([first])._call(first, "on_end", None, None)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,12 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     """
     number = 0
     columns = columns or Columns()
-    for number, document in enumerate(load_function(key, function)(), 1):
+    documents = load_function(key, function)()
+    if isinstance(documents, str | dict) or not isinstance(documents, Iterable):
+        raise DataError(
+            f"{key}: {function} returned {documents!r:.60}, expected documents: yield them, or return a list"
+        )
+    for number, document in enumerate(documents, 1):
         where = f"{key}: document {number} of {function}"
         if columns.chat is not None and isinstance(document, list):
             document = {columns.text: document}
