@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -128,6 +129,8 @@ def names_key(option: str) -> bool:
 
 
 _CONFIG_FILE = ("config_file", "config-file")
+#: Name of an entry of a free table.
+_ENTRY = re.compile(r'[A-Za-z0-9_-]+|"(?:\\.|[^"\\])*"')
 _FORM = "flags are --section.key value; lists are a,b"
 
 
@@ -159,6 +162,8 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
             problems.append(unknown(flag.replace("-", "_"), COMMAND_LINE))
             continue
         try:
+            if table_of(name) and not _ENTRY.fullmatch(name.split(".", 2)[2]):
+                raise _BadWords(f"needs one name after {table_of(name)}, bare or quoted as in TOML")
             value = _negative(name, words) if negated else _read(type_of_name(name), words, name != "job.config_file")
         except _BadWords as error:
             problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
