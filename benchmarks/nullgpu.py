@@ -112,7 +112,7 @@ def plan(case: Case) -> dict[str, float]:
     flops = run.spec.flops_per_token(args, 0) * run.batch.tokens_per_step / run.mesh.world_size
     step = _Step(run, cluster_of(run, gpu=case.gpu), CONSTANTS)
     sizes = [size for _, size in step.linears]
-    again = sum(sizes[1::2]) / sum(sizes) if step.by_op else step.recomputed
+    again = sum(sizes[1::2]) / sum(sizes) if step.by_op else step.recomputed * (1 - step.left_out)
     again *= 1 - 2 * 3 * step.width * args.vocab_size / run.spec.flops_per_token(args, 0)  # the head's
     figures = {"peak": found.memory.peak.total / GIB, "mfu": found.speed.mfu, "seconds": found.speed.step_seconds}
     return {**figures, "tflop": flops / 1e12, "products": 1 + again / 3}

@@ -1,7 +1,7 @@
 """Fit the constants of `titanlite.plan.speed` on published runs, and print the errors as a table of docs/plan.md.
 
-    python benchmarks/plan_speed.py          # predictions with the library's constants
-    python benchmarks/plan_speed.py --fit    # fitted constants too, and errors when each run is left out of the fit
+    python benchmarks/plan_speed.py          # with the library's constants, and with one step of a fit without the run
+    python benchmarks/plan_speed.py --fit    # the same from fitted constants, which it prints
 
 The sources give numbers only. The rest is assumed: runs on A100 are eager, on machines of 8 with
 200 Gbit/s for each GPU; FSDP alone gathers float8 weights in float8; pipelines have 8 micro-batches. "H100 500 W" has
@@ -203,12 +203,12 @@ class Fit:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants, and leave each run out once")
+    parser.add_argument("--fit", action="store_true", help="fit the constants")
     fitting = parser.parse_args().fit
     fit = Fit()
     x = fit.fit() if fitting else np.zeros(len(fit.names))
     values = fit.values(x)
-    left = fit.left_out(x) if fitting else [math.nan] * len(POINTS)
+    left = fit.left_out(x)
     if fitting:
         print("\n".join(f"{name}: {fit.start[name]:.3g} -> {value:.3g}" for name, value in values.items()), "\n")
     print("| run | GPUs | published | predicted | error | left out |\n|---|---|---|---|---|---|")
@@ -216,10 +216,9 @@ def main() -> None:
     for point, run, loo in zip(POINTS, fit.runs, left, strict=True):
         found = rate(point, run, values)
         errors.append(found / point.tokens - 1)
-        shown = "" if math.isnan(loo) else f"{loo:+.1%}"
-        numbers = f"{point.tokens:,.0f} | {found:,.0f} | {errors[-1]:+.1%} | {shown}"
+        numbers = f"{point.tokens:,.0f} | {found:,.0f} | {errors[-1]:+.1%} | {loo:+.1%}"
         print(f"| {point.config} {point.flags} | {point.gpus} x {point.gpu} | {numbers} |")
-    for name, some in (("all", errors), ("left out", left)) if fitting else (("all", errors),):
+    for name, some in (("all", errors), ("left out", left)):
         sizes = sorted(map(abs, some))
         near = sum(size <= ERROR for size in sizes)
         middle, largest = sizes[len(sizes) // 2], sizes[-1]

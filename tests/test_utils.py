@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from titanlite.utils import human_bytes, human_count, human_time
+import pytest
+
+from titanlite.utils import Table, human_bytes, human_count, human_time, render
 
 
 def test_times_counts_and_bytes_as_people_read_them() -> None:
@@ -11,3 +13,15 @@ def test_times_counts_and_bytes_as_people_read_them() -> None:
     sizes = {512: "512 B", 1536: "1.5 KiB", 80 * 1024**3: "80.0 GiB", 1024**4: "1.0 TiB"}
     for human, expected in ((human_time, times), (human_count, counts), (human_bytes, sizes)):
         assert {number: human(number) for number in expected} == expected  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "name, value, bold", [("NO_COLOR", "1", False), ("TERM", "dumb", False), ("TERM", "xterm", True)]
+)
+def test_a_table_is_plain_where_no_colours_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, bold: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(name, value)
+    assert ("\x1b" in render(Table(("a",), [("b",)]), True)) is bold

@@ -24,11 +24,15 @@ from titanlite.utils import escape
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Return the command line that trains on `ranks` ranks of this machine. arguments: of `train.py`."""
+def command(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """Return the command line that runs `titanlite WORDS` on `ranks` ranks of this machine.
+
+    options: further ones of torchrun; by default the machine is alone.
+    """
     torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
-    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    return [*torchrun, "-m", "titanlite", "train", *arguments]
+    if "--nnodes" not in options:
+        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    return [*torchrun, *options, "-m", "titanlite", *words]
 
 
 def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:

@@ -220,7 +220,11 @@ class Table:
 
 
 def render(table: Table, terminal: bool) -> str:
-    """The table as text without a final line end, in a terminal with a bold head. Control characters are escaped."""
+    """The table as text without a final line end, in a terminal with a bold head. Control characters are escaped.
+
+    NO_COLOR and TERM=dumb turn the bold head off, too.
+    """
+    terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     lines = [[escape(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 

@@ -138,6 +138,8 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
         (["--training.steps", "1" + "0" * 5000], "training.steps", "wrong-type"),
         (["--data.source", "[" * 5000], "data.source", "wrong-type"),
         (["--job.config_file", "a" * 5000], "job.config_file", "no-file"),
+        (["--model.overrides.n_layers.b", "3"], "--model.overrides.n_layers.b", "bad-flag"),
+        (["--launch.environment.A B", "3"], "--launch.environment.A B", "bad-flag"),
         (["--training.steps", "many"], "training.steps", "wrong-type"),
         (["--training.steps=1.5"], "training.steps", "wrong-type"),
         (["--optimizer.lr", "nan"], "optimizer.lr", "out-of-range"),

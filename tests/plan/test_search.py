@@ -84,7 +84,7 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
 
 def test_losers_have_reasons(result: SearchResult) -> None:
     shipped = result.losers[0]
-    assert shipped.candidate is result.base and shipped.reason.endswith("of a step for recomputation")
+    assert shipped.candidate is result.base and shipped.reason.endswith("of a step for memory traffic")
     tensor = next(loser for loser in result.losers if loser.candidate.run.mesh.tensor == 4)
     assert tensor.reason.endswith("of a step for tensor traffic")
     text = "\n".join(lines(result, Style(False)))

@@ -13,10 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from titanlite.fit import check_config
 from titanlite.plan.hardware import INSTANCES
+from titanlite.plan.plan import checkpoint_disk
 from titanlite.tools import doctor
 from titanlite.tools.cli import main
 from titanlite.tools.doctor import ERROR, OK, WARNING, Finding, checks, examine
+from titanlite.utils import human_bytes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "launch"
 
@@ -60,6 +63,21 @@ def test_a_check_that_hangs_or_fails_is_a_finding() -> None:
     assert time.monotonic() - began < 2
     assert (begun.message, late.check, late.status, first.message) == ("begun", "folder", ERROR, "first")
     assert failed.status == WARNING and "OSError: broken" in failed.message
+
+
+def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = [f"--job.dump_folder={tmp_path}", "--checkpoint.enable_checkpoint", "--checkpoint.folder=/proc/saves"]
+    flags += ["--training.dtype=bfloat16", "--optimizer.name=AnyPrecisionAdamW"]
+    run = check_config(["--job.config_file=llama3_8b.toml", *flags], training=False)[1]
+    asked = list[str]()
+    monkeypatch.setattr(
+        doctor.shutil, "disk_usage", lambda folder: asked.append(str(folder)) or SimpleNamespace(free=1)
+    )
+    size = human_bytes(checkpoint_disk(run, 1.0).checkpoint)
+    assert size == "59.8 GiB" and f"about {size}; " in found(lambda: doctor._config(run), WARNING)
+    assert asked == ["/proc"]
 
 
 def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

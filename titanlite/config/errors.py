@@ -75,6 +75,11 @@ class ConfigError(ValueError):
         super().__init__("\n".join([head, *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]))
 
 
+def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
+    """Return the error of a wrong word of a command line."""
+    return ConfigError([Problem("command line", key, message, hint, code="bad-flag")])
+
+
 def _by_place(problem: Problem) -> tuple[bool, str, int]:
     """Sort by file and line; then the command line, then what has no single place."""
     file, _, line = problem.where.rpartition(":")

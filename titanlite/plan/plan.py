@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.checkpoint.schedule import is_milestone
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
 from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
@@ -167,7 +167,7 @@ def make_plan(
     run = with_vocabulary(run)
     if rank is not None and not 0 <= rank < run.mesh.world_size:
         message = f"expected one of 0 … {run.mesh.world_size - 1}, got {rank}"
-        raise ConfigError([Problem("command line", "--rank", message, code="bad-flag")])
+        raise bad_flag("--rank", message)
     if trace:
         with suppress(NoFormula):
             rank = worst_rank(run) if rank is None else rank

@@ -91,6 +91,8 @@ _LAUNCHES_EAGER, _LAUNCHES_COMPILED = 1.5e-3, 0.5e-3
 _LATENCY, _LATENCY_PER_NODE = 20e-6, 4e-6
 #: Bytes that a loss moves per logit, forward and backward.
 _LOSS_EAGER, _LOSS_COMPILED = 30, 14
+#: Bytes that a cast to float8 moves per number, with its maximum; eager, 33 of kernels and half of a copy.
+_CAST_EAGER, _CAST_COMPILED = 34, 5
 #: Bytes that the update, the norm and the clipping move per parameter.
 _UPDATE_BYTES = 40
 #: Steps of Muon's iteration: products of m x n and n x m, m x m and m x m, m x m and m x n.
@@ -228,10 +230,7 @@ class _Step:
     def product(self, rows: float, k: float, n: float, float8: bool = False) -> float:
         """Return the seconds of one product."""
         peak = (self.k.float8 * self.gpu.float8 if float8 else self.peak) * self.gpu.sustained  # type: ignore[operator]
-        edges = 1.0
-        for size in (rows, k, n):
-            edges *= 1 + self.k.edge / size
-        return 2 * rows * k * n * edges / peak
+        return 2 * math.prod(size + self.k.edge for size in (rows, k, n)) / peak
 
     def moved(self, size: float) -> float:
         """Return the seconds in which kernels read or write so many bytes."""
@@ -240,25 +239,32 @@ class _Step:
     @cached_property
     def block_forward(self) -> _Pass:
         """All blocks, forward."""
-        products, casts = self.experts[1] * self.tokens / (self.peak * self.gpu.sustained * 0.8), 0.0
+        products = self.experts[1] * self.tokens / (self.peak * self.gpu.sustained * 0.8)
         for choice, _ in self.linears:
             k, n, count = choice.size.in_features, choice.size.out_features, len(choice.names)
-            float8 = self.in_float8 and choice.converted
-            products += count * self.product(self.tokens, k, n, float8)
-            if float8:
-                weights = 0 if self.run.float8.enable_fsdp_float8_all_gather else k * n
-                casts += count * self.cast(self.tokens * self.cast_inputs(choice) + weights)
+            products += count * self.product(self.tokens, k, n, self.in_float8 and choice.converted)
         window = min(getattr(self.args, "window", None) or self.run.batch.seq_len, self.run.batch.seq_len)
         pairs = 1 - window / (2 * self.run.batch.seq_len)
         flops = self.attention_flops / 3 * pairs * self.tokens / self.mesh.tensor
         attention = flops / (self.peak * self.gpu.attention) * (1 + self.k.context * math.log2(self.mesh.context))
         passes = self.k.passes_compiled if self.compiled else self.k.passes_eager
         memory = self.moved(passes * self.itemsize * self.tokens * self.outputs)
-        return _Pass(products, attention, memory, casts)
+        return _Pass(products, attention, memory, self.casts[0])
 
-    def cast(self, numbers: float) -> float:
-        """Return the seconds of casting so many numbers to float8: their maximum, and the cast."""
-        return self.moved((5 if self.compiled else 12) * numbers)
+    @cached_property
+    def casts(self) -> tuple[float, float]:
+        """Seconds of casts to float8, forward and backward. The backward casts the gradients of outputs, and copies
+        inputs to the other order; eager code casts all anew for each of its two products.
+        """
+        forward = backward = 0.0
+        for c, weights in self.linears:
+            if self.in_float8 and c.converted:
+                inputs, outputs = (len(c.names) * self.tokens * n for n in (self.cast_inputs(c), c.size.out_features))
+                weights *= not self.run.float8.enable_fsdp_float8_all_gather
+                forward += inputs + weights
+                backward += outputs + inputs / 2 if self.compiled else 2 * outputs + inputs + weights
+        size = _CAST_COMPILED if self.compiled else _CAST_EAGER
+        return self.moved(size * forward), self.moved(size * backward)
 
     def cast_inputs(self, choice: Float8Choice) -> float:
         """Return how many of a token's numbers are cast for the input of a linear. Compiled linears with the same
@@ -272,12 +278,9 @@ class _Step:
 
     @cached_property
     def block_backward(self) -> _Pass:
-        """All blocks, backward. In float8 it casts the gradients of outputs, and copies inputs to the other order."""
-        forward, casts = self.block_forward, 0.0
-        for c in self.choices if self.in_float8 else ():
-            if c.converted:
-                casts += len(c.names) * self.cast(self.tokens * (c.size.out_features + self.cast_inputs(c) / 2))
-        return _Pass(forward.products * _BACKWARD, forward.attention * _ATTENTION_BACKWARD, forward.memory * 2, casts)
+        """All blocks, backward."""
+        f = self.block_forward
+        return _Pass(f.products * _BACKWARD, f.attention * _ATTENTION_BACKWARD, f.memory * 2, self.casts[1])
 
     @cached_property
     def head(self) -> _Pass:
@@ -295,6 +298,20 @@ class _Step:
         return (self.blocks // int(ac.selective_ac_option)) / self.blocks
 
     @property
+    def stops_early(self) -> bool:
+        """Whether recomputation of a block leaves out its last product and what follows: the backward needs none of it.
+        Compiled halves of a block, as tensor parallelism has them, run whole; eager float8 saves inputs afterwards.
+        """
+        return self.mesh.tensor == 1 if self.compiled else not self.in_float8
+
+    @cached_property
+    def left_out(self) -> float:
+        """Share of a block's products that recomputation leaves out."""
+        sizes, experts = [size for _, size in self.linears], self.experts[1] / 2
+        last = experts / 3 if experts else sizes[-1] if sizes else 0.0
+        return last / (sum(sizes) + experts) * self.stops_early if last else 0.0
+
+    @property
     def by_op(self) -> bool:
         ac = self.run.activation_checkpoint
         return ac.mode == "selective" and ac.selective_ac_option == "op"
@@ -305,9 +322,9 @@ class _Step:
         f, ac = self.block_forward, self.run.activation_checkpoint
         if ac.mode == "budget":
             return (1 - ac.memory_budget) * (f.memory + f.products / 2)
-        if not self.by_op:
-            return self.recomputed * sum(f)
         sizes = [size for _, size in self.linears]
+        if not self.by_op:
+            return self.recomputed * (sum(f) - f.products * self.left_out)
         repeated = sum(sizes[1::2]) / sum(sizes) if sizes and self.spec.experts is None else 0.5
         return f.products * repeated + f.memory + f.casts * repeated
 
@@ -370,7 +387,7 @@ class _Step:
         """Return the seconds of tensor parallelism for one micro-batch: 4 collectives in a block's forward, 4 in its
         backward, and those of recomputation.
         """
-        again = self.recomputed * (2 if self.by_op else 4)
+        again = self.recomputed * (2 if self.by_op else 4 - self.stops_early)
         if self.in_float8 and self.run.float8.recipe_name == "tensorwise":
             again -= 1  # two gathers of the forward send half the bytes
         one = self.collective(self.itemsize * self.tokens * self.width, self.mesh.tensor, 1)

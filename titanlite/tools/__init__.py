@@ -22,16 +22,21 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
 
 def render_page(template: str, **values: Any) -> str:
     """Return a page of `pages/` with its variables filled in; an unknown one is an error. HTML is escaped."""
+    return templates(Path(__file__).parent / "pages").get_template(template).render(values)
+
+
+def templates(folder: Path, **options: Any) -> Any:
+    """Return jinja's environment of a folder. options: further ones of it."""
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent / "pages"),
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=jinja2.select_autoescape(("html.jinja",)),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        **options,
     )
-    return environment.get_template(template).render(values)
 
 
 def at_least(lowest: int) -> Callable[[str], int]:

@@ -351,7 +351,7 @@ class Benchmark:
         config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
         arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
         device_type = "cuda" if self.machine.gpus else "cpu"
-        code = run(torchrun.command(self.ranks, arguments), console, device_type)
+        code = run(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
             why = f"failed with exit code {code}" if code else f"left no metrics of {self.steps} steps in {folder}"

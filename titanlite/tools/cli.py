@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.entries import begins_option, names_key
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.utils import Style, escape
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
@@ -105,8 +105,7 @@ def files_of(arguments: argparse.Namespace) -> list[str]:
 def no_flags(flags: Sequence[str]) -> None:
     """Refuse `--section.key` flags for a command that takes none."""
     if flags:
-        message = "this command takes no --section.key flags"
-        raise ConfigError([Problem("command line", flags[0], message, code="bad-flag")])
+        raise bad_flag(flags[0], "this command takes no --section.key flags")
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -170,22 +169,18 @@ def check_ranks(ranks: int) -> None:
     """Check the value of --nproc-per-node. Raises ConfigError."""
     if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
-        raise ConfigError([Problem("command line", "--nproc-per-node", why, code="bad-flag")])
+        raise bad_flag("--nproc-per-node", why)
 
 
 def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> NoReturn:
-    """Become a torchrun that runs the command `titanlite WORDS` on so many ranks of this machine.
-
-    options: further ones of torchrun; by default the machine is alone.
-    """
+    """Become the torchrun of `torchrun.command`."""
     import signal
+
+    from titanlite import torchrun
 
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
-    if "--nnodes" not in options:
-        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    os.execv(sys.executable, [*torchrun, *options, "-m", "titanlite", *words])
+    os.execv(sys.executable, torchrun.command(ranks, words, options))
 
 
 if __name__ == "__main__":

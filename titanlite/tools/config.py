@@ -17,7 +17,7 @@ from titanlite import exit_codes
 from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.entries import unknown
-from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
+from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem, bad_flag
 from titanlite.config.keys import Key, keys, sections, table_of
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
@@ -99,12 +99,10 @@ def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple
         from titanlite.tools.aws_fsdp import migrate_arguments
 
         if arguments.file or arguments.in_place or arguments.check:
-            raise _wrong_words("--aws-fsdp", "takes no file, and no --in-place or --check")
+            raise bad_flag("--aws-fsdp", "takes no file, and no --in-place or --check")
         shown, migration = "--aws-fsdp", migrate_arguments(arguments.aws_fsdp)
     elif not arguments.file or (arguments.in_place and arguments.check):
-        raise _wrong_words(
-            "", "--in-place and --check exclude each other" if shown else "name a TOML file, or --aws-fsdp"
-        )
+        raise bad_flag("", "--in-place and --check exclude each other" if shown else "name a TOML file, or --aws-fsdp")
     else:
         path, migration = migrate_file(arguments.file)
     report = migration.report(shown)
@@ -115,10 +113,6 @@ def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple
         return report + kept, exit_codes.DONE
     print(escape(report), file=sys.stderr)
     return migration.text.removesuffix("\n"), exit_codes.DONE
-
-
-def _wrong_words(key: str, message: str) -> ConfigError:
-    return ConfigError([Problem("command line", key, message, code="bad-flag")])
 
 
 def _schema(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
@@ -149,7 +143,7 @@ def world_size_of(asked: int | None) -> tuple[int | None, str]:
     """Return the ranks to check for (None: the fewest that fit), and where the number comes from."""
     if asked is not None:
         if asked < 1:
-            raise _wrong_words("--world-size", f"expected an integer >= 1, got {asked}")
+            raise bad_flag("--world-size", f"expected an integer >= 1, got {asked}")
         return asked, "--world-size"
     for name in ("WORLD_SIZE", "NGPU"):
         text = os.environ.get(name, "")
@@ -198,7 +192,7 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
     files = [w for w in arguments.words if w.endswith(".toml") or os.sep in w or os.path.isfile(w)]
     names = [word.strip("[]") for word in arguments.words if word not in files]
     if len(files) > 1:
-        raise _wrong_words("", f"one file at a time, got {', '.join(files)}")
+        raise bad_flag("", f"one file at a time, got {', '.join(files)}")
     config = load([*(f"--job.config_file={file}" for file in files), *flags])
     return "\n\n".join(_explain_one(config, name, style) for name in names or sections())
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.fit import check_config
+from titanlite.plan.plan import checkpoint_disk
 from titanlite.runs.provenance import versions
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style, counted, human_bytes
@@ -389,8 +390,8 @@ def _config(run: RunConfig) -> _Found:
         yield WARNING, f"launch.gpus_per_node = {ranks}, and this machine has {gpus} GPUs"
     args = run.model_args()
     if args.vocab_size is not None and run.checkpoint.enable_checkpoint and "://" not in run.checkpoint.folder:
-        size = run.spec.count_parameters(args) * 12  # weights and two moments, in float32
-        free = shutil.disk_usage(_existing(run.job.dump_folder)).free
+        size = checkpoint_disk(run, 1.0).checkpoint
+        free = shutil.disk_usage(_existing(os.path.join(run.job.dump_folder, run.checkpoint.folder))).free
         status, fix = (OK, "") if free > 3 * size else (WARNING, "free space, or set checkpoint.keep_latest_k")
         yield status, f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free", fix
     for one in [*compile_problems(run.training, run.compile), *float8_problems(run.float8)]:  # these import torch

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.tools import at_least
 from titanlite.tools.cli import Commands, no_flags
 from titanlite.tools.loading import LoadedModel, add_arguments, load_model
@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> tuple
     manager, tasks = TaskManager(include_path=arguments.include_path), arguments.tasks.split(",")
     if unknown := [task for task in tasks if not manager.match_tasks([task])]:
         message = f"no task {', '.join(unknown)}: `lm_eval ls tasks` lists them, --include-path adds yours"
-        raise ConfigError([Problem("command line", "--tasks", message, code="bad-flag")])
+        raise bad_flag("--tasks", message)
     loaded = load_model(arguments)
     print(escape(loaded.summary), file=sys.stderr)
     with contextlib.redirect_stdout(sys.stderr):  # it prints its progress

@@ -21,6 +21,7 @@ from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.runs.provenance import REMOVED, config_text
+from titanlite.tools import templates
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style
 
@@ -160,15 +161,7 @@ def write(job: Job, files: Mapping[str, str]) -> None:
 
 def render(template: str, values: Mapping[str, Any]) -> str:
     """Return a file of `deploy/` with its variables filled in; an unknown one is an error."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-    )
+    environment = templates(_TEMPLATES, keep_trailing_newline=True)
     environment.filters |= {"quote": shlex.quote, "json": json.dumps}
     return environment.get_template(template).render(values)
 

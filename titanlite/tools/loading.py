@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import to_path
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import bad_flag
 from titanlite.config.toml import loads
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
@@ -79,7 +79,7 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError([Problem("command line", "--device", f"{name}: {reason}", code="bad-flag")]) from None
+        raise bad_flag("--device", f"{name}: {reason}") from None
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     source: Source = open_source(to_path(arguments.checkpoint), ema=arguments.ema)
     spec, args = get_spec(source.family), source.args

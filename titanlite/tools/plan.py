@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titanlite import exit_codes
 from titanlite.config.checks import contradictions
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.derive import RunConfig, smallest_world, with_steps
@@ -94,7 +94,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
         _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
     for flag in ("html", "write"):
         if (file := getattr(arguments, flag)) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-            raise ConfigError([Problem("command line", f"--{flag}", f"cannot write {file}", code="bad-flag")])
+            raise bad_flag(f"--{flag}", f"cannot write {file}")
     config, problems = read([*files_of(arguments), *flags], defer=True)
     if problems := problems or contradictions(config):
         raise ConfigError(problems)
@@ -130,7 +130,7 @@ def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint:
     """Raise ConfigError for the first of some options that is given."""
     for name in names:
         if getattr(arguments, name) is not None:
-            raise ConfigError([Problem("command line", f"--{name}", why, hint, code="bad-flag")])
+            raise bad_flag(f"--{name}", why, hint)
 
 
 def _written(file: Path, content: str, quiet: bool) -> str:

@@ -11,7 +11,7 @@ import tempfile
 
 from titanlite import exit_codes
 from titanlite.config.checks import contradictions
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
 from titanlite.fit import check_loaded
 from titanlite.parallel.process import TUNABLES, chose_malloc
@@ -57,7 +57,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     if not problems:
         if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
             advice = "set launch.system to submit it, or start it on each machine with --nnodes"
-            raise _wrong("launch.nodes", f"{asked} machines, but this command starts ranks on this one alone", advice)
+            raise bad_flag("launch.nodes", f"{asked} machines, but this command starts ranks on this one alone", advice)
         environment = config.value("launch.environment")
         # The config in launch/ has no secrets: its job has set them.
         os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
@@ -89,10 +89,10 @@ def _ranks(asked: str | None, gpus: int) -> int:
     """Return the number of ranks. Raises ConfigError."""
     name, text = ("--nproc", asked) if asked is not None else ("NGPU", os.environ.get("NGPU", str(gpus or 2)))
     if not re.fullmatch("[1-9][0-9]*", text):
-        raise _wrong(name, f"expected an integer >= 1, got {text!r}")
+        raise bad_flag(name, f"expected an integer >= 1, got {text!r}")
     if gpus and int(text) > gpus:
         message = f"{text}, but this machine shows {gpus} GPU(s): a GPU has one rank at most"
-        raise _wrong(name, message, "nvidia-smi -L and CUDA_VISIBLE_DEVICES tell which it shows")
+        raise bad_flag(name, message, "nvidia-smi -L and CUDA_VISIBLE_DEVICES tell which it shows")
     check_ranks(int(text))
     return int(text)
 
@@ -102,7 +102,8 @@ def _shown(ranks: int) -> list[int]:
     text = os.environ.get("LOG_RANK", "0")
     words = re.split("[, ]+", text.strip())
     if not all(word.isdecimal() and int(word) < ranks for word in words):
-        raise _wrong("LOG_RANK", f"expected ranks of this machine from 0 to {ranks - 1}, as in 0 or 0,1, got {text!r}")
+        message = f"expected ranks of this machine from 0 to {ranks - 1}, as in 0 or 0,1, got {text!r}"
+        raise bad_flag("LOG_RANK", message)
     return [int(word) for word in words]
 
 
@@ -112,7 +113,7 @@ def _rendezvous(nodes: int, node: int, master: str | None) -> list[str]:
         return []
     if master is None or not 0 <= node < nodes:
         wrong = "--master" if master is None else "--node-rank"
-        raise _wrong(wrong, f"{nodes} machines need --node-rank from 0 to {nodes - 1} and the address of machine 0")
+        raise bad_flag(wrong, f"{nodes} machines need --node-rank from 0 to {nodes - 1} and the address of machine 0")
     host, _, port = master.partition(":")
     words = {"nnodes": nodes, "node_rank": node, "master_addr": host, "master_port": port or PORT}
     return [word for name, value in words.items() for word in (f"--{name}", str(value))]
@@ -132,7 +133,3 @@ def _output(ranks: int, shown: list[int]) -> list[str]:
         if terminal and not os.environ.get("NO_COLOR"):
             os.environ["FORCE_COLOR"] = "1"
     return [*options, "--log-dir", tempfile.mkdtemp(prefix="titanlite-")] if len(options) > 2 else options
-
-
-def _wrong(name: str, message: str, advice: str = "") -> ConfigError:
-    return ConfigError([Problem("command line", name, message, advice, code="bad-flag")])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import bad_flag
 from titanlite.tools import at_least
 from titanlite.tools.cli import Commands, no_flags
 from titanlite.tools.loading import LoadedModel, add_arguments, load_model
@@ -132,21 +132,18 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     """Return the prompts of a command line. Raises ConfigError if there is none, or the file cannot be read."""
 
-    def refuse(where: str, message: str) -> ConfigError:
-        return ConfigError([Problem("command line", where, message, code="bad-flag")])
-
     if not given and file is None:
         if sys.stdin.isatty():
-            raise refuse("TEXT", "no prompt: give a text, --prompt-file FILE, or a text on standard input")
+            raise bad_flag("TEXT", "no prompt: give a text, --prompt-file FILE, or a text on standard input")
         given = ["-"]
     found = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     if file is not None:
         try:
             found += [line for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
         except (OSError, ValueError) as error:
-            raise refuse("--prompt-file", f"{file} cannot be read: {error}") from None
+            raise bad_flag("--prompt-file", f"{file} cannot be read: {error}") from None
     if not found:
-        raise refuse("--prompt-file", f"{file} holds no prompt")
+        raise bad_flag("--prompt-file", f"{file} holds no prompt")
     return found
 
 
