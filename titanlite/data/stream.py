@@ -207,9 +207,10 @@ class StreamRows:
                     window = lane.next_window()
                     found = index + (lane.count - 1 - count) * self.lanes
                     self._kept[found], self._named[found] = window, window.documents
-                    for kept, most in ((self._kept, _KEPT_BYTES // 20), (self._named, _NAMED_TOKENS)):
-                        if len(kept) > max(most // self.seq_len, 1):
-                            kept.popitem(last=False)
+                    if len(self._kept) > max(_KEPT_BYTES // 20 // self.seq_len, 1):
+                        self._kept.popitem(last=False)
+                    if len(self._named) > max(_NAMED_TOKENS // self.seq_len, 1):
+                        self._named.popitem(last=False)
             except BaseException:
                 self._shut(number)
                 raise
