@@ -19,9 +19,13 @@ import pytest
 from tests.checkpoint.s3 import new_bucket, serving
 from tests.data.hub_server import HubServer
 from tests.processes import python
+from titanlite.config.data_sections import Data
+from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.formats import Columns
 from titanlite.data.shards import Shards, url_files
+from titanlite.data.text import build_dataset
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools.cli import main
 
 pytest.importorskip("aiohttp")
@@ -136,6 +140,13 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(DataError, match=r"a.jsonl.gz cannot be read at byte 0, \d+ attempts .*(reduce|SlowDown)"):
             list(read(names[0], patience=1.0))
     s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> None:
+    (server.root / "files/empty.jsonl").write_bytes(b"")
+    training = Training(dataset_path=f"{server.url}/files/empty.jsonl?key=secret", seq_len=8)
+    with pytest.raises(DataError, match=r"no records in http://.*/files/empty.jsonl: the files are empty"):
+        build_dataset(training, Data(streaming=False), load_tokenizer(), 2304)
 
 
 CARD = """---

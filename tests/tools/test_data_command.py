@@ -135,6 +135,8 @@ def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> Non
         " sequence 3",
     ]
     assert command("peek", *config, "--rank", 2, "--world-size", 2)[0] == 2
+    printed = command("peek", *config, "--training.batch_size", 1, "--data.skip_steps=[1]", "--validation")[1]
+    assert "step 1, sequence 0, rank 0" in printed
 
 
 def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:

@@ -229,14 +229,6 @@ def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tupl
     return ids, mask
 
 
-def are_targets(mask: NDArray[np.bool_], begin: int, end: int) -> NDArray[np.bool_]:
-    """Return whether tokens [begin, end) of a document are targets. mask: see `encode_record`."""
-    found = np.ones(end - begin, dtype=bool)
-    known = mask[begin:end]
-    found[: len(known)] = known
-    return found
-
-
 def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:
     return DataError(
         f"{record.file}, line {record.number}: token id {token_id} is outside the model's vocabulary of {vocab_size} "

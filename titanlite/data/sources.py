@@ -6,9 +6,10 @@ A missing, empty or damaged source is an error that names it; nothing replaces t
 from __future__ import annotations
 
 import glob
+import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from titanlite.config.data_sections import Data, DataSource
@@ -17,6 +18,7 @@ from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
 from titanlite.data.chat import load_template
 from titanlite.data.formats import COMPRESSED, ENDINGS, SUFFIXES, Columns, Format, Record, read_file, strings_of
+from titanlite.data.remote import public_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -166,10 +168,14 @@ def iter_records(
     Raises DataError as `list_files` and `iter_rows` do, and if there is no record.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
+    return all_of([read_file(file, kind, columns) for file in files], files)
+
+
+def all_of(records: Iterable[Iterator[Record]], files: Sequence[Path | str]) -> Iterator[Record]:
+    """Iterate over the records of some files, in order. Raises DataError if there is none."""
     record = None
-    for file in files:
-        for record in read_file(file, kind, columns):
-            yield record
+    for record in itertools.chain.from_iterable(records):
+        yield record
     if record is None:
-        names = ", ".join(map(str, files[:3])) + ", …" * (len(files) > 3)
+        names = ", ".join(public_name(str(file)) for file in files[:3]) + ", …" * (len(files) > 3)
         raise DataError(f"no records in {names}: the files are empty; give files with text")

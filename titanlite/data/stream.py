@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.best_fit import BestFitDataset
-from titanlite.data.corpus import Corpus, are_targets, targets_of
+from titanlite.data.corpus import Corpus, targets_of
 from titanlite.data.formats import Record
 from titanlite.data.packing import Window, make_row
 from titanlite.data.permutation import epoch_order
@@ -58,8 +58,8 @@ class Place(NamedTuple):
 
 class _Document(NamedTuple):
     ids: Ids
-    #: Whether its first tokens are targets, see `encode_record`.
-    mask: NDArray[np.bool_]
+    #: Whether each token is a target.
+    targets: NDArray[np.bool_]
     place: Place
     #: File and number of its record.
     name: str
@@ -208,9 +208,9 @@ class StreamRows:
                     window = lane.next_window()
                     found = index + (lane.count - 1 - count) * self.lanes
                     self._kept[found], self._named[found] = window, window.documents
-                    while len(self._kept) * self.seq_len * 20 > _KEPT_BYTES and len(self._kept) > 1:
+                    if len(self._kept) > max(_KEPT_BYTES // 20 // self.seq_len, 1):
                         self._kept.popitem(last=False)
-                    while len(self._named) * self.seq_len > _NAMED_TOKENS and len(self._named) > 1:
+                    if len(self._named) > max(_NAMED_TOKENS // self.seq_len, 1):
                         self._named.popitem(last=False)
             except BaseException:
                 self._shut(number)
@@ -282,7 +282,7 @@ class _Lane:
         while self._queue[0] is not parts[-1][0]:
             self._queue.popleft()
         self._served = parts[-1][2] - 1
-        targets = np.concatenate([are_targets(document.mask, begin, end) for document, begin, end in parts])
+        targets = np.concatenate([document.targets[begin:end] for document, begin, end in parts])
         tokens = np.concatenate([document.ids[begin:end] for document, begin, end in parts])
         lengths = np.array([end - begin for _, begin, end in parts])
         window = Window(tokens, targets, np.cumsum(lengths) - lengths)
@@ -340,7 +340,7 @@ class _Lane:
             block += chunk
             if not chunk:  # the end of a block
                 offsets = np.concatenate([[0], np.cumsum([len(one.ids) for one in block])])
-                targets = targets_of(offsets, [one.mask for one in block])
+                targets = np.concatenate([one.targets for one in block])
                 corpus = Corpus(np.concatenate([one.ids for one in block]), offsets, rows.pad_id, "", (), targets)
                 order: Any = {"shuffle": False, "epochs": 1, "mask_documents": rows.mask_documents}
                 fitted = BestFitDataset(corpus, seq_len=rows.seq_len, **order)
@@ -365,7 +365,8 @@ class _Lane:
             for index in range(first, len(order)):
                 record = records[order[index]]
                 ids, mask = self.rows.encode(record)
-                chunk.append(_Document(ids, mask, place._replace(document=index), f"{record.file}:{record.number}"))
+                targets = targets_of([0, len(ids)], [mask])
+                chunk.append(_Document(ids, targets, place._replace(document=index), f"{record.file}:{record.number}"))
                 size += len(record.text)
                 if size > _CHUNK or index == len(order) - 1:
                     yield chunk

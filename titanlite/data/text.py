@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from titanlite.data.packing import PackedDataset
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.shards import Shards, hub_files, url_files
-from titanlite.data.sources import columns_of, own_records, source_files
+from titanlite.data.sources import all_of, columns_of, own_records, source_files
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
 from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
@@ -195,8 +194,7 @@ class TextReader:
         """Tokenize all text of a source, or map what an earlier run has kept."""
         data = self.data
         if is_url(shards.names[0]):
-            rows = (shards.records(number, 0) for number in range(len(shards.names)))
-            records = itertools.chain.from_iterable(rows)
+            records = all_of([shards.records(number, 0) for number in range(len(shards.names))], shards.names)
             return tokenize((), self.tokenizer, self.vocab_size, workers_of(data.num_workers), records)
         files = [Path(name) for name in shards.names]
         reading = {"columns": shards.columns, "kind": shards.kind}

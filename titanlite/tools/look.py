@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, root_of, step_folder, step_of, steps_in
 from titanlite.checkpoint.paths import to_path
@@ -85,6 +86,7 @@ def open_run(file: str | None, flags: Sequence[str], world_size: int | None, val
         _, config = check_config(argv, world_size_of(world_size)[0])
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.name)
     if validation:
+        config = replace(config, data=replace(config.data, skip_steps=[]))  # they are of the training text
         return Run(config, tokenizer, next(iter(read_held_out(config, tokenizer).values())))
     rows = read_training_text(config, tokenizer)
     if (then := expected.get("data")) not in (None, rows.fingerprint[:16]):
