@@ -333,7 +333,7 @@ class StartReport(Callback):
         if trainer.step >= trainer.steps and not trainer.validation_owed:
             key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
             yield (
-                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.steps} and the run has "
+                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and the run has "
                 f"{counted(trainer.steps, 'steps')}. To train on, raise {key}; to start again, give another "
                 "--job.dump_folder or move the checkpoints away"
             )

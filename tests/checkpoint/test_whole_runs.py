@@ -15,6 +15,7 @@ from tests.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
 from titanlite.tools.tensors import Contents
 from titanlite.trainer import save_seed
 
@@ -46,6 +47,14 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
     shutil.move(root / "step-4", tmp_path / "step-4")
     assert pool(2).run(_run, str(tmp_path / "only"), *flags)[0]["step"] == 4
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
+
+
+def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_background(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--checkpoint.async_mode=async", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    found = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-validation.enable", *flags)[0]
+    folder = tmp_path / "checkpoint" / "step-2-hf"
+    assert folder.is_dir() and _said(found, f"checkpoint of step 2 written to {folder} in ")
+    assert read_entries(tmp_path)[-1]["saved_step"] == 2
 
 
 def _seed(world: DistEnv, folder: Path, *flags: str) -> str:

@@ -147,12 +147,13 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(golden
     assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1]["loss"]
 
 
-def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [24, 20])
+def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int) -> None:
     golden.copy(tmp_path)
-    again = pool(2).run(_run, str(tmp_path), "--training.steps=24")[0]
+    again = pool(2).run(_run, str(tmp_path), f"--training.steps={steps}")[0]
     assert again["step"] == 24 and len(_losses(again["rows"])) == 24
     (line,) = [line for line in again["said"] if "nothing to do" in line]
-    assert "is of step 24 and the run has 24 steps" in line and "raise training.steps" in line
+    assert f"is of step 24 and the run has {steps} steps" in line and "raise training.steps" in line
     assert not any("schedule changed" in line for line in again["said"])
 
 

@@ -198,7 +198,9 @@ class Checkpointer:
         weights = {} if weights_only is None else gather(model)
         if weights_only is not None and self.config.last_save_in_hf:
             self._check(step, tensors, weights, weights_only, self._group)
-            return self._save_hf(step, tensors, model)
+            folder = self._save_hf(step, tensors, model)
+            self._report_foreground(step, folder)
+            return folder
         manifest = Manifest(
             step=step,
             fingerprints=self._fingerprints,
@@ -237,9 +239,12 @@ class Checkpointer:
             saving.start(step, folder, work)
         else:
             work(lambda tensors: tensors, self._group)
-            if self._async:
-                self._async.report(SaveOutcome(step, folder, time.perf_counter() - self._began))
+            self._report_foreground(step, folder)
         return folder
+
+    def _report_foreground(self, step: int, folder: AnyPath) -> None:
+        if self._async:
+            self._async.report(SaveOutcome(step, folder, time.perf_counter() - self._began))
 
     def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
         from titanlite.checkpoint.hf_save import save_hf
