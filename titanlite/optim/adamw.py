@@ -113,7 +113,7 @@ def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
     """Return the code nearest to each value (float32), as `torch.bucketize` finds it."""
     if values.device.type != "cpu":
         return torch.bucketize(values, _levels(signed, values.device)[1], out_int32=True, right=True)
-    # A CPU mispredicts the branches of its search: a table takes an eighth of the time.
+    # A CPU mispredicts the branches of its search: a table takes a fraction of the time.
     codes, borders = _upper_halves(signed)
     upper = (values.view(torch.int32) >> 16).add_(2**15).flatten()
     return codes.index_select(0, upper).add_(values.flatten() >= borders.index_select(0, upper)).view(values.shape)
