@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.utils import resolve
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -78,3 +80,16 @@ def test_files_and_names_in_architecture_are_there() -> None:
     code = "\0".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
     words = {word for name in re.findall(r"`([^`\n/ ]+)`", page) for word in re.findall(r"[A-Za-z_]\w{3,}", name)}
     assert len(words) > 50 and not [word for word in words if not re.search(rf"\b{word}\b", code)]
+
+
+def test_names_that_the_pages_import_are_there() -> None:
+    text = "\n".join(page.read_text() for page in PAGES if page.name != "log.md")
+    shown = re.findall(r"^ *from (titanlite[\w.]*) import (.+)$", text, re.MULTILINE)
+    found = {f"{module}:{name.strip()}" for module, names in shown for name in names.split(",")}
+    for path in re.findall(r"`(titanlite(?:\.\w+)+)\b(?!\.)", text):
+        module, _, name = path.rpartition(".")
+        is_module = (ROOT / f"{path.replace('.', '/')}.py").is_file() or (ROOT / path.replace(".", "/")).is_dir()
+        found |= {f"{module}:{name}"} if not is_module else set()
+    assert len(found) > 40
+    for path in sorted(found):
+        resolve(path)
