@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.utils import resolve
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -66,3 +68,28 @@ def test_messages_in_troubleshooting_are_in_the_code() -> None:
     parts = [part.strip() for message in messages for part in message.split("…")]
     unknown = [part for part in parts if part not in source]
     assert not unknown
+
+
+def test_files_and_names_in_architecture_are_there() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    skipped = {".git", ".venv", "outputs", "__pycache__"}
+    files = [path for path in ROOT.rglob("*.*") if not skipped.intersection(path.relative_to(ROOT).parts[:1])]
+    paths = "\n".join(f"/{path.relative_to(ROOT)}\n" for path in files)
+    named = set(re.findall(r"[\w./-]+\.(?:py|sh|toml|md|txt|json)\b", page))
+    assert len(named) > 100 and not [name for name in named if f"/{name}\n" not in paths]
+    code = "\0".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
+    words = {word for name in re.findall(r"`([^`\n/ ]+)`", page) for word in re.findall(r"[A-Za-z_]\w{3,}", name)}
+    assert len(words) > 50 and not [word for word in words if not re.search(rf"\b{word}\b", code)]
+
+
+def test_names_that_the_pages_import_are_there() -> None:
+    text = "\n".join(page.read_text() for page in PAGES if page.name != "log.md")
+    shown = re.findall(r"^ *from (titanlite[\w.]*) import (.+)$", text, re.MULTILINE)
+    found = {f"{module}:{name.strip()}" for module, names in shown for name in names.split(",")}
+    for path in re.findall(r"`(titanlite(?:\.\w+)+)\b(?!\.)", text):
+        module, _, name = path.rpartition(".")
+        is_module = (ROOT / f"{path.replace('.', '/')}.py").is_file() or (ROOT / path.replace(".", "/")).is_dir()
+        found |= {f"{module}:{name}"} if not is_module else set()
+    assert len(found) > 40
+    for path in sorted(found):
+        resolve(path)
