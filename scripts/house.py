@@ -106,9 +106,9 @@ def static_figures(source: Source) -> list[Figure]:
     of_step = {"parameters": parameters(step), "lines": body_lines(step)}
     of_trainer = {"methods": methods, "attributes": attributes}
     return [
-        Figure("library", in_words(size), size, {"lines": 38_600, "files": 215}),
+        Figure("library", in_words(size), size, {"lines": 38_800, "files": 215}),
         names_figure("files over 500 lines", large),
-        Figure("reading path", f"{path:,} lines", {"lines": path}, {"lines": 5_500}),
+        Figure("reading path", f"{path:,} lines", {"lines": path}, {"lines": 5_550}),
         Figure("training step", in_words(of_step), of_step, {"parameters": 7, "lines": 25}),
         Figure("Trainer", in_words(of_trainer), of_trainer, {"methods": 15, "attributes": 14}),
         names_figure("keys defined twice or more", doubled),

@@ -11,7 +11,7 @@ import pytest
 from tests.data.conftest import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
-from titanlite.data import DataError, EndOfData, packing
+from titanlite.data import DataError, EndOfData, permutation
 from titanlite.data.corpus import Corpus
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import GAMMA, MASK, epoch_order, mix_int
@@ -49,7 +49,7 @@ def test_its_hash_is_splitmix64() -> None:
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [mix_int(i * GAMMA & MASK) for i in (1, 2, 3)] == published
     with np.errstate(over="ignore"):
-        assert packing._mix(np.array([1, 2, 3], dtype=np.uint64) * np.uint64(GAMMA)).tolist() == published
+        assert permutation._mix(np.array([1, 2, 3], dtype=np.uint64) * np.uint64(GAMMA)).tolist() == published
 
 
 # Sequences

@@ -236,13 +236,13 @@ class Shape:
         return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
-        """`layers.RMSNorm`: keeps x and one number per row; computes in float32."""
+        """`autograd.RMSNorm`: keeps x and one number per row; computes in float32."""
         n, low = rows * width, self.size == 2
         forward, backward = (8 * n, 14 * n) if low else (4 * n, 8 * n)
         return Op(name, n * self.size, (x,), (x,), 4 * rows, forward, backward, width * self.size)
 
     def rotation(self, name: str, x: str, width: int) -> Op:
-        """`layers.Rotation`: keeps nothing, since the tables need no gradient; computes in float32."""
+        """`rope.Rotation`: keeps nothing, since the tables need no gradient; computes in float32."""
         n, low = self.tokens * width, self.size == 2
         forward, backward = (12 * n, 10 * n) if low else (4 * n, 4 * n)
         return Op(name, n * self.size, (x,), (), 0, forward, backward)

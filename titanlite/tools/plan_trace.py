@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from titanlite.build import build_model, build_step
 from titanlite.data.loader import Batch
 from titanlite.derive import RunConfig
-from titanlite.models import layers
+from titanlite.models import autograd, layers
 from titanlite.optim import gradients
 from titanlite.parallel import activation_checkpoint, context, float8, parallelize
 from titanlite.parallel.activation_offload import HostMemory
@@ -190,7 +190,7 @@ def _like_gpu() -> Iterator[None]:
 
     stream = mock.MagicMock()
     with (
-        mock.patch.object(layers, "_RmsNorm", _FusedNorm),
+        mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
         mock.patch.object(context, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
         mock.patch.object(parallelize, "apply_ac", offloading),
