@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Print the size and shape of the library beside their limits (docs/architecture.md says why they are what they are).
+"""Print the size and shape of the library beside their limits (docs/architecture.md gives the reasons).
 
 usage: python scripts/house.py [REPOSITORY] [-v]
 
-A test holds the limits. To raise one is a decision: say in CHANGELOG.md or docs/log.md what the lines are for, and what
-went for them. The figures come from the source (lines, parameters, import circles) and from real runs of one process on
-the CPU (stack frames to `loss.backward()`, files that a save passes through, modules that training imports).
+A test holds the limits. A higher limit is a decision: docs/log.md gives its reason, and what went for it.
+The figures come from the source (lines, parameters, import circles) and from real runs of one process on the CPU
+(stack frames to `loss.backward()`, files that a save passes through, modules that training imports).
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def static_figures(source: Source) -> list[Figure]:
     large = sorted(f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 500)
     path = source.count(f"{name}.py" for name in READING_PATH)
     step = function(trees, "TrainStep", "__call__")
+    assert step is not None
     methods, attributes = members(trees, "Trainer")
     whole, doubled = list(takes_whole_config(library, trees)), doubled_keys(library, trees)
     circles, ratio = circles_of(library, trees), source.tests / source.total
@@ -106,7 +107,7 @@ def static_figures(source: Source) -> list[Figure]:
     of_step = {"parameters": parameters(step), "lines": body_lines(step)}
     of_trainer = {"methods": methods, "attributes": attributes}
     return [
-        Figure("library", in_words(size), size, {"lines": 38_800, "files": 215}),
+        Figure("library", in_words(size), size, {"lines": 38_900, "files": 215}),
         names_figure("files over 500 lines", large),
         Figure("reading path", f"{path:,} lines", {"lines": path}, {"lines": 5_550}),
         Figure("training step", in_words(of_step), of_step, {"parameters": 7, "lines": 25}),
@@ -126,7 +127,7 @@ def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
     saved = [name for name in run["save"] if name not in STAND_INS]
     text = f"{len(saved)}, and {len(run['save']) - len(saved)} called by torch alone"
     return [
-        Figure("core (imported by a run)", in_words(core), core, {"lines": 27_000, "of tools/": 0}),
+        Figure("core (imported by a run)", in_words(core), core, {"lines": 27_400, "of tools/": 0}),
         Figure("frames to backward()", f"{frames['']} in {frames['files']} files", frames, {"": 6, "files": 3}),
         Figure("files that a save passes", text, {"": len(saved)}, {"": 7}),
     ]

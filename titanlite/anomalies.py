@@ -123,9 +123,9 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
             "experimental.pipeline_parallel_degree = 1"
         )
         return
-    from titanlite.metrics.nan_finder import diagnose_nonfinite
-
     try:
+        from titanlite.metrics.nan_finder import diagnose_nonfinite
+
         finding: object = diagnose_nonfinite(
             model, fetched.batches, sync_every=runner.sync_every, loss_function=runner.loss_function
         )

@@ -124,9 +124,9 @@ class Callbacks:
         for callback in self._at["state_dict"]:
             entries = self._call(callback, "state_dict", trainer)
             try:
-                json.dumps(entries)
+                entries = dict(json.loads(json.dumps(entries)))  # keys that are numbers become text, as after a resume
             except (TypeError, ValueError) as error:
-                raise CallbackError(f"{_name(callback)}: its state_dict is not JSON-able: {error}") from error
+                raise CallbackError(f"{_name(callback)}: its state_dict is no JSON object: {error}") from error
             if taken := sorted(state.keys() & entries.keys()):
                 raise CallbackError(f"{_name(callback)}: the train state has {taken[0]!r} already: choose another name")
             state |= entries

@@ -106,7 +106,9 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     """Find the features that the config asks for and the model does not offer."""
     spec, mesh = run.spec, run.mesh
     compiled = run.training.compile and "model" in run.compile.components
-    halves = mesh.expert > 1 or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
+    halves = mesh.expert > 1
+    if compiled and mesh.tensor > 1:
+        halves = halves or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
     features = {
         "tensor_plan": (_TP, mesh.tensor > 1),
         "experts": (_EP, mesh.expert > 1),

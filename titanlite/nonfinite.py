@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

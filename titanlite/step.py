@@ -171,4 +171,5 @@ class TrainStep:
             clip_gradients(self.model.parameters(), norm, self.max_norm)
         self.before_update()
         gated_step(self.optimizer, ok, lr, divisor)
+        self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)  # also of weights that the optimizer does not hold

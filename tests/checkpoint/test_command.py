@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import uuid
@@ -20,7 +19,6 @@ from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
-from titanlite.tools.checkpoint import remove
 from titanlite.tools.cli import main
 from titanlite.tools.tensors import Contents, measure
 from titanlite.utils import human_bytes
@@ -193,12 +191,12 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
 
 def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # files can be made, and none can hold a byte
-    try:
-        remove([tmp_path / "step-1"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom titanlite.tools.checkpoint import remove\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can hold a byte\n"
+        "remove([Path(sys.argv[1])])\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "step-1")], check=True, stdout=subprocess.DEVNULL)
     assert names(tmp_path) == ["step-2"]
 
 

@@ -176,3 +176,28 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
         load_template(str(tmp_path / "none.jinja"), load_tokenizer())
     with pytest.raises(ConfigError, match=r"data\.messages_key.*data\.text_key"):
         load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])
+
+
+def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, template = load_tokenizer(), tmp_path / "own.jinja"
+    tokenizer.folder = str(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(b'\xef\xbb\xbf{"model_max_length": 8, "pad_token": "[P]"}')
+    template.write_text("{% for %}")
+    with pytest.raises(DataError, match=r"^--chat-template: .*own\.jinja, line 1"):
+        load_template(str(template), tokenizer, "--chat-template")
+    template.write_text("{{ pad_token }}")
+    assert ("pad_token", "[P]") in load_template(str(template), tokenizer).tokens
+    asked: list[str] = []
+
+    def read(url: str) -> bytes:
+        asked.append(url)
+        return b"<!DOCTYPE html>"
+
+    monkeypatch.setattr("titanlite.data.chat.read_url", read)
+    tokenizer.folder = "https://models"
+    assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens) and asked == []
+    with pytest.raises(DataError, match="brings no chat template"):
+        load_template(None, tokenizer)
+    assert len(asked) == 2

@@ -93,8 +93,11 @@ def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path: Path) 
         write(tmp_path / name, Path(name).name)
     (tmp_path / "text/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "text/a/above").symlink_to(tmp_path / "text")
+    (tmp_path / "text/0").symlink_to(tmp_path / "text/a")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "text/a/b")
     assert texts(tmp_path / "text") == ["1.jsonl", "2.jsonl", "3.jsonl"]
-    (tmp_path / "text/a/above").unlink()
+    for link in ("text/a/above", "text/0", "text/link"):
+        (tmp_path / link).unlink()
     assert texts(tmp_path / "text/**/a/**/*.jsonl") == ["1.jsonl", "2.jsonl"]
 
 

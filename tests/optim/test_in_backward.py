@@ -95,6 +95,16 @@ def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> Non
     assert unequal(*folders) == []
 
 
+def test_a_weight_that_the_optimizer_leaves_out_keeps_its_value_and_no_gradient() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    before = [p.detach().clone() for p in model.parameters()]
+    early = StepInBackward(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    with early.at(0.1, lambda: None):
+        model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is None for p in model.parameters()) and early.square_norm(torch.device("cpu")) > 0
+    assert [p.equal(b) for p, b in zip(model.parameters(), before, strict=True)] == [True, True, False, False]
+
+
 def test_what_needs_all_gradients_is_refused() -> None:
     needs = {p.key for p in refusals(["--optimizer.early_step_in_backward"])}
     assert needs == {"optimizer.early_step_in_backward"}

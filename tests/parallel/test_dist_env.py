@@ -160,7 +160,7 @@ def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on
 
 _FAULTS = """
 import json, resource, torch
-from titanlite.parallel.dist_env import keep_freed_memory
+from titanlite.parallel.process import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -168,8 +168,7 @@ def test_recomputation_stops_before_the_last_product_where_torch_does() -> None:
     assert left_out("float8.enable_float8_linear")[0] == 0
     assert left_out(tp(2)) == (pytest.approx(last), pytest.approx(11))
     assert left_out(tp(2), "training.compile") == (0, pytest.approx(12))
-    experts, attention = 2 * 3 * 4096 * 14336, 2 * 4096 * 4096 + 2 * 4096 * 1024
-    assert left_out(config="mixtral_8x7b")[0] == pytest.approx(experts / 3 / (experts + attention), rel=0.01)
+    assert left_out(config="mixtral_8x7b")[0] == 0
 
 
 @pytest.mark.parametrize("rows, k, n", [(512, 256, 1024), (256, 512, 512)])

@@ -27,24 +27,14 @@ def missed(figures: list[Any]) -> list[str]:
 
 
 def test_the_library_keeps_its_limits(house: Any) -> None:
-    missed = [
-        f"{figure.name}: {figure.text}, limit {figure.limit}"
-        for figure in house.static_figures(house.Source(ROOT))
-        if not figure.holds
-    ]
-    assert not missed, "; ".join(missed)
+    assert not missed(house.static_figures(house.Source(ROOT)))
 
 
 @pytest.mark.slow
 def test_a_run_keeps_its_limits(house: Any) -> None:
     run = house.traced_run(ROOT)
     assert run["frames"] and run["save"] and "trainer.py" in run["imported"]
-    missed = [
-        f"{figure.name}: {figure.text}, limit {figure.limit}"
-        for figure in house.run_figures(house.Source(ROOT), run)
-        if not figure.holds
-    ]
-    assert not missed, "; ".join(missed)
+    assert not missed(house.run_figures(house.Source(ROOT), run))
 
 
 def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class Keeps(Callback):
 @pytest.mark.parametrize(
     ("callbacks", "said"),
     [
-        ([Keeps(mine=torch.ones(1))], "not JSON-able: Object of type Tensor"),
+        ([Keeps(mine=torch.ones(1))], "no JSON object: Object of type Tensor"),
         ([Keeps(tokens_seen=7)], "has 'tokens_seen' already"),
         ([Keeps(best=1), Keeps(best=2)], "has 'best' already"),
     ],

@@ -170,6 +170,8 @@ def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(pool: Pools, 
     ended = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
     assert ended["code"] == exit_codes.DONE and (8, "validation_loss") in _losses(tmp_path)
     assert not [line for line in ended["said"] if "nothing to do" in line]
+    again = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
+    assert again["code"] == exit_codes.CHECKPOINT and "this run has ended there" in again["error"]
     full, weights = Contents(tmp_path / "checkpoint" / "step-8"), open_weights(tmp_path / "checkpoint" / "step-8-hf")
     assert all(torch.equal(weights.read(name), full.read(f"model.{name}")) for name in weights.parts)
 

@@ -256,7 +256,7 @@ class Loader:
                 f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
                 "checkpoint.folder or job.dump_folder, or move them away"
             )
-        if (done := last_hf_step(self.root)) > (manifest.step if manifest is not None else -1) and not rollback:
+        if (done := last_hf_step(self.root)) >= (manifest.step if manifest is not None else 0) and not rollback:
             raise CheckpointError(
                 f"{hf_folder(self.root, done)} holds the weights of the last save (checkpoint.last_save_in_hf): this "
                 "run has ended there. To start another run from them, give that another folder and name this one as "

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
+from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
@@ -247,8 +248,6 @@ class Checkpointer:
             self._async.report(SaveOutcome(step, folder, time.perf_counter() - self._began))
 
     def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
-        from titanlite.checkpoint.hf_save import save_hf
-
         final, (spec, args) = hf_folder(self.root, step), self._loader.model()
         assert self._group is not None
         self._on_rank_0(self._owner.look)

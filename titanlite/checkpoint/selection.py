@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.config.toml import quote
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.utils import Table, render
 
@@ -124,11 +125,12 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str], floats: Coll
         key = 'checkpoint.exclude_from_loading = ["optimizer"]'
         return f"\nIf that is meant: {key} begins with a new state of the optimizer"
     missing = [name for name in weights if found[name] == MISSING]
-    # Whoever changes the precision wants to keep the weights.
+    # A change of the precision should keep the weights.
     typed = [name for name in weights if name.startswith(WEIGHT) and name in floats]
     rest = [name for name in weights if found[name] != MISSING and name not in typed]
     if typed:
-        ways.append(f"a run in another folder with checkpoint.initial_load_path = {source} converts the weights")
+        key = f"checkpoint.initial_load_path = {quote(source)}"
+        ways.append(f"a run in another folder with {key} converts the weights, and begins at step 0")
     if missing:
         patterns = _patterns(missing, {*names} - {*missing})
         ways.append(f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing")

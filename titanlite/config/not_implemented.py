@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from titanlite.config.errors import Problem
@@ -47,11 +48,12 @@ def _not_bundled(dataset: str) -> bool:
     return dataset not in BUNDLED
 
 
-def _has_implementations(optimizer: str) -> bool:
-    return optimizer in ("AdamW", "Adam") or is_dotted(optimizer)
+def _optimizer(*names: str) -> Callable[[str], bool]:
+    """Return whether an optimizer is one of these, or one of the user's, which receives all keys."""
+    return lambda optimizer: optimizer in names or is_dotted(optimizer)
 
 
-_FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key", "subset", "split")
+_FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key")
 _TEXTS = ("training.dataset_path", "data.source", "validation.dataset_path", "validation.sources")
 _OWN_TEXT = {**dict.fromkeys(_TEXTS, bool), "training.dataset": _not_bundled, "validation.dataset": _not_bundled}
 #: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a function that is
@@ -67,11 +69,12 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _many}),
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _many}),
-    **{f"optimizer.{n}": {"optimizer.name": ("AnyPrecisionAdamW", "AdamW8bit")} for n in _KAHAN},
-    **{f"optimizer.{n}": {"optimizer.name": "AnyPrecisionAdamW"} for n in _MOMENTS},
-    "optimizer.momentum": {"optimizer.name": "Muon"},
-    "optimizer.implementation": {"optimizer.name": _has_implementations},
+    **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW", "AdamW8bit")} for n in _KAHAN},
+    **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW")} for n in _MOMENTS},
+    "optimizer.momentum": {"optimizer.name": _optimizer("Muon")},
+    "optimizer.implementation": {"optimizer.name": _optimizer("AdamW", "Adam")},
     **{f"data.{name}": _OWN_TEXT for name in _FIELDS},
+    **{f"data.{name}": {"training.dataset": _not_bundled} for name in ("subset", "split")},
     **{f"data.{name}": {"data.streaming": bool} for name in ("lanes", "shuffle_buffer")},
     "data.persistent_workers": {"validation.enable": True},
     "data.chat_template": {"data.messages_key": bool, "data.source": bool, "validation.sources": bool},

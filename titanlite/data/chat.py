@@ -138,14 +138,15 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
     config: dict[str, Any] = {}
     place = f"{folder}/{_CONFIG}"
     try:
-        if content := _beside(folder, _CONFIG):
+        if content := _beside(folder, _CONFIG, path):
             config = json.loads(content)
-            for key, value in config.items():
+            for name, value in config.items():
                 value = value.get("content") if isinstance(value, dict) else value
-                if key.endswith("_token") and isinstance(value, str):
-                    tokens[key] = value
+                if name.endswith("_token") and isinstance(value, str):
+                    tokens[name] = value
         place = path or f"{folder}/{TEMPLATE}"
-        source: Any = Path(path).read_text("utf-8") if path is not None else _beside(folder, TEMPLATE)
+        content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()
+        source: Any = None if content is None else content.decode()
         if source is None:
             place, source = f"{folder}/{_CONFIG}", config.get("chat_template")
             if isinstance(source, list):  # several, by name
@@ -164,11 +165,17 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
     return ChatTemplate(source, tuple(tokens.items()))
 
 
-def _beside(folder: str | None, name: str) -> str | None:
-    """Return the content of a file beside a tokenizer, None if there is none. folder: a path or URL."""
+def _beside(folder: str | None, name: str, template: str | None = None) -> bytes | None:
+    """Return the content of a file beside a tokenizer, None if there is none. folder: a path or URL.
+
+    template: the file that is named instead. Then a server is asked for nothing more.
+    """
+    if folder is None or is_url(folder) and template is not None:
+        return None
     with suppress(FileNotFoundError):
-        if folder is not None:
-            return read_url(f"{folder}/{name}").decode() if is_url(folder) else Path(folder, name).read_text("utf-8")
+        content = read_url(f"{folder}/{name}") if is_url(folder) else Path(folder, name).read_bytes()
+        # Some servers answer with a page where there is no file.
+        return None if content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")) else content
     return None
 
 

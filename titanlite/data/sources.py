@@ -117,11 +117,22 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Yield the files of all subfolders that are not hidden, also behind links."""
+    """Yield the files of all subfolders that are not hidden, also behind links; of each folder once."""
+    real = {os.path.realpath(path)}
+    for folder, subfolders, _ in os.walk(path):
+        subfolders[:] = [name for name in subfolders if name[0] != "."]
+        real |= {os.path.join(os.path.realpath(folder), n) for n in subfolders if not Path(folder, n).is_symlink()}
+    seen = {os.path.realpath(path)}
+
+    def is_new(folder: Path) -> bool:
+        place = os.path.realpath(folder)
+        if folder.name[0] == "." or place in seen or folder.is_symlink() and place in real:
+            return False
+        seen.add(place)
+        return True
+
     for folder, subfolders, names in os.walk(path, followlinks=True):
-        here = Path(folder).resolve()
-        # A link to a folder above would never end.
-        subfolders[:] = [n for n in subfolders if n[0] != "." and not here.is_relative_to(Path(folder, n).resolve())]
+        subfolders[:] = [name for name in sorted(subfolders) if is_new(Path(folder, name))]
         yield from (Path(folder, name) for name in names)
 
 
@@ -145,7 +156,8 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     number = 0
     columns = columns or Columns()
     documents = load_function(key, function)()
-    if isinstance(documents, str | dict) or not isinstance(documents, Iterable):
+    is_sequence = hasattr(documents, "__getitem__")  # torch's data sets have no more
+    if isinstance(documents, str | dict) or not (is_sequence or isinstance(documents, Iterable)):
         raise DataError(
             f"{key}: {function} returned {documents!r:.60}, expected documents: yield them, or return a list"
         )

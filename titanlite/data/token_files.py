@@ -206,7 +206,7 @@ def is_tokens(path: str | None) -> bool:
         return place.suffix == ".npy" or (not place.is_file() or place in _pair(place)) and _pair(place)[1].is_file()
     if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
         return True
-    names = os.listdir(place)
+    names = [name for name in os.listdir(place) if name[0] != "."]
     is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
     return not is_text and any(name.endswith((".idx", ".npy")) for name in names)
 

@@ -6,15 +6,12 @@ rest again: less memory, for some element-wise work.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-if TYPE_CHECKING:
-    pass
 
 
 class _SiluMul(torch.autograd.Function):

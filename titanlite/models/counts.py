@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import typing
-
-from titanlite.models.spec import Cost
-
-if typing.TYPE_CHECKING:
-    pass
 from titanlite.models.llama import LlamaArgs, block_names
+from titanlite.models.spec import Cost
 
 
 def _counts(args: LlamaArgs) -> tuple[int, int, int, int]:

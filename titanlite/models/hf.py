@@ -88,7 +88,7 @@ def _skeleton(content: str, vocab_size: int) -> Skeleton:
     # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not read it.
     if any(getattr(module, "is_decoder", True) is False for module in model.modules()):
         message = f"each token of this {config.model_type} sees those after it: it would learn to copy the next one"
-        raise _refused(message, "set model.overrides.is_decoder = true")
+        raise _refused(message, "set model.overrides.is_decoder = true" if hasattr(config, "is_decoder") else "")
     rules = {name: _rule(name, *operations.get(id(p), ("nothing", ()))[:2]) for p, name in names.items()}
     paths = {module: name for name, module in model.named_modules()}
     head = paths.get(model.get_output_embeddings(), "")

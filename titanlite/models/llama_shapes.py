@@ -7,8 +7,6 @@ import typing
 from collections.abc import Mapping
 from dataclasses import replace
 
-if typing.TYPE_CHECKING:
-    pass
 from titanlite.models.llama import LlamaArgs, RopeScaling
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlite.models.llama import RopeScaling
-
-if TYPE_CHECKING:
-    pass
 
 
 class Rotation:

@@ -110,7 +110,7 @@ def _upper_halves(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Return the code nearest to each value (float32), as `torch.bucketize` finds it."""
+    """Return the code nearest to each finite value (float32), as `torch.bucketize` finds it."""
     if values.device.type != "cpu":
         return torch.bucketize(values, _levels(signed, values.device)[1], out_int32=True, right=True)
     # A CPU mispredicts the branches of its search: a table takes a fraction of the time.

@@ -122,9 +122,10 @@ class StepInBackward:
         assert isinstance(parameter, nn.Parameter)
         self._squares.append(square_norm([parameter], parameter.device))
         groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [{**groups[self._group_of[id(parameter)]], "params": [parameter]}]
-        try:
-            self._optimizer.step()
-        finally:
-            self._optimizer.param_groups = groups
+        if (index := self._group_of.get(id(parameter))) is not None:
+            self._optimizer.param_groups = [{**groups[index], "params": [parameter]}]
+            try:
+                self._optimizer.step()
+            finally:
+                self._optimizer.param_groups = groups
         parameter.grad = None

@@ -1,5 +1,7 @@
 """Divide one training run over ranks and over memory: meshes, FSDP, TP, CP, PP, checkpointing, compilation, float8."""
 
+from importlib.metadata import version
+
 from titanlite import exit_codes
 from titanlite.config.sections import ActivationCheckpoint, Experimental, Float8
 
@@ -11,7 +13,7 @@ class ParallelismError(ValueError):
 
 
 def compiles_halves(ac: ActivationCheckpoint, float8: Float8, experimental: Experimental) -> bool:
-    """Whether `torch.compile` takes halves of tensor-parallel blocks with any torch, and not whole ones with 2.13."""
+    """Whether `torch.compile` needs halves of tensor-parallel blocks: always before torch 2.13."""
     by_op = ac.mode == "selective" and ac.selective_ac_option == "op"
     untested = ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
-    return untested or not (by_op or ac.mode == "none")
+    return untested or not (by_op or ac.mode == "none") or version("torch") < "2.13"

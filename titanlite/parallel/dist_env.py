@@ -1,7 +1,7 @@
 """The processes of a run: device, store, default process group, mesh, timeouts.
 
 One path serves one CPU process and many GPUs: `fully_shard` and the collectives also run at world size 1.
-This module imports torch inside its functions, since `titanlite.main` checks the variables before the import of torch.
+This module imports torch inside its functions, since a config check reads some of its names without torch.
 """
 
 from __future__ import annotations

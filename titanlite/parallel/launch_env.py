@@ -1,17 +1,15 @@
-"""What the launcher says about a rank: RANK, WORLD_SIZE and others."""
+"""What the launcher says about a rank: RANK, WORLD_SIZE and others.
+
+This module imports torch inside a function, since `titanlite.main` checks the variables before the import of torch.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from titanlite.parallel import ParallelismError
-
-if TYPE_CHECKING:
-    pass
-
 
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 

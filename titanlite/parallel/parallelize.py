@@ -217,8 +217,8 @@ class ModelBuilder:
         """
         if not self.compiles("model"):
             return []
-        wrong = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
-        halves = self.ep > 1 or (self.tp > 1 and (wrong or torch.__version__ < "2.13"))
+        of_tensor = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
+        halves = self.ep > 1 or (self.tp > 1 and of_tensor)
         names: list[str] = self.offered("sublayer_names" if halves else "block_names")(self.args)
         return names
 

@@ -7,13 +7,8 @@ import os
 import resource
 import socket
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 from titanlite.parallel import ParallelismError
-
-if TYPE_CHECKING:
-    pass
-
 
 #: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves. Other files.
 _GROUPS, _FILES = 4, 256

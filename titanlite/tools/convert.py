@@ -131,7 +131,7 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool) -> Source:
     if not isinstance(record, dict):
         raise CheckpointError(
             f"{folder} does not say which model it is of: it was written before checkpoints did, or by a program that "
-            'gave no config = {"model": titanlite.models.spec.as_record(…)}. Resume the run, and convert its next one'
+            'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and convert its next one'
         )
     if problems := check_files(folder, manifest, progress=progress):
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
@@ -175,7 +175,7 @@ def _torch_file(path: Path) -> Source:
     state = content.get(STATE) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
         raise CheckpointError(
-            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.spec.as_record(…)}}, as '
+            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.args.as_record(…)}}, as '
             "`titanlite checkpoint convert --to torch` writes it"
         )
     family, args = _described(path, content[MODEL])
