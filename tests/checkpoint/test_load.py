@@ -248,7 +248,7 @@ def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: 
 def test_weights_of_another_precision_are_offered_a_conversion_not_a_loss() -> None:
     half, weights = _model(2, dtype="bfloat16", optimizer=True), _model(2, optimizer=True)
     offered = _refusal(half, weights, source="a/step-3").splitlines()[-1]
-    assert "a run in another folder with checkpoint.initial_load_path = a/step-3 converts the weights" in offered
+    assert 'a run in another folder with checkpoint.initial_load_path = "a/step-3" converts the weights' in offered
     assert "exclude_from_loading" not in offered
     moments = _with_moments(weights, "exp_avg", "bfloat16")
     assert 'exclude_from_loading = ["optimizer"] begins' in _refusal(weights, moments), "patterns of many would be cut"
