@@ -126,8 +126,10 @@ def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], C
     experts = [name for name in found if ".experts." in name]
     assert len(experts) == 3 * SIZE["n_layers"]
     for name in experts:
-        # bfloat16 iterations: 1 % of three updates of 1e-3 * 0.2 * sqrt(64) * 0.1 to 0.2 each.
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-5, msg=f"{name}: ".__add__)
+        # bfloat16 iterations: 1 % of three updates of 1e-3 * 0.2 * sqrt(64) * 0.1 to 0.2 each. The largest of 12,288
+        # differences depends on the processor's rounding.
+        apart = found[name] - expected[name]
+        assert apart.square().mean().sqrt() < 5e-6 and apart.abs().max() < 5e-5, name
 
 
 # The exchange by itself
