@@ -129,7 +129,7 @@ def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], C
         # bfloat16 iterations: 1 % of three updates of 1e-3 * 0.2 * sqrt(64) * 0.1 to 0.2 each. The largest of 12,288
         # differences depends on the processor's rounding.
         apart = found[name] - expected[name]
-        assert apart.square().mean().sqrt() < 5e-6 and apart.abs().max() < 5e-5, name
+        assert apart.square().mean().sqrt() < 5e-6 and apart.abs().max() < 3e-5, name
 
 
 # The exchange by itself

@@ -121,15 +121,17 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> Non
     }
 
 
-@pytest.mark.parametrize("world, flags", [(8, ()), (64, (tp(8), *FULL)), (64, ("training.batch_size=1",))])
-def test_faster_hardware_is_never_slower(world: int, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "world, flags, gain", [(8, (), 1.55), (64, (tp(8), *FULL), 1.19), (64, ("training.batch_size=1",), 1.55)]
+)
+def test_faster_hardware_is_never_slower(world: int, flags: tuple[str, ...], gain: float) -> None:
     run, base = make(world, *flags), cluster(world)
     first = predict(run, base).tokens_per_second
     faster = [replace(base, network=2 * base.network)]
     for name in ("bf16", "bandwidth", "link", "pcie"):
         faster.append(replace(base, gpu=replace(H100, **{name: 2 * getattr(H100, name)})))
     rates = [predict(run, one).tokens_per_second for one in faster]
-    assert min(rates) >= first and max(rates) > 1.15 * first
+    assert min(rates) >= first and max(rates) > gain * first
 
 
 def test_features_move_the_speed_as_they_should() -> None:
