@@ -21,7 +21,9 @@ DEVICE = "CPU (made up)"
 
 
 def main() -> None:
-    flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+    command, *words = sys.argv[1:]
+    assert command == "train", sys.argv
+    flags = dict(word[2:].split("=", 1) for word in words)
     folder, steps = Path(flags["job.dump_folder"]), int(flags["training.steps"])
     with open(os.environ["STAND_IN_LOG"], "a") as log:
         log.write(f"{folder.name}\n")
@@ -45,7 +47,7 @@ def main() -> None:
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, _ = check_config(sys.argv[1:], RANKS, training=True)
+    config, _ = check_config(words, RANKS, training=True)
     (folder / "config.toml").write_text(config.to_toml())
     attempt = {"state": "done", "first_step": 0, "steps": steps, "step": steps, "world_size": RANKS, "device": DEVICE}
     attempt["versions"] = provenance.versions()
