@@ -1,10 +1,13 @@
-"""Numbers for people."""
+"""Numbers for people, and lines of a file."""
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 
-from titanlite.utils import Table, human_bytes, human_count, human_time, render
+from titanlite.utils import Table, append_line, human_bytes, human_count, human_time, read_lines, render
 
 
 def test_times_counts_and_bytes_as_people_read_them() -> None:
@@ -25,3 +28,17 @@ def test_a_table_is_plain_where_no_colours_are_wanted(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv(name, value)
     assert ("\x1b" in render(Table(("a",), [("b",)]), True)) is bold
+
+
+def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    append_line(file, {"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, hard))  # as a full disk, which takes 5 bytes
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            append_line(file, {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_line(file, {"step": 3})
+    assert read_lines(file) == [{"step": 1}, {"step": 3}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
@@ -117,7 +118,9 @@ def append_line(path: Path, entry: Mapping[str, Any]) -> None:
     try:
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        os.write(file, b"\n" * torn + json.dumps(entry).encode() + b"\n")
+        line = b"\n" * torn + json.dumps(entry).encode() + b"\n"
+        if os.write(file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file)
     finally:
         os.close(file)

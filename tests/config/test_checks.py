@@ -145,6 +145,12 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("unknown-value", "validation.sources[0].name", f"{HELD_OUT}[{{name='a.b:c'}}]", "dotted path"),
     ("no-file", "validation.sources[0].path", f"validation.enable {HELD_OUT}[{{name='a',path='/no'}}]", "/no"),
     ("out-of-range", "data.skip_steps", "data.skip_steps=3,9-3", "ends before it begins"),
+    (
+        "unknown-value",
+        "optimizer.groups[1].pattern",
+        'optimizer.groups=[{pattern="norm"},{pattern="("}]',
+        "regular expression",
+    ),
     # Degrees and ranks
     ("ranks", "training.data_parallel_shard_degree", "training.data_parallel_shard_degree=4", "4 = 4, which is not", 2),
     ("ranks", TP, f"{TP}=4", "tensor_parallel 4 = 4, which does not divide the world size 6", 6),

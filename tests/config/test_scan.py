@@ -5,8 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.config import toml
 from titanlite.config.toml import loads, scan
 
+#: The items of an array over several lines: each is on the line where it ends.
+SPREAD = {"@": 0, "@.sub": 0, **{f"@.sub[{item}]": line for item, line in enumerate((0, 0, 3, 5, 5, 6))}}
 #: Parts of a document: text with `@` for a fresh name, and what is on each of its lines, from the part's first line.
 PAIRS = [
     ("@ = 1\n", {"@": 0}),
@@ -15,6 +18,7 @@ PAIRS = [
     ("@ = '''x = [\n'''''\r\n", {"@": 0}),
     ("@ = [ # a\n  1,\n\n  [1979-05-27 07:32:00, ']'],\n]\n", {"@": 0, "@[0]": 1, "@[1]": 3}),
     ("@ = [{ a = 1 },\n  { a = 2 }]\n", {"@": 0, "@[0]": 0}),
+    ("@.sub = [ 1, 2, # ]\n[\n3,\n],\n'''4\n]''', 5,\n6\n]\n", SPREAD),
     ('@ = { a.b = "}", c = [\n{ d = 3.5e-4 } ] }\n', dict.fromkeys(("@", "@.a", "@.a.b", "@.c"), 0)),
     ('# a [comment] = "x\n\n', {}),
     ("\r\n", {}),
@@ -50,3 +54,11 @@ def test_each_key_is_found_on_its_line_and_the_statements_make_the_document(docu
     statements, found = scan(text)
     assert found == lines
     assert "\n".join(statement.text for statement in statements) == text.replace("\r\n", "\n")
+
+
+def test_the_time_for_a_long_list_grows_with_its_length(monkeypatch):
+    text = "files = [\n" + "".join(f'  "part-{number}.jsonl",\n' for number in range(1000)) + "]\n"
+    parsed = []
+    monkeypatch.setattr(toml, "loads", lambda chunk: parsed.append(len(chunk)) or loads(chunk))
+    assert scan(text)[1]["files[999]"] == 1001
+    assert sum(parsed) < 5 * len(text)

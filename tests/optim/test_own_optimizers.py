@@ -281,13 +281,10 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
     assert matrices == {n for n, p in parameters.items() if n.startswith("layers.") and p.ndim == 2}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "problem"), [("nowhere", "in no parameter's name"), ("(", "no regular expression")]
-)
-def test_patterns_are_checked(pattern: str, problem: str) -> None:
-    settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern=pattern)])
+def test_patterns_are_checked() -> None:
+    settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern="nowhere")])
     (found,) = optimizer_problems(get_spec("llama3"), TINY, settings)
-    assert found.key == "optimizer.groups[1].pattern" and problem in str(found)
+    assert found.key == "optimizer.groups[1].pattern" and "in no parameter's name" in str(found)
 
 
 def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one() -> None:

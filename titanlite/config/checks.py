@@ -203,6 +203,12 @@ def _numbers(d: Config) -> Iterator[Finding]:
         if None not in (ours, other) and (ours != other or name != "vocab_size"):
             message = f"is {quote(ours)}, but model.overrides.{name} = {quote(other)}"
             yield "conflict", f"model.{name}", message, "give one of the two"
+    for index, group in enumerate(d.optimizer.groups):
+        try:
+            re.compile(group.pattern)
+        except re.error as error:
+            message = f"{quote(group.pattern)} is no regular expression: {error}"
+            yield "unknown-value", f"optimizer.groups[{index}].pattern", message, ""
     for name in d.launch.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             message = "a name of a variable has letters, digits and _, and no digit at its start"

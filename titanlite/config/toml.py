@@ -49,6 +49,10 @@ def join(path: str, name: str) -> str:
     return f"{path}.{quote_key(name)}" if path else quote_key(name)
 
 
+#: Is on the last line of each statement of several lines: the end of an array, a table or a text.
+_LAST = re.compile(r"[\]}]|\"{3}|'{3}")
+
+
 class Statement(NamedTuple):
     """A header, a `key = value`, a comment or a blank line."""
 
@@ -87,6 +91,8 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
         return last
 
     for end in range(1, len(lines) + 1):
+        if end - start > 1 and not _LAST.search(lines[end - 1]):
+            continue  # else the time grows with the square of a list's length
         chunk = "\n".join(lines[start:end])
         try:
             tree = loads(chunk)
@@ -98,13 +104,16 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
             numbers[table] = start + 1
         else:
             last = enter(table, tree, is_header)
+            opening, since, count = "", start, 0
             for line in range(start + 1, end):  # the items of an array that ends on a later line
                 with suppress(TOMLDecodeError):
-                    value: Any = loads("\n".join([*lines[start:line], "]"]))
+                    value: Any = loads("\n".join([opening + lines[since], *lines[since + 1 : line], "]"]))
                     while isinstance(value, dict):
                         value = next(iter(value.values()))
-                    for item in range(len(value)):
-                        numbers.setdefault(f"{last}[{item}]", line)
+                    for _ in value:
+                        numbers.setdefault(f"{last}[{count}]", line)
+                        count += 1
+                    opening, since = "items = [", line
         found.append(Statement(chunk, start + 1, tree, table, is_header))
         start = end
     return found, numbers

@@ -1,8 +1,6 @@
-"""llama3-1-8b: 2 x ml.p5.48xlarge. Written by `titanlite launch sagemaker`.
-
-Start it with: python /home/me/llama3_1_8b/launch/sagemaker_job.py
-It needs: pip install "sagemaker>=3.27,<4"
-"""
+# llama3-1-8b: 2 x ml.p5.48xlarge. Written by `titanlite launch sagemaker`.
+# Start it with: python /home/me/llama3_1_8b/launch/sagemaker_job.py
+# It needs: pip install "sagemaker>=3.27,<4"
 
 from sagemaker.core.shapes import TensorBoardOutputConfig
 from sagemaker.train import ModelTrainer
