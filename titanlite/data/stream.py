@@ -328,8 +328,8 @@ class _Lane:
             if not seen:
                 files = ", ".join(rows.shards.names[number] for number, _, _ in own[:3])
                 raise DataError(
-                    f"no records in {files}: a lane of the stream is empty; set data.lanes lower, "
-                    "or data.streaming = false"
+                    f"no records in {files}: a lane of the stream is empty; set data.streaming = false, "
+                    "or data.lanes lower, which counts for training text"
                 )
             epoch, shard, seen = epoch + 1, 0, False
 
