@@ -360,13 +360,14 @@ def began(section: Checkpoint, loaded: LoadedState | None) -> str:
 
 def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
     """Return how learning rates differ from those of the run that wrote the checkpoint; None if they do not."""
-    before, now = loaded.train.get("schedule"), rate.record()
+    before, now = loaded.train.get("schedule"), {"phases": [], **rate.record()}
     if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or not isinstance(before, dict):
         return None
+    before = {"phases": [], **before}
     changed = {name: before[name] for name, value in now.items() if name in before and before[name] != value}
     first, coming = loaded.step + 1, range(loaded.step + 1, steps + 1)
     try:
-        earlier = rate.with_record(changed)
+        earlier = rate.with_record({**now, **changed})
         if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
             return None
         rates = f"{earlier(first):.3g} -> {rate(first):.3g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,19 @@ def test_a_schedule_of_a_later_version_stops_no_resume() -> None:
     state = {"schedule": {**rate.record(), "decay_type": "of a later version"}}
     said = report.schedule_change(LoadedState(6, state), rate, 10)
     assert said and "cannot be compared" in said and "of a later version" in said
+
+
+def test_phases_count_as_a_part_of_the_schedule() -> None:
+    plain = LearningRate(Schedule(10, 2, "constant", "titan", 0.0), 1e-3)
+    halved = replace(plain, phases=((8, 0.5),))
+
+    def change(before: LearningRate, now: LearningRate) -> str | None:
+        state = json.loads(json.dumps({"schedule": before.record()}))
+        return report.schedule_change(LoadedState(6, state), now, 10)
+
+    assert change(plain, plain) is None and change(halved, halved) is None
+    assert "phases [[8, 0.5]] -> []" in (change(halved, plain) or "")
+    assert "phases [] -> [[8, 0.5]]" in (change(plain, halved) or "")
 
 
 def test_the_use_of_an_initial_load_path_is_told() -> None:
