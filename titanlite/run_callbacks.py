@@ -16,7 +16,7 @@ from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.resume_check import ResumeCheck
+from titanlite.checkpoint.resume_check import STATE, ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.documents import documents_of
 from titanlite.data.hashes import add_hashes, step_hash
@@ -162,7 +162,10 @@ class VerifyResume(Callback):
     def on_start(self, trainer: Trainer) -> None:
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
-            self._check.resumed(self._with_other_skips(loaded, trainer), self._next_batch(trainer))
+            loaded, next_batch = self._with_other_skips(loaded, trainer), self._next_batch(trainer)
+            if next_batch != loaded.train.get(STATE, {}).get("next_batch"):
+                loaded = _with_other_shares(loaded, trainer)
+            self._check.resumed(loaded, next_batch)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if (found := self._check.after_step(trainer.step, result.loss, result.grad_norm)) is not None:
@@ -208,6 +211,13 @@ class VerifyResume(Callback):
         first = loaded.train["data"]["next_sequence"]
         same = take(first, size, before) == take(first, size, self._skip)
         return loaded if same else replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
+
+
+def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
+    """Return it with the mixture among its changes if sources have other shares, as a resume may give them."""
+    states = loaded.train.get("data", {}), trainer.parts.loader.state_dict()
+    before, now = ((state.get("rows", {}).get("names"), state.get("rows", {}).get("plan")) for state in states)
+    return loaded if before == now else replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))
 
 
 class DocumentLog(Callback):
