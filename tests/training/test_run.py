@@ -28,6 +28,7 @@ from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_text import read_datasets
+from titanlite.runs.read import read_run
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
 from titanlite.tools.drill_ranks import train
@@ -235,6 +236,18 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_
     fresh = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint")[0]["rows"]
     assert sorted(_losses(fresh)) == [1, 2]
     assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(golden.folder / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_a_run_from_a_later_step_of_another_one_keeps_earlier_metrics_too(
+    pool: Pools, golden: GoldenRun, tmp_path: Path
+) -> None:
+    earlier = pool(1).run(_run, str(tmp_path), "--training.steps=26", "--no-checkpoint.enable_checkpoint")[0]["rows"]
+    start = [f"--checkpoint.initial_load_path={golden.folder}", "--no-checkpoint.initial_load_model_only"]
+    flags = ["--training.steps=25", "--metrics.enable_tensorboard", *start]
+    assert sorted(_losses(pool(1).run(_run, str(tmp_path), *flags)[0]["rows"])) == [25]
+    assert read_metrics(tmp_path / "metrics-1.jsonl") == earlier
+    assert len(read_run(tmp_path).attempts) == 1
 
 
 def test_wrong_config_exits_2_before_torch_is_imported() -> None:

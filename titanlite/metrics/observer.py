@@ -74,18 +74,20 @@ class MetricsLogger(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
-        step, folder = trainer.step, Path(self._job.dump_folder)
+        step, folder, loaded = trainer.step, Path(self._job.dump_folder), trainer.loaded
+        # A run that begins at a step of another folder's run is not that of the records here either.
+        is_new = step == 0 or (loaded is not None and loaded.origin == "from")
         self._first_step = step + 1
         if self._world.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            if step == 0:
+            if is_new:
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
             self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
             if self._metrics.enable_wandb:
                 config = loads(self._toml)
-                self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
-        self._open_tensorboard(step)
+                self._tracker = WandbWriter(folder, config, self._job.description, 1 if is_new else step + 1)
+        self._open_tensorboard(0 if is_new else step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
             self._view = start_view(step, trainer.steps)
         head = dict(trainer.parts.model.named_modules()).get(trainer.parts.spec.head)

@@ -138,8 +138,9 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"`titanlite runs {folder}` lists the runs below it"
         )
     attempts = read_attempts(folder)
-    # A new run in the folder of an earlier one has its own metrics and attempts.
-    begin = max((i for i, one in enumerate(attempts) if one.get("first_step") == 0), default=0)
+    # A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a step of another run.
+    new = (one.get("first_step") == 0 or str(one.get("began")).startswith("from ") for one in attempts)
+    begin = max((i for i, is_new in enumerate(new) if is_new), default=0)
     found: dict[str, Any] = {"rows": (), "config": None}
     problems: list[str] = []
     for name, read, file in (("rows", _rows, METRICS), ("config", _config, CONFIG)):
