@@ -92,7 +92,7 @@ class AnomalyLog:
             return
         if words:
             logger.warning(f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}")
-        sequences = fetched.sequences(self._global_batch)
+        sequences, total = fetched.sequences(self._global_batch), self._dataset.total_sequences
         rank, degree = self._share
         # This rank has not read the other ranks' part of a stream.
         known = sequences[(rank - sequences[0]) % degree :: degree] if is_streamed(self._dataset) else sequences
@@ -108,7 +108,11 @@ class AnomalyLog:
                 "ranks": bad.ranks,
                 "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
                 **more,
-                "documents": {str(n): [name for name, _ in self._dataset.documents_in(n)] for n in known},
+                "documents": {
+                    str(n): [name for name, _ in self._dataset.documents_in(n)]
+                    for n in known
+                    if total is None or n < total  # else it fills up the last step
+                },
             }
         )
 

@@ -145,6 +145,15 @@ def test_the_record_of_a_bad_step_has_the_documents_of_all_ranks(tmp_path) -> No
     assert event["documents"] == {str(n): [f"{name}: {i}"] for n, (name, i) in enumerate(located(rows, 12, 8), 8)}
 
 
+def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_path) -> None:
+    rows = mix({"a": 1, "b": 1}, {"a": 5, "b": 5})
+    AnomalyLog(tmp_path, rows, 4).skipped(
+        BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12})
+    )
+    (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
+    assert rows.total_sequences == 10 and sorted(event["documents"]) == ["8", "9"]
+
+
 def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:
     """A step has 4 sequences of 32 tokens."""
     phases = "[{tokens=1024,lr_factor=0.5}, {tokens=257,weights={b=1}}, {step=7,weights={a=1}}]"
