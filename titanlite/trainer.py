@@ -108,7 +108,10 @@ class Trainer:
         if loaded is not None and (loaded.origin == "resume" or loaded.step or loaded.train):
             _check_state(loaded)
             self.restore(loaded)
-            self.validation_owed = loaded.origin == "resume" and bool(loaded.train.get("validation_owed"))
+            owed = loaded.origin == "resume" and parts.validation is not None
+            self.validation_owed = owed and bool(loaded.train.get("validation_owed"))
+        else:
+            self.end_with_text()
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
         if parts.validation is not None and parts.validation.first and self.step == 0:
             self.validation_owed = True
@@ -133,10 +136,15 @@ class Trainer:
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
         if "dataloader" not in loaded.left_out:
             parts.loader.load_state_dict(loaded.train["data"])
-        if parts.loader.steps_left is not None and not isinstance(parts.datasets.train, MixedRows):
-            # Earlier steps may have been of another size: a run in epochs ends where the text does.
-            steps = self.step + parts.loader.steps_left
-            parts.learning_rate.change_length(self.steps, steps)
+        # Earlier steps may have been of another size. A mixture has a length of its own.
+        self.end_with_text(later=not isinstance(parts.datasets.train, MixedRows))
+
+    def end_with_text(self, later: bool = False) -> None:
+        """End the run where its text does, of which a part may be skipped. later: also where that is later."""
+        left = self.parts.loader.steps_left
+        steps = self.steps if left is None else self.step + left
+        if later or steps < self.steps:
+            self.parts.learning_rate.change_length(self.steps, steps)
             self.steps = steps
 
     def fetch(self) -> list[Batch]:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.data.conftest import write_texts
 from tests.golden_run import GoldenRun
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
-from tests.training.test_run import _losses, _outcome, _trainer
+from tests.training.test_run import TINY, _losses, _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
@@ -125,6 +126,28 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
     (event,) = found["events"]
     assert (event["action"], event["back_to_step"], event["left_out"]) == ("rollback", 4, "5-6")
     assert event["documents"] == {str(n): found["documents"][str(n)] for n in range(40, 48)}
+
+
+def _with_a_nan_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    trainer, bad = _trainer(world, folder, *flags), [4]
+    model = trainer.parts.model
+    model.register_forward_hook(lambda _, __, out: out * NAN if bad and trainer.step == 4 and bad.pop() else out)
+    return _outcome(trainer, folder)
+
+
+def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: Path) -> None:
+    """All of its text is in the steps that the config asks for."""
+    files = {name: write_texts(tmp_path / f"{name}.jsonl", [f"{name} {n} " * 9 for n in range(30)]) for name in "ab"}
+    tables = (f"{{name='{name}', path='{path}', epochs=1}}" for name, path in files.items())
+    flags = ["--no-validation.enable", "--checkpoint.interval=2", ROLLBACK, f"--data.source=[{', '.join(tables)}]"]
+    text = read_datasets(load_config("debug_model.toml", 1, [*TINY, *flags, "--training.steps=1"])).train
+    total = text.total_sequences or 0
+    steps = total // GLOBAL
+    found = pool(1).run(_with_a_nan_in_step_4, str(tmp_path), *flags, f"--training.steps={steps}")[0]
+    assert steps > 6 and [event["left_out"] for event in found["events"]] == ["3-4"]
+    left = steps - 2 + (total % GLOBAL > 0)  # the last step is filled up
+    assert sorted(_losses(found["rows"])) == list(range(1, left + 1))
+    assert steps_in(tmp_path / "checkpoint")[-1] == left
 
 
 @pytest.mark.slow

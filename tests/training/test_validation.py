@@ -136,3 +136,25 @@ def test_figures_at_the_limits() -> None:
     assert math.isnan(HeldOutLoss(0.0, 0).loss) and HeldOutLoss(1e6, 1).perplexity == math.inf
     result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
     assert result.all.loss == 2.0 and str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
+
+
+def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    trainer = _trainer(world, folder, *flags)
+    fetch = trainer.parts.loader.next_step
+
+    def next_step() -> Any:
+        if trainer.step == 4:
+            trainer.stop.request("a test")
+        return fetch()
+
+    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
+    return _outcome(trainer, folder)
+
+
+def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(pool: Pools, tmp_path: Path) -> None:
+    """Else the last save would be a full one."""
+    flags = ["--validation.freq=4", "--checkpoint.model_weights_only"]
+    pool(1).run(_stop_in_step_4, str(tmp_path), *flags, "--training.steps=8")
+    assert read_manifest(tmp_path / "checkpoint" / "step-4").train["validation_owed"]
+    pool(1).run(_run, str(tmp_path), *flags, "--training.steps=6", "--no-validation.enable")
+    assert read_manifest(tmp_path / "checkpoint" / "step-6").weights_only
