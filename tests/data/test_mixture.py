@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,10 @@ from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Row, Stateless
 from titanlite.fit import load_config
 from titanlite.guard import BadStepError
+from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.figures import RowLosses, SourceFigures
 from titanlite.run_text import rate_phases
+from titanlite.step import ReplicationFactors
 
 
 class Numbers(Stateless):
@@ -152,6 +157,18 @@ def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_
     )
     (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
     assert rows.total_sequences == 10 and sorted(event["documents"]) == ["8", "9"]
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_what_is_skipped_does_not_count_as_served(slots: int) -> None:
+    rows = mix({"a": 3, "b": 1}, slots=slots, phases={40: {"b": 1}})
+    state = {"next_sequence": 72, "left_out": [[5, 9], [36, 50]]}
+    trainer: Any = SimpleNamespace(parts=SimpleNamespace(loader=SimpleNamespace(state_dict=lambda: state)))
+    figures = SourceFigures(rows, RowLosses(cross_entropy_sum, 2), 4, (0, 1), ReplicationFactors())
+    found = Counter(
+        name for index, (name, _) in enumerate(located(rows, 72)) if not (5 <= index < 9 or 36 <= index < 50)
+    )
+    assert figures.state_dict(trainer) == {"served": dict(sorted(found.items()))}
 
 
 def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:

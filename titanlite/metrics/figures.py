@@ -172,7 +172,12 @@ class SourceFigures(Callback):
         return {f"share/{name}": count / total for name, count in served.items()}
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return {"served": self._mixture.served(trainer.parts.loader.state_dict()["next_sequence"])}
+        state, served = trainer.parts.loader.state_dict(), self._mixture.served
+        counts = served(state["next_sequence"])
+        for first, end in state.get("left_out", ()):  # skipped, so no sequences of the run
+            before, after = served(first), served(end)
+            counts = {name: count - after[name] + before[name] for name, count in counts.items()}
+        return {"served": counts}
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         shares = (f"{name.partition('/')[2]} {share:.1%}" for name, share in self._shares(trainer).items())
