@@ -111,7 +111,7 @@ class Trainer:
             owed = loaded.origin == "resume" and parts.validation is not None
             self.validation_owed = owed and bool(loaded.train.get("validation_owed"))
         else:
-            self.end_with_text()
+            _end_with_text(self)
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
         if parts.validation is not None and parts.validation.first and self.step == 0:
             self.validation_owed = True
@@ -137,15 +137,7 @@ class Trainer:
         if "dataloader" not in loaded.left_out:
             parts.loader.load_state_dict(loaded.train["data"])
         # Earlier steps may have been of another size. A mixture has a length of its own.
-        self.end_with_text(later=not isinstance(parts.datasets.train, MixedRows))
-
-    def end_with_text(self, later: bool = False) -> None:
-        """End the run where its text does, of which a part may be skipped. later: also where that is later."""
-        left = self.parts.loader.steps_left
-        steps = self.steps if left is None else self.step + left
-        if later or steps < self.steps:
-            self.parts.learning_rate.change_length(self.steps, steps)
-            self.steps = steps
+        _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
@@ -373,6 +365,15 @@ def _check_state(loaded: LoadedState) -> None:
                 f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. Only "
                 "its weights can be used: name it as checkpoint.initial_load_path of another run"
             )
+
+
+def _end_with_text(trainer: Trainer, later: bool = False) -> None:
+    """End the run where its text does, of which a part may be skipped. later: also where that is later."""
+    left = trainer.parts.loader.steps_left
+    steps = trainer.steps if left is None else trainer.step + left
+    if later or steps < trainer.steps:
+        trainer.parts.learning_rate.change_length(trainer.steps, steps)
+        trainer.steps = steps
 
 
 def _log_once(level: int, text: str) -> None:
