@@ -312,6 +312,34 @@ def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(pool
     assert rows["head"] == rows["all"] and len(rows["all"]) == 3
 
 
+def without_tables(parameters: dict[str, Any], settings: Any, device: Any) -> torch.optim.Optimizer:
+    groups = [{"params": []}, {"params": list(parameters.values())}]
+    return torch.optim.SGD(groups, lr=settings.lr)
+
+
+def test_the_first_group_may_be_empty(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=2", "--training.loss=cross_entropy", *LLAMA]
+    (run, *_) = pool(2).run(_run, str(tmp_path), f"--optimizer.name={__name__}:without_tables", *flags)
+    assert [row[0] for row in run.rows] == [1, 2]
+
+
+def _misfit(world: DistEnv, folder: str, *flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _run(world, folder, "--training.loss=cross_entropy", *LLAMA, *flags)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--optimizer.groups=[{pattern='no_such', lr=1e-4}]", "'no_such' is found in no parameter's name"),
+        ("--training.fsdp_units=['NoSuch']", "no FSDP group can be made of NoSuch"),
+    ],
+)
+def test_a_loop_refuses_what_a_run_refuses(pool: Pools, tmp_path: Path, flag: str, message: str) -> None:
+    assert message in pool(1).run(_misfit, str(tmp_path), "--optimizer.name=AdamW", flag)[0]
+
+
 def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

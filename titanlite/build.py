@@ -266,7 +266,7 @@ def build(
     """Build everything that a loop needs, on this rank's device. All ranks call it together.
 
     datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
-    callbacks: run after titanlite's own; None: those of `job.callbacks`.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises ConfigError as `check_model` does.
     """
     device = world.device
     if callbacks is None:
@@ -274,6 +274,7 @@ def build(
     datasets = datasets or read_datasets(run)
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
+    check_model(run, datasets.tokenizer.vocab_size)
     samples, folder = None, Path(run.job.dump_folder)
     if run.launch.preflight:
         if run.debug.deterministic:

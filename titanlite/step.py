@@ -163,7 +163,7 @@ class TrainStep:
         # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit. `before_update` is
         # promised clipped gradients.
         inside = norm.device.type == "cuda" and self.before_update is do_nothing
-        if norm.device.type != self.optimizer.param_groups[0]["params"][0].device.type:
+        if norm.device.type != next(self.model.parameters()).device.type:
             norm, ok = to_host(norm, ok)  # an update in host memory begins when the norm over all ranks is known
         if inside and divides_gradients(self.optimizer):
             divisor = clip_divisor(norm, self.max_norm)

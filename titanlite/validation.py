@@ -19,6 +19,7 @@ from torch import nn
 
 from titanlite.data.loader import Batch, to_device
 from titanlite.loss import count_valid
+from titanlite.parallel.fsdp import free_gathered
 from titanlite.step import ReplicationFactors, Runner
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def _loss_sums(
         (batch,) = to_device([on_cpu], device)
         sums[text, 0] += runner.loss_sum(batch)
         sums[text, 1] += count_valid(batch.labels)
+    free_gathered(model)
     model.train()
     dist.all_reduce(sums)
     return sums / sums.new_tensor([factors.loss, factors.tokens])

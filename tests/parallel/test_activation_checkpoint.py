@@ -97,11 +97,27 @@ class Dropping(nn.Module):
         return self.block(x)
 
 
-def test_dropout_draws_the_same_numbers_again() -> None:
+class Noisy(nn.Module):
+    """One block that draws by itself."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * torch.rand_like(x)).relu()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = self.Block(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+@pytest.mark.parametrize("kind", [Dropping, Noisy])
+def test_a_block_draws_the_same_numbers_again(kind: type[nn.Module]) -> None:
     found = []
     for settings in (NONE, FULL):
         torch.manual_seed(0)
-        model = Dropping()
+        model = kind()
         apply_ac(model, ["block"], settings, CPU)
         model(torch.ones(8, 16)).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()})

@@ -75,6 +75,23 @@ def test_a_forgotten_parameter_or_buffer_is_named() -> None:
         materialize(model, torch.device("cpu"), lambda module: nn.init.ones_(module.weight))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.complex64], ids=str)
+def test_a_forgotten_buffer_of_any_type_is_named(dtype: torch.dtype) -> None:
+    """Memory of before would be positions, masks or rotations."""
+
+    def fill(module: nn.Module) -> None:
+        module.written.fill_(0)
+
+    with torch.device("meta"):
+        model = nn.Module()
+        model.register_buffer("written", torch.empty(2, 2, dtype=dtype))
+        model.register_buffer("empty", torch.empty(0, dtype=dtype))
+    materialize(model, torch.device("cpu"), fill)
+    model.register_buffer("table", torch.empty(3, dtype=dtype, device="meta"), persistent=False)
+    with pytest.raises(RuntimeError, match="no initial value for: table"):
+        materialize(model.to("meta"), torch.device("cpu"), fill)
+
+
 def _drawn(world: DistEnv, degrees: Degrees) -> int:
     seed_generators(5, degrees.build(world))
     return int(torch.randint(2**40, ()))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.parallel.watch import GATHER, REDUCE, Wire
 from tests.pool import Pools
@@ -28,8 +29,10 @@ from tests.training.reference import Curve
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
 from titanlite.models.counts import pipeline_costs
+from titanlite.models.spec import Cost
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.pipeline import PipelineModel, cut_stages
 from titanlite.parallel.pipeline_split import split_stages
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
@@ -166,6 +169,36 @@ def test_stages_lie_on_ranks_as_the_schedule_runs_them() -> None:
     assert layout.ranks == (0, 1, 1, 0) and layout.on(0) == [0, 3]
     assert layout.stages[3] == ("layers.3", "norm", "output")
     assert split_stages(COSTS, 3, "1F1B", ("norm", "output")).stages[1:] == (("norm",), ("output",))
+
+
+class Nested(nn.Module):
+    """Not made for a pipeline: a list of blocks, and a scale that is no piece of its own."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.scale = nn.Parameter(torch.ones(4)) if scaled else None
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 8)
+
+
+def _cut(world: DistEnv, scaled: bool) -> str:
+    names = ["table", *(f"blocks.{i}" for i in range(4)), "norm", "head"]
+    layout = split_stages({name: Cost(1, 1) for name in names}, 2, "Interleaved1F1B")
+    mesh = world.build_mesh(pp=2)
+    try:
+        PipelineModel(cut_stages(lambda: Nested(scaled), layout, world.rank), layout, mesh)
+    except ParallelismError as error:
+        return str(error)
+    return ""
+
+
+def test_a_stage_whose_weights_would_not_be_trained_is_refused(pool: Pools) -> None:
+    for message in pool(2).run(_cut, True):
+        assert message == "no stage of the pipeline has scale: pipeline_costs must name its module"
+    for rank, message in enumerate(pool(2).run(_cut, False)):
+        names = f"blocks.{2 + rank}.weight, blocks.{2 + rank}.bias"
+        assert message == f"two stages of a rank share the module around {names}: make it an nn.ModuleDict"
 
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:

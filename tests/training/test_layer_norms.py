@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.golden_run import GoldenRun
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import Run, batches, full, stepper
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.optim.gradients import layer_of
+from titanlite.optim.gradients import layer_of, square_norms
 from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
@@ -60,6 +62,17 @@ def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
         assert list(told) == LAYERS
         assert told == pytest.approx(true, rel=1e-6) and told == pytest.approx(alone, rel=1e-5)
         assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
+
+
+def test_ranks_of_a_pipeline_name_the_same_layers_of_a_nested_model() -> None:
+    def stage(*names: str) -> nn.Module:
+        model = nn.Module()
+        model.decoder = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+        model.layout = SimpleNamespace(trained=["decoder.table", "decoder.blocks.0", "decoder.head"])
+        return model
+
+    first, middle = (square_norms(model, torch.device("cpu")) for model in (stage("table"), stage()))
+    assert list(first) == list(middle) == ["decoder", "decoder.blocks.0"]
 
 
 def test_wrappers_do_not_change_a_layers_name() -> None:

@@ -61,6 +61,21 @@ def before_step_1(pool: Pools, files: dict[str, Path], folder: Path, ranks: int,
     return validations(found)[0]
 
 
+def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
+    trainer = _trainer(world, folder, *flags, "--validation.enable", "--validation.steps=1")
+    parts = trainer.parts
+    assert parts.validation is not None
+    held = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
+    parts.validation.measure(parts.model, world.device, parts.train_step.runner)
+    return held == {id(p) for p in parts.model.parameters()}
+
+
+@pytest.mark.parametrize("reshard", ["default", "never", "2"])
+def test_the_models_parameters_are_those_of_the_optimizer(pool: Pools, tmp_path: Path, reshard: str) -> None:
+    """Not the gathered ones of a forward pass without a backward."""
+    assert all(pool(4).run(_validated, str(tmp_path), f"--training.reshard_after_forward={reshard}"))
+
+
 def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
     pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path
 ) -> None:

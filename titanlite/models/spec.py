@@ -117,6 +117,7 @@ class ModelSpec:
     sublayer_names: Callable[[Any], list[str]] | None = None
     #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start with: embedding,
     #: blocks, last norm, head. The module must run with the others set to None, as `titanlite.models.layers.Llama`.
+    #: Every parameter is in one of them. Where a rank has several stages, blocks are in an `nn.ModuleDict`.
     pipeline_costs: Callable[[Any, int], dict[str, Cost]] | None = None
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call takes `positions`.
     context_parallel: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from titanlite.optim.gated import GatedOptimizer, gradient_of, local
+from titanlite.optim.gated import GatedOptimizer, local
 
 
 class AnyPrecisionAdamW(GatedOptimizer):
@@ -43,7 +43,7 @@ class AnyPrecisionAdamW(GatedOptimizer):
         """Take AdamW's step on each parameter."""
         beta1, beta2 = group["betas"]
         for parameter in parameters:
-            weight, gradient = local(parameter), gradient_of(parameter)
+            weight, gradient = local(parameter), self.gradient_of(parameter)
             step = self.state[parameter]["step"]
             first = self.average(parameter, "exp_avg", self.momentum_dtype, gradient, beta1)
             second = self.average(parameter, "exp_avg_sq", self.variance_dtype, gradient.square(), beta2)

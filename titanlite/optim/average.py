@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.callbacks import Callback
 from titanlite.optim.gated import local
 from titanlite.parallel.float8 import forget_scales
+from titanlite.parallel.fsdp import free_gathered
 from titanlite.parallel.pipeline import PipelineModel
 
 if TYPE_CHECKING:
@@ -75,6 +75,4 @@ class WeightAverage(Callback):
             weight.copy_(value)
         forget_scales(self._model)
         for part in self._model.stages.values() if isinstance(self._model, PipelineModel) else [self._model]:
-            for module in part.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()  # some stay gathered after a forward without a backward
+            free_gathered(part)

@@ -14,19 +14,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return this rank's part of a parameter's gradient in float32."""
-    assert parameter.grad is not None
-    return local(parameter.grad).float()
-
-
 class GatedOptimizer(torch.optim.Optimizer):
     """Subclasses say in `update` how the parameters of a group change, and write every change with `store`.
 
     The state has the parameters' sharding (DTensor), so that checkpoints load on any mesh. Updates work on local parts.
     """
 
-    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is set.
+    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is set, and divides
+    #: gradients by the tensor `grad_scale`, if there is one.
     _step_supports_amp_scaling = True
     found_inf: torch.Tensor | None = None
 
@@ -57,7 +52,14 @@ class GatedOptimizer(torch.optim.Optimizer):
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
-            self.state[parameter].update(state_dict["state"].get(key, {}))
+            state = state_dict["state"].get(key, {})
+            self.state[parameter].update({name: value.to(parameter.device) for name, value in state.items()})
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return this rank's part of a parameter's gradient in float32."""
+        assert parameter.grad is not None
+        gradient, scale = local(parameter.grad).float(), getattr(self, "grad_scale", None)
+        return gradient if scale is None else gradient / scale
 
     def store(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into the local tensor `target`, in its dtype, unless this step is held back."""

@@ -80,7 +80,7 @@ def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
     """Return `square_norm` of each layer, in model order; zero for layers on other ranks of a pipeline."""
     layers: dict[str, list[nn.Parameter]] = {}
     if (layout := getattr(model, "layout", None)) is not None:  # of a `PipelineModel`
-        layers = {name: [] for name in layout.trained}
+        layers = {layer_of(name): [] for name in layout.trained}
     for name, parameter in model.named_parameters():
         layers.setdefault(layer_of(name), []).append(parameter)
     return {layer: square_norm(parameters, device) for layer, parameters in layers.items()}

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlite.optim.adamw import AnyPrecisionAdamW
-from titanlite.optim.gated import gradient_of, local
+from titanlite.optim.gated import local
 
 #: Coefficients of the quintic Newton-Schulz iteration, and its steps (Jordan et al.).
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -65,7 +65,7 @@ class Muon(AnyPrecisionAdamW):
         """Update parameters of one shape and sharding."""
         directions = []
         for parameter in parameters:
-            gradient = gradient_of(parameter)
+            gradient = self.gradient_of(parameter)
             buffer = self.buffer(parameter, "momentum", torch.float32)
             average = buffer.lerp(gradient, 1 - self.momentum)
             self.store(buffer, average)

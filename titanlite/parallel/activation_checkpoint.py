@@ -136,16 +136,21 @@ def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> l
 
 
 def _checkpoint(block: nn.Module, by_op: bool) -> None:
-    # To draw the same numbers again, each forward copies the generators' states; without dropout that is not needed.
+    # To draw the same numbers again, each forward copies the generators' states; a block that draws none needs no copy.
     draws = any(map(_draws, block.modules()))
     cls: Any = type(block)
     block.__class__ = _checkpointed(cls, by_op, draws)
 
 
+#: Packages whose modules draw nothing but dropout.
+_KNOWN = ("torch", "torchao", "titanlite", "builtins")
+
+
 def _draws(module: nn.Module) -> bool:
-    """Whether a module drops out, as a dropout layer or by a number that it hands to a function."""
+    """Whether a module may draw: as a dropout layer, by a rate that it hands to a function, or in code of others."""
     rates = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
-    return isinstance(module, _DropoutNd) and module.p > 0 or any(rate > 0 for rate in rates)
+    known = all(cls.__module__.partition(".")[0] in _KNOWN for cls in type(module).mro())
+    return isinstance(module, _DropoutNd) and module.p > 0 or any(rate > 0 for rate in rates) or not known
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew

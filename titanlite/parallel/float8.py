@@ -25,13 +25,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.fsdp import fsdp_mesh
+from titanlite.parallel.fsdp import free_gathered, fsdp_mesh
 from titanlite.parallel.pipeline import PipelineModel
 
 #: The first with float8 products: Ada and Hopper.
@@ -220,11 +219,9 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _free(model: nn.Module) -> None:
-    """Free gathered weights, so that the parameters are sharded."""
-    stages = model.stages.values() if isinstance(model, PipelineModel) else [model]
-    for module in (m for stage in stages for m in stage.modules()):
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Free gathered weights of a model or a pipeline."""
+    for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+        free_gathered(part)
 
 
 def sends_float8(mesh: DeviceMesh) -> bool:

@@ -148,6 +148,16 @@ def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead
         backward[index].set_modules_to_backward_prefetch(list(backward[index + 1 : index + 1 + ahead]))
 
 
+def free_gathered(model: nn.Module) -> None:
+    """Free gathered weights, so that the model's parameters are the sharded ones.
+
+    A forward pass without a backward leaves some in other forms, which an optimizer or `full_tensor` must not take.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Let the next backward reduce gradients over ranks, or not (while accumulating)."""
     if isinstance(model, FSDPModule):

@@ -150,19 +150,17 @@ def materialize(
 ) -> None:
     """Give a meta-device model memory and values. parameters_on: where parameters live, if not on `device`.
 
-    `to_empty` leaves garbage in tensors that are not written afterwards. So this sets all of them to NaN first, and
-    raises RuntimeError for a parameter or buffer that is still NaN after `initialize`.
+    `to_empty` leaves garbage in tensors that are not written afterwards. So this sets all of them to NaN first, whole
+    numbers to one that no model has, and raises RuntimeError for a parameter or buffer that is so after `initialize`.
     """
     model.to_empty(device=parameters_on or device)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    floating = [(name, _local(t)) for name, t in tensors if t.is_floating_point()]
-    for _, tensor in floating:
-        tensor.fill_(float("nan"))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        _numbers(tensor).fill_(_unset(_numbers(tensor).dtype))
     initialize(model)
     # Look the buffers up again: `initialize` may have replaced instead of written them.
-    floating = [(n, _local(t)) for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()]
-    bad = torch.stack([t.sum(dtype=torch.float32).isnan() for _, t in floating]).tolist()
-    missed = [name for (name, _), is_bad in zip(floating, bad, strict=True) if is_bad]
+    tensors = {name: _numbers(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    bad = torch.stack([_is_unset(tensor) for tensor in tensors.values()]).tolist()
+    missed = [name for name, is_bad in zip(tensors, bad, strict=True) if is_bad]
     if missed:
         raise RuntimeError(f"no initial value for: {', '.join(missed)}")
     for module in model.modules():
@@ -171,5 +169,19 @@ def materialize(
                 setattr(module, name, buffer.to(device))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor: complex numbers as pairs, truth values as bytes."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if part.is_complex():
+        return torch.view_as_real(part)
+    return part.view(torch.uint8) if part.dtype == torch.bool else part
+
+
+def _unset(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min or 113
+
+
+def _is_unset(part: torch.Tensor) -> torch.Tensor:
+    if part.is_floating_point():
+        return part.sum(dtype=torch.float32).isnan()
+    return (part == _unset(part.dtype)).all() & (part.numel() > 0)

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.loss import LossFunction, in_chunks
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.fsdp import free_gathered
 from titanlite.parallel.pipeline_split import SCHEDULES, StageLayout
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 def cut_stages(build: Callable[[], nn.Module], layout: StageLayout, rank: int) -> dict[int, nn.Module]:
     """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are None or gone.
 
-    build: makes the whole model; on the meta device it costs no memory.
+    build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for a parameter outside
+    of all stages: each stage would train one of its own.
     """
     return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
 
@@ -45,6 +47,9 @@ def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Mod
             del holder[leaf]
         else:
             setattr(holder, leaf, None)
+    own = tuple(f"{name}." for name in layout.stages[stage])
+    if left := [name for name, _ in model.named_parameters() if not name.startswith(own)]:
+        raise ParallelismError(f"no stage of the pipeline has {', '.join(left)}: pipeline_costs must name its module")
     return model
 
 
@@ -71,6 +76,11 @@ class PipelineModel(nn.Module):
                     cast(nn.ModuleDict, self.get_submodule(name)).update(dict(child.items()))
                 elif name not in self._modules:  # all stages have the RoPE tables: register them once
                     self.add_module(name, child)
+        held = set(self.parameters())
+        every = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
+        if left := [name for name, parameter in every if parameter not in held]:
+            shown = ", ".join(left[:3])
+            raise ParallelismError(f"two stages of a rank share the module around {shown}: make it an nn.ModuleDict")
 
     def train(self, mode: bool = True) -> PipelineModel:
         for stage in self.stages.values():
@@ -212,9 +222,8 @@ class Pipeline:
         for work, _ in sent:
             if work is not None:
                 work.wait()
-        for module in (m for stage in self._model.stages.values() for m in stage.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()  # no backward comes that would free the weights
+        for stage in self._model.stages.values():
+            free_gathered(stage)  # no backward comes that would free the weights
         return total
 
     def _inputs(self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]) -> Iterator[Tensor]:
