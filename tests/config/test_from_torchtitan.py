@@ -150,6 +150,20 @@ def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
         assert replace(later, n_layers=older.n_layers, rope_scaling=older.rope_scaling) == older
 
 
+def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor_and_the_debug_model_a_note() -> None:
+    """Width, layers, heads of queries and keys, width of the feed-forward, tied, as in torchtitan/models/qwen3."""
+    shapes = {"0.6B": (1024, 28, 16, 8, 3072, True), "4B": (2560, 36, 32, 8, 9728, True)}
+    shapes |= {"1.7B": (2048, 28, 16, 8, 6144, True), "8B": (4096, 36, 32, 8, 12288, False)}
+    shapes |= {"14B": (5120, 40, 40, 8, 17408, False), "32B": (5120, 64, 64, 8, 25600, False)}
+    for flavor in ("debugmodel", *shapes):
+        text = f'model = {{name = "qwen3", flavor = "{flavor}"}}\ntraining.local_batch_size = 1'
+        config, problems = read_text(text, HERE)
+        a = fitted(config, 1).model_args()
+        found = (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.ffn_width, a.tied)
+        assert not problems and shapes.get(flavor, found) == found and (a.rope_theta, a.norm_eps) == (1e6, 1e-6)
+        assert ("of torchtitan has another shape" in "".join(config.notes)) == (flavor == "debugmodel")
+
+
 def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: Path) -> None:
     def args(model: str, *flags: str) -> LlamaArgs:
         (tmp_path / "run.toml").write_text(f'[job]\ndialect = "2026"\n[model]\n{model}\n')

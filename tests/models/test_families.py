@@ -132,6 +132,8 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         ("mistral", {"model_type": "llama"}, "model_type is 'llama', and this family is 'mistral'"),
         ("mistral", {"head_dim": 32}, "head_dim is 32; here it is"),
         ("mistral", {"sliding_window": 0}, "window must be positive, got 0"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "all layers of a Mistral here are alike"),
+        ("mistral", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ("qwen3", {"use_sliding_window": True}, "attends to all tokens before"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "attends to all tokens before"),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
@@ -143,3 +145,14 @@ def test_another_config_json_is_refused(family: str, changes: dict[str, Any], wo
     args = MISTRAL if family == "mistral" else QWEN3
     with pytest.raises(ValueError, match=words):
         SPECS[family].args_from_hf({**SPECS[family].hf_config(args), **changes})
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "mixtral", "qwen3"])
+def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    spec = SPECS[family]
+    config = spec.hf_config(replace(next(iter(spec.flavors.values())), vocab_size=96, rope_theta=777.0))
+    without = {name: value for name, value in config.items() if not name.startswith("rope_")}
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(without)
+    assert spec.args_from_hf(without).rope_theta == theirs.rope_parameters["rope_theta"]

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, measure, planned
+from titanlite.config.errors import ConfigError
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.memory import estimate
@@ -115,3 +116,18 @@ def test_a_run_in_progress_is_not_disturbed():
             trace(config(8))
     finally:
         dist.destroy_process_group()
+
+
+def test_experts_over_ranks_that_do_not_divide_the_rows_are_refused_and_planned_by_formula() -> None:
+    flags = [
+        "--model.name=mixtral",
+        "--model.vocab_size=512",
+        "--model.overrides.n_experts=3",
+        "--training.seq_len=256",
+    ]
+    run = check_config(
+        [*flags, "--training.batch_size=1", "--parallelism.expert_parallel_degree=3"], 3, training=False
+    )[1]
+    with pytest.raises(ConfigError, match="a trace cannot divide the rows of 256 tokens evenly over 3 ranks"):
+        trace(run, 0)
+    assert estimate(run).peak.total > 0

@@ -312,9 +312,10 @@ def config_differences(weights: Weights, spec: ModelSpec, args: Any) -> list[str
         return []  # a single file without one
     try:
         if weights.path.is_dir() and not (weights.path / HF_CONFIG).is_file():
-            names = [name for name in (*META_NAMES, "rope_theta") if weights.config.get(name) is not None]
+            given = {"rope_theta": 10000.0, **weights.config}  # Llama 2's does not say it
+            names = [name for name in (*META_NAMES, "rope_theta") if given.get(name) is not None]
             skip = {"multiple_of", "ffn_dim_multiplier"}  # shapes tell the width
-            theirs = {name: weights.config[name] for name in names if name not in skip}
+            theirs = {name: given[name] for name in names if name not in skip}
             ours = {name: getattr(args, "kv_heads" if name == "n_kv_heads" else name) for name in theirs}
             theirs["use_scaled_rope"] = bool(weights.config.get("use_scaled_rope"))
             ours["use_scaled_rope"] = args.rope_scaling is not None

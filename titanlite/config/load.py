@@ -306,6 +306,8 @@ class _Layers:
         if "lr_scheduler.style" in taken:
             self.notes.append('the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"')
         there = self._get("model.flavor")
+        if (self._get("model.name"), there) == ("qwen3", "debugmodel"):
+            self.notes.append('the "debugmodel" of qwen3 is titanlite\'s own: that of torchtitan has another shape')
         if self._get("model.name") == "llama3" and there in LATER_FLAVORS:
             flavor, difference = LATER_FLAVORS[there]
             given = self.values.get("model.flavor", _Value(there, DEFAULT)).source

@@ -103,7 +103,8 @@ def args_from_hf(
             raise ValueError(f"{name} is {config[name]!r}; the models here have {ours!r}")
     try:
         dim, heads = config["hidden_size"], config["num_attention_heads"]
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        # With both `transformers` takes the older entry.
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         args = args_class(
             dim=dim,
             n_layers=config["num_hidden_layers"],

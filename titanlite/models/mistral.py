@@ -45,6 +45,9 @@ def args_from_hf(config: Mapping[str, Any]) -> MistralArgs:
     """Return the arguments that a config.json describes. Raises ValueError for another model."""
     # Without the entry `transformers` takes its default.
     window = config.get("sliding_window", 4096)
+    # `transformers` makes a Ministral of such a config, whose layers differ.
+    if (kinds := {*(config.get("layer_types") or ())}) - {"sliding_attention" if window else "full_attention"}:
+        raise ValueError(f"layer_types has {', '.join(sorted(kinds))}; all layers of a Mistral here are alike")
     return llama_hf.args_from_hf(config, "mistral", MistralArgs, window=window)
 
 

@@ -115,7 +115,8 @@ def args_from_hf(config: Mapping[str, Any]) -> MixtralArgs:
         "top_k": config.get("num_experts_per_tok", 2),
         "aux_loss": float(config.get("router_aux_loss_coef", 0.001)),
     }
-    return llama_hf.args_from_hf(config, "mixtral", MixtralArgs, **experts)
+    # Without the entry `transformers` takes its default.
+    return llama_hf.args_from_hf({"rope_theta": 1e6, **config}, "mixtral", MixtralArgs, **experts)
 
 
 def _build(args: MixtralArgs) -> nn.Module:

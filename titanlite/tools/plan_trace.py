@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from titanlite.build import build_model, build_step
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
 from titanlite.derive import RunConfig
 from titanlite.models import autograd, layers
@@ -137,9 +138,17 @@ def _traced(run: RunConfig, device: str) -> RunConfig:
 
 
 def _rows_for_rank(run: RunConfig, args: Any) -> int:
-    """Return the rows that a layer sends to each of the ranks that share its experts, which are taken as balanced."""
+    """Return the rows that a layer sends to each of the ranks that share its experts, which are taken as balanced.
+
+    Raises ConfigError if they do not divide.
+    """
     tokens = run.batch.micro_batch_size * run.batch.seq_len // run.mesh.context // run.pipeline.microbatches
-    return tokens * getattr(args, "top_k", 1) // run.mesh.expert
+    rows, rest = divmod(tokens * getattr(args, "top_k", 1), run.mesh.expert)
+    if rest:
+        message = f"a trace cannot divide the rows of {tokens} tokens evenly over {run.mesh.expert} ranks"
+        hint = "plan it by formula, without --exact"
+        raise ConfigError([Problem("", "parallelism.expert_parallel_degree", message, hint)])
+    return rows
 
 
 def _batches(run: RunConfig, args: Any) -> list[Batch]:

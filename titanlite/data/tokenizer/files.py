@@ -74,10 +74,10 @@ def read_url(url: str) -> bytes:
         raise DataError(f"{message}; copy the file, and give its path") from error
 
 
-GENERATION = "generation_config.json"
+GENERATION, CONFIG = "generation_config.json", "tokenizer_config.json"
 #: Files that `transformers` and vLLM read beside the weights.
 FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", GENERATION),
 )
 
@@ -108,7 +108,7 @@ def hf_files(path: str) -> dict[str, bytes]:
             file = find_file(Path(path))
             found = {name: (file.parent / name).read_bytes() for name in FILES if (file.parent / name).is_file()}
             kind = kind_of(file.read_bytes(), file)
-            if kind != "tokenizer.json" and not {"tokenizer.json", "tokenizer_config.json"} & found.keys():
+            if kind != "tokenizer.json" and not {"tokenizer.json", CONFIG} & found.keys():
                 found = {name: found[name] for name in ("chat_template.jinja", GENERATION) if name in found}
                 if importlib.util.find_spec("transformers") is not None:
                     found |= _converted(file, kind)
@@ -119,6 +119,14 @@ def hf_files(path: str) -> dict[str, bytes]:
             tokenizer = load_tokenizer(path)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             found[GENERATION] = (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
+        config = json.loads(found.get(CONFIG, b"{}"))
+        if "tokenizer.json" in found and "tokenizer_class" not in config:
+            # Without a class `transformers` takes that of the model's family, which may split text by rules of its own.
+            tokenizer = load_tokenizer(path)
+            named = {number: name for name, number in tokenizer.special_tokens.items()}
+            ends = {"bos_token": named[tokenizer.bos_id], "eos_token": named[tokenizer.eos_id]}
+            config = {"tokenizer_class": "PreTrainedTokenizerFast", **ends, **config}
+            found[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     except Exception as error:  # of any package: the weights are worth more than these files
         logger.warning(f"files of the tokenizer are missing beside the weights: {error}")
     try:
