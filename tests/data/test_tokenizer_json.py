@@ -140,7 +140,7 @@ def write_words(folder: Path, *words: str, **beside: Any) -> Path:
     return folder / "tokenizer.json"
 
 
-WORDS = ("?", "a", "<s>", "</s>", "<|endoftext|>", "B", "E")
+WORDS = ("?", "a", "<s>", "</s>", "<|endoftext|>", "B", "E", "<|im_end|>")
 NAMED = {"bos_token": "B", "eos_token": "E"}
 
 
@@ -155,6 +155,8 @@ NAMED = {"bos_token": "B", "eos_token": "E"}
         ({"tokenizer_config": {"bos_token": "B"}, "special_tokens_map": NAMED}, "B", "E"),
         ({"tokenizer_config": {"eos_token": "</s>", "model_max_length": 4}}, "<s>", "</s>"),
         ({"tokenizer_config": {"eos_token": "<|endoftext|>"}}, "<|endoftext|>", "<|endoftext|>"),
+        ({"tokenizer_config": {"bos_token": None, "eos_token": "<|endoftext|>"}}, "<|endoftext|>", "<|endoftext|>"),
+        ({"tokenizer_config": {"bos_token": None, "eos_token": "<|im_end|>"}}, "<|endoftext|>", "<|im_end|>"),
     ],
 )
 def test_files_that_name_bos_and_eos(tmp_path: Path, beside: dict[str, Any], bos: str, eos: str) -> None:
@@ -169,7 +171,7 @@ def test_files_that_name_bos_and_eos(tmp_path: Path, beside: dict[str, Any], bos
     [
         ({}, "no file names its bos_token and eos_token"),
         ({"tokenizer_config": {"eos_token": "E"}}, "no file names its bos_token, and"),
-        ({"tokenizer_config": {"bos_token": None, "eos_token": "E"}}, "tokenizer_config.json names None as bos_token"),
+        ({"tokenizer_config": {"bos_token": None, "eos_token": "E"}}, "no file names its bos_token, and"),
         ({"tokenizer_config": {"bos_token": "X"}}, "tokenizer_config.json names 'X' as bos_token"),
     ],
 )

@@ -21,6 +21,7 @@ WELL_KNOWN = (
     ("<bos>", "<eos>"),
     ("<|startoftext|>", "<|endoftext|>"),
     ("<|endoftext|>", "<|endoftext|>"),
+    ("<|endoftext|>", "<|im_end|>"),
 )
 
 _KEYS = ("bos_token", "eos_token")
@@ -98,9 +99,9 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
     named: dict[str, tuple[str, str]] = {}
     for file in (path.parent / name for name in NAMING_FILES):
         for key, token in _named_in(file).items():
-            if key in named:
+            if key in named or token is None:  # Qwen's files have no BOS
                 continue
-            if token is None or tokenizer.token_to_id(token) is None:
+            if tokenizer.token_to_id(token) is None:
                 raise DataError(
                     f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does not have; each document "
                     "begins with BOS and ends with EOS: take both files from the same place, or name a token it has"
