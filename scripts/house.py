@@ -4,6 +4,8 @@
 usage: python scripts/house.py [REPOSITORY] [-v]
 
 A test holds the limits. A higher limit is a decision: docs/log.md gives its reason, and what went for it.
+Lines of the library, its core, its reading path and its tests are printed without a limit: a limit in lines was met by
+denser lines.
 The figures come from the source (lines, parameters, import circles) and from real runs of one process on the CPU
 (stack frames to `loss.backward()`, files that a save passes through, modules that training imports).
 """
@@ -96,7 +98,7 @@ class Source:
 def static_figures(source: Source) -> list[Figure]:
     """Return the figures that need no run."""
     library, trees = source.library, source.trees
-    large = sorted(f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 500)
+    large = sorted(f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 600)
     path = source.count(f"{name}.py" for name in READING_PATH)
     step = function(trees, "TrainStep", "__call__")
     assert step is not None
@@ -107,15 +109,15 @@ def static_figures(source: Source) -> list[Figure]:
     of_step = {"parameters": parameters(step), "lines": body_lines(step)}
     of_trainer = {"methods": methods, "attributes": attributes}
     return [
-        Figure("library", in_words(size), size, {"lines": 38_900, "files": 215}),
-        names_figure("files over 500 lines", large),
-        Figure("reading path", f"{path:,} lines", {"lines": path}, {"lines": 5_550}),
+        Figure("library", in_words(size), size, {}),
+        names_figure("files over 600 lines", large),
+        Figure("reading path", f"{path:,} lines", {"lines": path}, {}),
         Figure("training step", in_words(of_step), of_step, {"parameters": 7, "lines": 25}),
         Figure("Trainer", in_words(of_trainer), of_trainer, {"methods": 15, "attributes": 14}),
         names_figure("keys defined twice or more", doubled),
         names_figure("functions that take the whole config", whole),
         names_figure("rooms in import circles", circles),
-        Figure("tests per library line", f"{ratio:.2f} ({source.tests:,} lines)", {"": round(ratio, 2)}, {"": 0.78}),
+        Figure("tests per library line", f"{ratio:.2f} ({source.tests:,} lines)", {"": round(ratio, 2)}, {}),
     ]
 
 
@@ -127,7 +129,7 @@ def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
     saved = [name for name in run["save"] if name not in STAND_INS]
     text = f"{len(saved)}, and {len(run['save']) - len(saved)} called by torch alone"
     return [
-        Figure("core (imported by a run)", in_words(core), core, {"lines": 27_400, "of tools/": 0}),
+        Figure("core (imported by a run)", in_words(core), core, {"of tools/": 0}),
         Figure("frames to backward()", f"{frames['']} in {frames['files']} files", frames, {"": 6, "files": 3}),
         Figure("files that a save passes", text, {"": len(saved)}, {"": 7}),
     ]
