@@ -28,6 +28,7 @@ from titanlite.parallel.compile import (
     CACHE_VARIABLE,
     CompileError,
     CompileWatch,
+    _why_not,
     apply_compile,
     check_backend,
     prepare_compile,
@@ -142,6 +143,42 @@ def test_a_module_that_is_no_single_graph_is_named() -> None:
     with pytest.raises(CompileError, match=r"layers\.7 cannot be compiled as one graph: Call to .*graph_break"):
         model.get_submodule("layers.7")(torch.ones(2))
     torch._dynamo.reset()
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def _fails(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    raise ValueError("an input has no size\nset the option to go without it")
+
+
+def test_the_reason_of_a_failed_compilation_is_whole() -> None:
+    broken = Doubles()
+    apply_compile({"layers.7": broken}, _fails)
+    with pytest.raises(CompileError) as caught:
+        broken(torch.ones(2))
+    torch._dynamo.reset()
+    assert str(caught.value) == (
+        "the backend failed to compile layers.7: ValueError: an input has no size\nset the option to go without it"
+    )
+
+
+def test_the_reason_of_a_graph_break_names_the_line_and_no_report_for_developers() -> None:
+    module = Breaks()
+    apply_compile({"layers.7": module}, "eager")
+    with pytest.raises(CompileError) as caught:
+        module(torch.ones(2))
+    torch._dynamo.reset()
+    assert "torch._dynamo.graph_break()" in str(caught.value)
+    assert "TORCHDYNAMO_VERBOSE" not in str(caught.value)
+
+
+def test_the_reason_of_a_failed_compilation_is_short_enough_to_read() -> None:
+    error = RuntimeError("\n".join(f"line {number}" for number in range(1000)))
+    lines = _why_not(error).splitlines()
+    assert len(lines) == 17 and lines[-1] == "(and 984 more lines)"
 
 
 def test_unknown_backend_ends_before_any_work_and_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:

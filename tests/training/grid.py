@@ -129,6 +129,19 @@ MORE = {
         1,
     ),
 }
+#: The plain backends do not divide a graph by a budget; this one divides it as inductor does, and builds no code.
+BUDGET = {
+    "training.compile": "true",
+    "compile.backend": "aot_eager_decomp_partition",
+    MODE: "budget",
+    "activation_checkpoint.memory_budget": 0.3,
+}
+MORE |= {
+    "fsdp 2, budget": (Row(2, {FSDP: 2, **BUDGET}), 1),
+    "tp 2, budget": (Row(2, {TP: 2, **BUDGET}), 2),
+    "tp 2, fsdp 2, budget": (Row(4, {TP: 2, FSDP: 2, **BUDGET}), 1),
+    "pp 2, tp 2, budget": (Row(4, {PP: 2, TP: 2, **BUDGET, **FOUR}), 1),
+}
 #: A window shorter than the sequence, and QK norm with heads wider than dim / heads.
 MISTRAL = {"model.name": "mistral", "model.overrides.window": 12}
 QWEN3 = {"model.name": "qwen3", "model.overrides.head_dim": 32, "model.overrides.tied": "false"}
@@ -154,6 +167,7 @@ QUICK_MORE = {
     "chunks, pp 2, zero bubble",
     "mistral, cp 2",
     "qwen3, tp 2",
+    "tp 2, budget",
 }
 
 BY_OPERATION = {MODE: "selective", OPTION: "op"}

@@ -171,10 +171,14 @@ def _checkpointed(cls: type[nn.Module], by_op: bool, preserve_rng_state: bool) -
 def _budgeted(cls: type[nn.Module], budget: float) -> type:
     from torch._functorch import config
 
+    # Under tensor parallelism a device mesh is among the inputs of the graph. It holds no activations, but torch
+    # refuses to divide a graph with an input of unknown size.
+    settings: dict[str, Any] = {"activation_memory_budget": budget, "unsafe_treat_script_objects_as_zero_size": True}
+
     class Budgeted(cls):  # type: ignore[valid-type,misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            # The first call reads it when it compiles the block. Outside of the call the setting is unchanged.
-            with config.patch(activation_memory_budget=budget):
+            # The first call reads them when it compiles the block. Outside of the call they are unchanged.
+            with config.patch(settings):
                 return super().__call__(*args, **kwargs)
 
     Budgeted.__name__ = Budgeted.__qualname__ = f"Budgeted{cls.__name__}"

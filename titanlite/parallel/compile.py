@@ -155,12 +155,39 @@ def _with_name(name: str, compiled: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
         except exc.TorchDynamoException as error:
-            reason = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
             failed = isinstance(error, exc.BackendCompilerFailed)
             what = f"the backend failed to compile {name}" if failed else f"{name} cannot be compiled as one graph"
-            raise CompileError(f"{what}: {reason}") from error
+            raise CompileError(f"{what}: {_why_not(error)}") from error
 
     return call
+
+
+#: Lines of torch's reason that an error shows. A C++ compiler may write thousands.
+_MOST_LINES = 16
+#: Begins of lines that explain how to report an error to torch's developers.
+_FOR_DEVELOPERS = (
+    "Set TORCHDYNAMO_VERBOSE",
+    "Set TORCH_LOGS",
+    "You can suppress this exception",
+    "Developer debug context:",
+    "For more details about this graph break",
+    "Hint: Please report an issue",
+)
+
+
+def _why_not(error: Exception) -> str:
+    """Return the reason of a failed compilation: torch's own lines, without advice for torch's developers."""
+    inner = getattr(error, "inner_exception", None)
+    text = str(error) if inner is None else f"{type(inner).__name__}: {inner}"
+    lines = []
+    for line in text.splitlines():
+        words = line.strip()
+        if words and not words.startswith(_FOR_DEVELOPERS):
+            lines.append(line.rstrip())
+    if len(lines) > _MOST_LINES:
+        left_out = len(lines) - _MOST_LINES
+        lines = [*lines[:_MOST_LINES], f"(and {left_out} more lines)"]
+    return "\n".join(lines).strip() or type(error).__name__
 
 
 class CompileWatch:
