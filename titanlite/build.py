@@ -69,7 +69,14 @@ from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.hardware import peak_flops
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.runtime import PeakCheck, start_rows
-from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
+from titanlite.preflight import (
+    async_tp_problems,
+    float8_problems,
+    fsdp_problems,
+    loss_problems,
+    mask_problems,
+    optimizer_problems,
+)
 from titanlite.rank_checks import check_ranks
 from titanlite.run_callbacks import (
     AttemptRecord,
@@ -137,11 +144,15 @@ class TrainingComponents:
 
 
 def check_model(run: RunConfig, tokenizer_size: int) -> None:
-    """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
+    """Check that ranks can divide this model and vocabulary, and that this machine has its products.
+
+    It needs no process group. Raises ConfigError.
+    """
     spec, args = run.spec, run.model_args(tokenizer_size)
     problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
     problems += mask_problems(spec, args, run.data)
     problems += optimizer_problems(spec, args, run.optimizer)
+    problems += float8_problems(run.float8)
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
     if run.experimental.enable_async_tensor_parallel:
         problems += async_tp_problems(run.mesh.tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from titanlite.build import check_model
 from titanlite.config.errors import ConfigError
@@ -38,3 +39,11 @@ def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: 
         check_model(run_of(*flags), 512)
     check_model(run_of("--training.fsdp_units=Attention"), 512)
     check_model(run_of("--training.fsdp_units=Block", "--training.compile"), 512)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may have float8 products")
+def test_a_loop_of_ones_own_is_told_that_a_cpu_has_no_float8_products() -> None:
+    flags = ("--training.seq_len=64", "--float8.enable_float8_linear")
+    with pytest.raises(ConfigError, match="a CPU has no float8 products"):
+        check_model(run_of(*flags), 512)
+    check_model(run_of(*flags, "--float8.emulate"), 512)

@@ -70,6 +70,16 @@ def test_the_losses_are_those_of_one_rank(pool: Pools, float8: Float8, changes: 
     assert distance(ours, alone) < 0.02, (ours, alone)
 
 
+@pytest.mark.parametrize("float8", [GATHERED, PRECOMPUTED])
+def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools, float8: Float8) -> None:
+    """Bit for bit: gloo knows no float8, so the weights travel as bytes."""
+    run = replace(RUN, rates=RATES[:3], float8=float8)
+    alone = changed(run.training, fsdp_units=["Attention", "FeedForward"])
+    blocks = pool(2).run(train, run)[0]
+    ours = pool(2).run(train, replace(run, training=alone))[0]
+    assert ours.losses == blocks.losses and ours.norms == blocks.norms
+
+
 @pytest.mark.parametrize(
     ("float8", "settings", "ranks", "steps"),
     [

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
@@ -230,6 +231,32 @@ def sends_float8(mesh: DeviceMesh) -> bool:
     The numbers are the same: the scale of a tensor is that of all its parts, before and after.
     """
     return not (mesh.device_type == "cpu" and dist.get_backend(mesh.get_group()) == "gloo")
+
+
+def gather_as_bytes(model: nn.Module) -> None:
+    """Let FSDP gather float8 weights as bytes, which every backend can send. gloo knows no float8.
+
+    Only groups whose weights are all in float8 need it: FSDP itself sends the others as bytes.
+    Call it after `apply_fsdp`.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+    class GatherBytes(DefaultAllGather):
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        ) -> dist.Work | None:
+            if input_tensor.dtype.itemsize == 1:
+                output_tensor = output_tensor.view(torch.uint8)
+                input_tensor = input_tensor.view(torch.uint8)
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", [])
+        # A module whose parameters have two meshes has experts, which are not in float8.
+        if len(groups) < 2:
+            module.set_custom_all_gather(GatherBytes())
 
 
 def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle:

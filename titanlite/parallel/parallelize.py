@@ -29,7 +29,7 @@ from titanlite.parallel.async_tp import ASYNC_OPTIONS
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
 from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
-from titanlite.parallel.float8 import COMPILE_OPTIONS, apply_float8
+from titanlite.parallel.float8 import COMPILE_OPTIONS, apply_float8, gather_as_bytes, sends_float8
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
@@ -131,6 +131,8 @@ class ModelBuilder:
             cpu_offload=t.enable_cpu_offload,
             experts=self.expert_mesh,
         )
+        if self.float8.enable_fsdp_float8_all_gather and not sends_float8(self.mesh["dp_shard"]):
+            gather_as_bytes(model)
         return model
 
     def apply_float8(self, model: nn.Module, all_gather: bool) -> None:
