@@ -148,5 +148,10 @@ def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
     """Return the loader state `data`, moved behind the step `bad`; the text between the two is skipped."""
     between = data["next_sequence"], bad.after["next_sequence"]
     left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
-    # Other shares of a mixture hold from the checkpoint on: the stretch that is skipped was served by them.
-    return {**data, "next_sequence": between[1], "left_out": left_out, "saved_at": between[0]}
+    moved = {**data, "next_sequence": between[1], "left_out": left_out}
+    served = bad.after.get("rows", {})
+    if "segments" in served:
+        # A mixture: the stretch that is skipped had the shares of this run, not those of the checkpoint.
+        order = {name: served[name] for name in ("names", "plan", "segments")}
+        moved["rows"] = {**data.get("rows", {}), "slots": served["slots"], **order}
+    return moved

@@ -34,10 +34,10 @@ from titanlite.config.extensions import load_function
 from titanlite.data.documents import is_streamed
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.mixture import MixedRows
+from titanlite.data.phases import Phases
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
-from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fingerprints import fingerprints
@@ -87,7 +87,7 @@ from titanlite.run_callbacks import (
     VerifyResume,
     Watchdog,
 )
-from titanlite.run_text import Datasets, rate_phases, read_datasets
+from titanlite.run_text import Datasets, phases_of, read_datasets
 from titanlite.runs.provenance import public_config
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
@@ -112,6 +112,7 @@ class TrainingComponents:
     args: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    phases: Phases
     learning_rate: LearningRate
     train_step: TrainStep
     loader: Prefetcher
@@ -308,7 +309,8 @@ def build(
 
     # Data
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
-    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
+    phases = phases_of(run)
+    skip = phases.skip
     steps: StepLoader = TrainLoader(datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip)
     if run.mesh.context > 1:
         steps = CPLoader(steps, mesh)
@@ -422,7 +424,8 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=tuple(rate_phases(run))),
+        phases=phases,
+        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases.rates()),
         train_step=train_step,
         loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh), _RESERVE if datasets.train.state_dict() else 0),
         validation=validation,

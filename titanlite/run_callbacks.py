@@ -20,6 +20,7 @@ from titanlite.checkpoint.resume_check import STATE, ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.documents import documents_of
 from titanlite.data.hashes import add_hashes, step_hash
+from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.metrics.jsonl import MetricsLog
@@ -215,9 +216,10 @@ class VerifyResume(Callback):
 
 def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
     """Return it with the mixture among its changes if sources have other shares, as a resume may give them."""
-    states = loaded.train.get("data", {}), trainer.parts.loader.state_dict()
-    before, now = ((state.get("rows", {}).get("names"), state.get("rows", {}).get("plan")) for state in states)
-    return loaded if before == now else replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))
+    rows = trainer.parts.datasets.train
+    if not isinstance(rows, MixedRows) or not rows.changed:
+        return loaded
+    return replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))
 
 
 class DocumentLog(Callback):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.config.data_sections import DataPhase
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data import DataError
+from titanlite.data.phases import Phases
 from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
@@ -44,8 +44,7 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
 
 def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
     """Read the training text alone. Raises as `read_datasets`."""
-    phases = {start: phase.weights for start, phase in _phases(run) if phase.weights}
-    return _text_reader(run, tokenizer, share).train(run.training, phases)
+    return _text_reader(run, tokenizer, share).train(run.training, phases_of(run).shares())
 
 
 def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:
@@ -56,19 +55,16 @@ def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextRead
     return TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
 
 
-def _phases(run: RunConfig) -> list[tuple[int, DataPhase]]:
-    """Return each `[[data.phase]]` with its first sequence, in order."""
+def phases_of(run: RunConfig) -> Phases:
+    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin."""
     size = run.batch.global_batch_size
-    starts = (
-        (phase.step - 1) * size if phase.step else -(-(phase.tokens or 0) // run.batch.tokens_per_step) * size
-        for phase in run.data.phase
+    return Phases(
+        phases=run.data.phase,
+        first={source.name or source.path or "": source.weight for source in run.data.source},
+        global_batch=size,
+        tokens_per_step=run.batch.tokens_per_step,
+        skip=ranges_of_steps(run.data.skip_steps, size),
     )
-    return sorted(zip(starts, run.data.phase, strict=True), key=lambda phase: phase[0])
-
-
-def rate_phases(run: RunConfig) -> Iterator[tuple[int, float]]:
-    """Yield first step and factor of the learning rate of each phase."""
-    return ((start // run.batch.global_batch_size + 1, phase.lr_factor) for start, phase in _phases(run))
 
 
 def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> dict[str, Rows]:

@@ -17,6 +17,7 @@ from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows
+from titanlite.data.phases import Progress
 from titanlite.guard import BadStepError, WeightsError
 from titanlite.nonfinite import find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
@@ -134,10 +135,19 @@ class Trainer:
         anew = "lr_scheduler" in loaded.left_out
         parts.learning_rate.began = loaded.step if anew else int(loaded.train.get("schedule_began", 0))
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
-        if "dataloader" not in loaded.left_out:
-            parts.loader.load_state_dict(loaded.train["data"])
+        anew = "dataloader" in loaded.left_out
+        self.go_on_with_text({"next_sequence": 0} if anew else loaded.train["data"])
         # Earlier steps may have been of another size. A mixture has a length of its own.
         _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
+
+    def go_on_with_text(self, data: dict[str, Any]) -> None:
+        """Let the loader go on from its state in a checkpoint, and find again where phases begin from there."""
+        parts = self.parts
+        done = Progress(self.step, self.tokens_seen, data["next_sequence"])
+        parts.learning_rate.phases = parts.phases.rates(done)
+        if isinstance(parts.datasets.train, MixedRows):
+            data = {**data, "phases": parts.phases.shares(done)}
+        parts.loader.load_state_dict(data)
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""

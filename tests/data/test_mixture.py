@@ -10,17 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.anomalies import AnomalyLog, Fetched
+from titanlite.anomalies import AnomalyLog, Fetched, skip_to
+from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
+from titanlite.data.phases import Phases
 from titanlite.data.rows import Row, Stateless
+from titanlite.data.skip_ranges import take
 from titanlite.fit import load_config
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.figures import RowLosses, SourceFigures
-from titanlite.run_text import rate_phases
+from titanlite.optim.schedule import LearningRate, Schedule
+from titanlite.run_text import phases_of
 from titanlite.step import ReplicationFactors
+from titanlite.trainer import Trainer
 
 
 class Numbers(Stateless):
@@ -111,9 +116,21 @@ def test_phases_change_the_shares_and_the_counts_go_on() -> None:
         assert sorted(numbers) == list(range(len(numbers)))
 
 
-def test_of_phases_within_one_turn_of_the_lanes_the_last_one_counts() -> None:
-    rows = mix({"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 12: {"b": 1}}, slots=8)
-    assert {name for name, _ in located(rows, 16)} == {"a"} and {name for name, _ in located(rows, 99, 16)} == {"b"}
+def test_a_phase_begins_at_its_sequence_also_within_one_turn_of_the_lanes() -> None:
+    """Each lane still serves its sequences of each source in order, without gaps."""
+    rows = mix({"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 13: {"b": 1}, 30: {"a": 2, "b": 1}}, slots=8)
+    found = located(rows, 400)
+    assert {name for name, _ in found[:9]} == {"a"} and {name for name, _ in found[13:30]} == {"b"}
+    for name in "ab":
+        numbers = [(number, index) for index, (source, number) in enumerate(found) if source == name]
+        assert all(number % 8 == index % 8 for number, index in numbers), "a lane of the stream for each slot"
+        for slot in range(8):
+            lane = [number // 8 for number, index in numbers if index % 8 == slot]
+            assert lane == list(range(len(lane)))
+    assert abs(sum(name == "a" for name, _ in found[30:]) - 370 * 2 / 3) <= 8
+    for index in (0, 9, 11, 13, 29, 30, 37, 400):
+        served = Counter(name for name, _ in found[:index])
+        assert rows.served(index) == {"a": served["a"], "b": served["b"]}
 
 
 def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() -> None:
@@ -177,4 +194,116 @@ def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_
     sources = f"[{{name='a', path='{tmp_path}'}}, {{name='b', path='{tmp_path}'}}]"
     flags = [f"--data.source={sources}", f"--data.phase={phases}", "--training.seq_len=32", "--training.batch_size=4"]
     run = load_config("debug_model.toml", 1, flags)
-    assert list(rate_phases(run)) == [(4, 1.0), (7, 1.0), (9, 0.5)]
+    assert phases_of(run).rates() == ((4, 1.0), (7, 1.0), (9, 0.5))
+    assert phases_of(run).shares() == {0: {"a": 1.0, "b": 1.0}, 12: {"b": 1.0}, 24: {"a": 1.0}}
+
+
+class Walk:
+    """Steps of a run without a model: a mixture of "a", and of "b" from a phase on that halves the learning rate."""
+
+    def __init__(self, phase: DataPhase, slots: int, size: int = 8, skip: tuple[tuple[int, int], ...] = ()) -> None:
+        first = {"a": 1.0, "b": 0.0}
+        phases = Phases([phase], first, size, 2 * size, skip)
+        rows = MixedRows({name: Numbers(None, slots) for name in "ab"}, phases.shares(), seed=5, slots=slots)
+        rate = LearningRate(Schedule(1000, 0, "constant", "titan", 1.0), 1.0, phases=phases.rates())
+        self.loader, self.size = TrainLoader(rows, size, size, skip=skip), size
+        parts = SimpleNamespace(
+            phases=phases, learning_rate=rate, loader=self.loader, datasets=SimpleNamespace(train=rows)
+        )
+        self.run: Any = SimpleNamespace(parts=parts, step=0, tokens_seen=0)
+        #: Step → its source, and the factor of its learning rate.
+        self.served: dict[int, tuple[str, float]] = {}
+        #: Numbers of each source that were served.
+        self.numbers: dict[str, list[int]] = {"a": [], "b": []}
+
+    def go_on(self, data: dict[str, Any], step: int, tokens: int) -> Walk:
+        self.run.step, self.run.tokens_seen = step, tokens
+        Trainer.go_on_with_text(self.run, json.loads(json.dumps(data)))
+        return self
+
+    def walk(self, until: int) -> dict[str, Any]:
+        rows = self.loader.dataset
+        while self.run.step < until:
+            self.run.step += 1
+            before = self.loader.position
+            self.loader.next_step()
+            self.run.tokens_seen += 2 * self.size
+            sequences = take(before, self.size, self.loader.skip)
+            found = [(rows.names[source], number) for source, number in map(rows.locate, sequences)]
+            (name,) = {name for name, _ in found}
+            self.numbers[name] += [number for _, number in found]
+            self.served[self.run.step] = name, self.run.parts.learning_rate(self.run.step)
+        return self.loader.state_dict()
+
+
+def first_of_b(*walks: Walk) -> int:
+    """Return the step at which weights and rate change; they do so together."""
+    served = {step: pair for walk in walks for step, pair in walk.served.items()}
+    assert set(served.values()) == {("a", 1.0), ("b", 0.5)}
+    steps = [step for step, pair in sorted(served.items()) if pair == ("b", 0.5)]
+    assert steps == list(range(steps[0], max(served) + 1))
+    return steps[0]
+
+
+BY_STEP = DataPhase(step=21, weights={"b": 1.0}, lr_factor=0.5)
+#: 20 steps of 8 sequences of 2 tokens.
+BY_TOKENS = DataPhase(tokens=320, weights={"b": 1.0}, lr_factor=0.5)
+
+
+@pytest.mark.parametrize("slots", [1, 64])
+@pytest.mark.parametrize(("phase", "wanted"), [(BY_STEP, 21), (BY_TOKENS, 31)])
+def test_weights_and_rate_change_together_after_a_resume_with_another_global_batch(slots, phase, wanted) -> None:
+    first = Walk(phase, slots)
+    data = first.walk(10)
+    second = Walk(phase, slots, size=4).go_on(data, 10, 160)
+    data = second.walk(15)
+    third = Walk(phase, slots, size=4).go_on(data, 15, 200)  # nothing changes any more
+    third.walk(40)
+    assert first_of_b(first, second, third) == wanted
+    assert not third.loader.dataset.changed
+    numbers = [walk.numbers for walk in (first, second, third)]
+    for name in "ab":
+        served = sorted(number for some in numbers for number in some[name])
+        assert len(set(served)) == len(served), "nothing is repeated"
+
+
+@pytest.mark.parametrize("slots", [1, 64])
+@pytest.mark.parametrize("phase", [BY_STEP, BY_TOKENS])
+def test_weights_and_rate_change_together_with_skipped_steps(slots, phase) -> None:
+    walk = Walk(phase, slots, skip=((16, 40), (150, 161)))
+    walk.walk(40)
+    assert first_of_b(walk) == 21
+
+
+@pytest.mark.parametrize("bad_step", [19, 20, 21, 22])
+@pytest.mark.parametrize("slots", [1, 64])
+def test_weights_and_rate_change_together_after_a_rollback_that_skips_the_bad_text(slots, bad_step) -> None:
+    run = Walk(BY_STEP, slots)
+    data = run.walk(15)
+    before = run.walk(bad_step - 1)
+    fetched = Fetched([], before, run.walk(bad_step))
+    bad = [run.loader.dataset.locate(index) for index in range(before["next_sequence"], run.loader.position)]
+    run.served = {step: pair for step, pair in run.served.items() if step <= 15}
+    run.go_on(skip_to(data, fetched), 15, 240)
+    skipped = [run.loader.dataset.locate(index) for index in range(before["next_sequence"], run.loader.position)]
+    assert skipped == bad, "the text of the bad step is behind the run"
+    data = run.walk(18)
+    # A start from a checkpoint that was saved after the rollback.
+    again = Walk(BY_STEP, slots).go_on(data, 18, 288)
+    again.walk(40)
+    run.walk(40)
+    assert first_of_b(run) == 21 and not again.loader.dataset.changed
+    assert {step: pair for step, pair in run.served.items() if step > 18} == again.served
+    assert again.numbers["b"] == run.numbers["b"][-len(again.numbers["b"]) :]
+
+
+def test_a_checkpoint_of_a_phase_that_waited_for_the_lanes_begins_it_at_once() -> None:
+    """Earlier versions began a phase at the next multiple of the lanes."""
+    run = Walk(BY_STEP, 64)
+    data = run.walk(21)
+    plan, segments = data["rows"]["plan"], data["rows"]["segments"]
+    assert plan[0][1][0] == segments[1][0] == 160
+    del segments[1]  # at 192; the position is 168
+    again = Walk(BY_STEP, 64).go_on(data, 21, 336)
+    again.walk(40)
+    assert again.loader.dataset.changed and {name for name, _ in again.served.values()} == {"b"}

@@ -139,11 +139,12 @@ class TrainLoader:
         """Continue from `state`, also of another number of ranks. Raises DataError if it is not a loader's state.
 
         Ranges of this loader that lie before the position have no effect: see `served_already`.
+        `phases` in the state, if it is there: where the shares of a mixture change from here on.
         """
         position = state.get("next_sequence")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
-        self.dataset.load_state_dict(state.get("rows", {}), state.get("saved_at", position))
+        self.dataset.load_state_dict(state.get("rows", {}), position, state.get("phases"))
         self.position = self._loaded = position
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
 

@@ -4,7 +4,7 @@ All sequences have the same length, so shares of sequences are shares of tokens.
 from i by arithmetic:
 
 - A schedule of `_SCHEDULE` turns gives each source its share, spread evenly.
-- Sequence i is turn i // V of slot i % V. V is the number of lanes if a source is a stream, else 1. A slot's sequences
+- Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A slot's sequences
   of a stream are one lane of it, so a rank reads only its own lanes. Each slot begins elsewhere in the schedule.
 - A segment is a stretch with one set of shares. A new one begins with a phase, where a source has served its epochs,
   and where a run goes on with other shares than its checkpoint's. Counts go on: no text is repeated or left out.
@@ -31,7 +31,7 @@ _SCHEDULE = 4096
 
 @dataclass(frozen=True)
 class _Segment:
-    """Sequences from `start` on, a multiple of the slots.
+    """Sequences from `start` on, any sequence.
 
     `weights`: [sources], 0 for one that is served. `base`: [slots, sources], the turns that each slot gave before.
     """
@@ -55,10 +55,12 @@ class MixedRows:
     ) -> None:
         self.names, self.rows = list(sources), list(sources.values())
         self.seq_len, self.seed = self.rows[0].seq_len, seed
-        self._phases = {
-            start: tuple(shares.get(n, 0.0) for n in self.names) for start, shares in sorted(phases.items())
-        }
         self._names = tuple(self.names)
+        #: First sequence → shares: as planned for the run, and as they were and will be.
+        self._planned = self._in_order(phases)
+        self._phases = self._planned
+        #: The latest state was saved with other shares, sources or epochs than hold from its position on.
+        self.changed = False
         self._restart(slots)
 
     @property
@@ -109,15 +111,15 @@ class MixedRows:
         segment = self._segment(index)
         if not any(segment.weights):
             raise EndOfData(f"sequence {index}: all sources have served their epochs")
-        turn, slot = divmod(index - segment.start, self.slots)
+        # Any V sequences in a row have one of each slot.
+        turn, slot = (index - segment.start) // self.slots, index % self.slots
         source = _schedule(segment.weights, self._names).source(int(self._begin[slot]) + turn)
         return source, int(self._given(segment, turn)[slot, source]) * self.slots + slot
 
     def served(self, index: int) -> dict[str, int]:
         """Return by name how many sequences before `index` are of each source."""
-        segment = self._segment(index)
-        turns = -(-(index - segment.start - np.arange(self.slots)) // self.slots)
-        return dict(zip(self.names, self._given(segment, turns).sum(axis=0).tolist(), strict=True))
+        given = self._given_before(self._segment(index), index)
+        return dict(zip(self.names, given.sum(axis=0).tolist(), strict=True))
 
     def _segment(self, index: int) -> _Segment:
         return next(segment for segment in reversed(self._segments) if segment.start <= index)
@@ -136,41 +138,67 @@ class MixedRows:
         }
         return {**states[0], "sources": merged}
 
-    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
-        """Go on from `state`; {}: from the start. Other shares than those of the state hold from `position` on."""
+    def load_state_dict(
+        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+    ) -> None:
+        """Go on with sequence `position` from `state`; {}: from the start.
+
+        phases: as of the constructor; None: those. The shares that they have at `position` hold from there on, and the
+        sequences before it stay what they were.
+        """
+        if phases is not None:
+            self._planned = self._in_order(phases)
         self._restart(state.get("slots", self.slots))
         for name, row in zip(self.names, self.rows, strict=True):
             row.load_state_dict(state.get("sources", {}).get(name, {}))
-        if state:
-            if gone := [name for name in state["names"] if name not in self.names]:
-                raise DataError(
-                    f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give it no share from "
-                    "here on by a [[data.phase]] that does not name it"
-                )
-            column = {name: number for number, name in enumerate(state["names"])}
-            old = [column.get(name) for name in self.names]
-            self._segments = [
-                _Segment(
-                    start,
-                    tuple(0.0 if i is None else weights[i] for i in old),
-                    np.array([[0 if i is None else turns[i] for i in old] for turns in base], dtype=np.int64),
-                )
-                for start, weights, base in state["segments"]
-            ]
-            if (state["names"], state["plan"]) != (self.names, self._plan()):
-                self._change(position)
+        if not state:
+            return
+        if gone := [name for name in state["names"] if name not in self.names]:
+            raise DataError(
+                f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give it no share from "
+                "here on by a [[data.phase]] that does not name it"
+            )
+        self._continue(state, position)
 
-    def _change(self, position: int) -> None:
-        """Let the phases hold from `position` on, whatever the segments before."""
-        start = -(-position // self.slots) * self.slots
-        before = [s for s in self._segments if s.start < max(start, 1)]
-        shares = [shares for begin, shares in self._phases.items() if begin <= start][-1]
-        given = self._given(before[-1], (start - before[-1].start) // self.slots)
-        self._segments = [*before, _Segment(start, shares, given)]
+    def _continue(self, state: dict[str, Any], position: int) -> None:
+        """Keep what `state` has before `position`, and let the planned phases hold from there on."""
+        column = {name: number for number, name in enumerate(state["names"])}
+        columns = [column.get(name) for name in self.names]
+
+        def of_ours(values: Sequence[Any]) -> list[Any]:
+            return [0 if number is None else values[number] for number in columns]
+
+        segments = []
+        for start, weights, base in state["segments"]:
+            turns = np.array([of_ours(given) for given in base], dtype=np.int64)
+            segments.append(_Segment(start, tuple(of_ours(weights)), turns))
+        old_phases, old_totals = state["plan"]
+        past = {start: tuple(of_ours(shares)) for start, shares in old_phases if start <= position}
+        planned = {start: shares for start, shares in self._planned.items() if start > position}
+        now = [shares for start, shares in self._planned.items() if start <= position][-1]
+        last_phase = max(past)
+        # Earlier versions began a phase at the next multiple of the slots.
+        is_late = not any(last_phase <= segment.start <= position for segment in segments)
+        same_text = state["names"] == self.names and old_totals == self._totals()
+        self.changed = is_late or not same_text or past[last_phase] != now
+        if self.changed:
+            # The first segment is needed, to count from.
+            segments = [segment for segment in segments if segment.start < max(position, 1)]
+            past = {start: shares for start, shares in past.items() if start < position}
+            past[position] = now
+            segments.append(_Segment(position, now, self._given_before(segments[-1], position)))
+        else:
+            segments = [segment for segment in segments if segment.start <= position]
+        self._phases = {**past, **planned}
+        self._segments = segments
         self._extend()
 
+    def _in_order(self, phases: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[float, ...]]:
+        return {start: tuple(shares.get(name, 0.0) for name in self.names) for start, shares in sorted(phases.items())}
+
     def _restart(self, slots: int) -> None:
-        self.slots = slots
+        self.slots, self.changed = slots, False
+        self._phases = self._planned
         #: Where each slot begins in the schedule.
         self._begin = epoch_order(max(slots, _SCHEDULE), self.seed, 0)[:slots] % _SCHEDULE
         self._segments = [_Segment(0, self._phases[0], np.zeros((slots, len(self.rows)), dtype=np.int64))]
@@ -178,10 +206,17 @@ class MixedRows:
 
     def _plan(self) -> list[Any]:
         """Return all that decides the segments, as JSON has it."""
-        return [
-            [[start, list(shares)] for start, shares in self._phases.items()],
-            [r.total_sequences for r in self.rows],
-        ]
+        return [[[start, list(shares)] for start, shares in self._phases.items()], self._totals()]
+
+    def _totals(self) -> list[int | None]:
+        return [row.total_sequences for row in self.rows]
+
+    def _given_before(self, segment: _Segment, index: int) -> NDArray[np.int64]:
+        """Return [slots, sources]: the sequences of each source before sequence `index`, at or after the segment's."""
+        # Each slot's first sequence in the segment.
+        first = segment.start + (np.arange(self.slots) - segment.start) % self.slots
+        turns: NDArray[np.int64] = -(-(index - first) // self.slots)
+        return self._given(segment, turns)
 
     def _given(self, segment: _Segment, turns: int | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return [slots, sources]: the sequences of each source before this turn of the segment, or of each slot."""
@@ -195,11 +230,9 @@ class MixedRows:
         while True:
             last = self._segments[-1]
             dry = self._dry(last)
-            # Of several that begin with the same turn the last one counts.
-            phases = {-(-start // self.slots) * self.slots: shares for start, shares in self._phases.items()}
-            after = next(((start, shares) for start, shares in phases.items() if start > last.start), None)
+            after = next(((start, shares) for start, shares in self._phases.items() if start > last.start), None)
             if after is not None and (dry is None or after[0] <= dry.start):
-                given = self._given(last, (after[0] - last.start) // self.slots)
+                given = self._given_before(last, after[0])
                 self._segments.append(_Segment(after[0], after[1], given))
             elif dry is not None:
                 self._segments.append(dry)

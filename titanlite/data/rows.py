@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -76,8 +76,13 @@ class Rows(Protocol):
         """Return the states of all ranks as one."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
-        """Go on with row `position`, from the state of all ranks; {}: from the start."""
+    def load_state_dict(
+        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+    ) -> None:
+        """Go on with row `position`, from the state of all ranks; {}: from the start.
+
+        phases: first row → shares of the sources of a mixture from there on.
+        """
         ...
 
 
@@ -90,5 +95,7 @@ class Stateless:
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+    ) -> None:
         pass

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -170,7 +170,9 @@ class StreamRows:
             cursors[cursor[0]] = max(cursor, cursors.get(cursor[0], cursor))
         return {**states[0], "cursors": [cursors[number] for number in sorted(cursors)]}
 
-    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+    ) -> None:
         """Go on from these places; {}: from the start. Raises DataError if they cannot be of this stream."""
         try:
             lanes = state.get("lanes", self.lanes)

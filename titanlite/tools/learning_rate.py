@@ -9,7 +9,7 @@ from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.fit import check_config
 from titanlite.optim.schedule import LearningRate
-from titanlite.run_text import rate_phases
+from titanlite.run_text import phases_of
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style
 
@@ -35,7 +35,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     if run.steps is None:
         message = "the length in steps follows from the length of the text"
         raise ConfigError([Problem("", "training.epochs", message, "give --training.steps N for this command")])
-    rate = LearningRate(run.schedule, run.optimizer.peak_lr, phases=tuple(rate_phases(run)))
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases_of(run).rates())
     rates = [rate(step) for step in range(1, run.steps + 1)]
     return (json.dumps(rates) if arguments.json else "\n".join([*draw(rates), "", *table(rates)])), exit_codes.DONE
 

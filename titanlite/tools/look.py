@@ -23,6 +23,7 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.documents import Document, documents_of
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
+from titanlite.data.phases import Progress
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
@@ -30,7 +31,7 @@ from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, fitted
-from titanlite.run_text import read_held_out, read_training_text
+from titanlite.run_text import phases_of, read_held_out, read_training_text
 from titanlite.runs.record import read_attempts
 from titanlite.tools.cli import no_flags
 from titanlite.tools.config import side, world_size_of
@@ -54,6 +55,8 @@ class State(NamedTuple):
     global_batch: int
     #: State of the rows.
     rows: Mapping[str, Any] = {}
+    #: Of all steps so far, over all ranks.
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
         if "next_sequence" in data and "global_batch" in manifest.train:
             skipped = skip_ranges.merged(data.get("left_out", ()))
             rows = data.get("rows", {})
-            states.append(State(step, data["next_sequence"], skipped, manifest.train["global_batch"], rows))
+            size, tokens = manifest.train["global_batch"], manifest.train.get("tokens_seen", 0)
+            states.append(State(step, data["next_sequence"], skipped, size, rows, tokens))
         fingerprints, ranks = manifest.fingerprints, manifest.world_size
     attempts = [] if ranks else read_attempts(folder)
     return states, fingerprints, ranks or (attempts[-1].get("ranks", 1) if attempts else 1)
@@ -130,7 +134,8 @@ def sequences_of(run: Run, step: int) -> list[int]:
     known = after.rows if after else {}
     rows = before.rows or {name: known[name] for name in ("lanes", "revision") if name in known}
     if rows:
-        run.rows.load_state_dict(dict(rows), before.position)
+        done = Progress(before.step, before.tokens, before.position)
+        run.rows.load_state_dict(dict(rows), before.position, phases_of(run.config).shares(done))
     if after is not None:
         size, skip = after.global_batch, after.skipped
         if skip_ranges.advance(before.position, (after.step - before.step) * size, skip) != after.position:
