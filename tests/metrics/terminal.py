@@ -18,6 +18,11 @@ import pyte
 from titanlite.metrics.console import titan_line
 from titanlite.utils import logger
 
+#: No program writes it, and a terminal passes it on unchanged.
+_MARK = b"\x1b]777;all of it\x1b\\"
+#: Seconds for bytes to pass a terminal on a busy machine.
+_PATIENCE = 60.0
+
 
 def figures(step: int, steps: int = 60) -> dict[str, float]:
     return {
@@ -53,12 +58,17 @@ class Terminal:
             if select.select([self.master], [], [], 0.01)[0]:
                 self._arrived.put(os.read(self.master, 65536))
 
-    def read(self, wait: float = 0.05) -> bytes:
-        """Return the text sent since, once nothing more comes; the screen shows it."""
+    def read(self) -> bytes:
+        """Return the text sent since; the screen shows it.
+
+        A mark follows the text through the terminal: when the mark arrives, so have all bytes before it.
+        """
+        self.stream.flush()
+        os.write(self.end, _MARK)
         new = b""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                new += self._arrived.get(timeout=wait)
+        while _MARK not in new:
+            new += self._arrived.get(timeout=_PATIENCE)
+        new = new.replace(_MARK, b"")
         self._emulator.feed(new)
         self.sent += new
         return new
