@@ -112,7 +112,6 @@ class TrainingComponents:
     args: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    phases: Phases
     learning_rate: LearningRate
     train_step: TrainStep
     loader: Prefetcher
@@ -133,6 +132,8 @@ class TrainingComponents:
     #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
     last_save_dtype: str | None = None
     exclude_from_loading: Sequence[str] = ()
+    #: The `[[data.phase]]` tables; None: there are none, and no mixture.
+    phases: Phases | None = None
 
     def close(self) -> None:
         """End the threads; what cannot be closed does not keep the rest open."""
@@ -424,7 +425,6 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        phases=phases,
         learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases.rates()),
         train_step=train_step,
         loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh), _RESERVE if datasets.train.state_dict() else 0),
@@ -440,6 +440,7 @@ def build(
         steps=run.steps,
         global_batch_size=batch.global_batch_size,
         tokens_per_step=batch.tokens_per_step,
+        phases=phases,
         last_save_dtype=run.checkpoint.export_dtype if run.checkpoint.model_weights_only else None,
         exclude_from_loading=run.checkpoint.exclude_from_loading,
     )

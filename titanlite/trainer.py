@@ -136,18 +136,9 @@ class Trainer:
         parts.learning_rate.began = loaded.step if anew else int(loaded.train.get("schedule_began", 0))
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
         anew = "dataloader" in loaded.left_out
-        self.go_on_with_text({"next_sequence": 0} if anew else loaded.train["data"])
+        load_text(self, {"next_sequence": 0} if anew else loaded.train["data"])
         # Earlier steps may have been of another size. A mixture has a length of its own.
         _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
-
-    def go_on_with_text(self, data: dict[str, Any]) -> None:
-        """Let the loader go on from its state in a checkpoint, and find again where phases begin from there."""
-        parts = self.parts
-        done = Progress(self.step, self.tokens_seen, data["next_sequence"])
-        parts.learning_rate.phases = parts.phases.rates(done)
-        if isinstance(parts.datasets.train, MixedRows):
-            data = {**data, "phases": parts.phases.shares(done)}
-        parts.loader.load_state_dict(data)
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
@@ -344,6 +335,17 @@ class Trainer:
                     explain(error, self.parts.model, self.parts.train_step.runner, self.recent[error.step])
                 end.reason = str(error)
                 self.parts.anomalies.stopped(error, self.recent[error.step])
+
+
+def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
+    """Let the loader go on from its state in a checkpoint, and find again where phases begin from there."""
+    parts = trainer.parts
+    if parts.phases is not None:
+        done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
+        parts.learning_rate.phases = parts.phases.rates(done)
+        if isinstance(parts.datasets.train, MixedRows):
+            data = {**data, "phases": parts.phases.shares(done)}
+    parts.loader.load_state_dict(data)
 
 
 def save_seed(parts: TrainingComponents) -> None:

@@ -25,7 +25,7 @@ from titanlite.metrics.figures import RowLosses, SourceFigures
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.run_text import phases_of
 from titanlite.step import ReplicationFactors
-from titanlite.trainer import Trainer
+from titanlite.trainer import load_text
 
 
 class Numbers(Stateless):
@@ -218,7 +218,7 @@ class Walk:
 
     def go_on(self, data: dict[str, Any], step: int, tokens: int) -> Walk:
         self.run.step, self.run.tokens_seen = step, tokens
-        Trainer.go_on_with_text(self.run, json.loads(json.dumps(data)))
+        load_text(self.run, json.loads(json.dumps(data)))
         return self
 
     def walk(self, until: int) -> dict[str, Any]:
