@@ -195,16 +195,30 @@ def _cannot(family: str, args: Any) -> str:
 def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
     if importlib.util.find_spec("torchao") is not None:
         torchao()  # without the lines that it logs when `transformers` imports it
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     kind = getattr(torch, dtype) if dtype else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True).float().eval()
+        model = _pretrained(folder, kind).float().eval()
         with torch.no_grad():
             logits: torch.Tensor = model(tokens).logits
     except Exception as error:  # of any of its parts
         raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
     return logits
+
+
+def _pretrained(folder: Path, dtype: Any) -> Any:
+    """Return the model of `transformers` for a folder, which may be of somebody else: no code of it runs.
+
+    Python files that `auto_map` names stay unread. The kind of attention is set here, since `transformers` would load
+    the kernels that config.json may name.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options = {"dtype": dtype, "local_files_only": True, "trust_remote_code": False}
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
+    except ValueError:  # some models have only their own attention
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
