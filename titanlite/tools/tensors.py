@@ -18,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanlite.checkpoint.hf import open_weights
+from titanlite.checkpoint.hf import HF_CONFIG, open_weights, read_json
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.models import get_spec
+from titanlite.models.hf import read_config
 from titanlite.parallel.float8 import torchao
 from titanlite.utils import human_bytes
 
@@ -212,12 +213,12 @@ def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torc
 def _pretrained(folder: Path, dtype: Any) -> Any:
     """Return the model of `transformers` for a folder, which may be of somebody else: no code of it runs.
 
-    Python files that `auto_map` names stay unread. The kind of attention is set here, since `transformers` would load
-    the kernels that config.json may name.
+    Python files that `auto_map` names stay unread, and kernels that config.json names are not fetched.
     """
     from transformers import AutoModelForCausalLM
 
-    options = {"dtype": dtype, "local_files_only": True, "trust_remote_code": False}
+    config = read_config(read_json(folder / HF_CONFIG))
+    options = {"config": config, "dtype": dtype, "local_files_only": True, "trust_remote_code": False}
     try:
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
     except ValueError:  # some models have only their own attention
