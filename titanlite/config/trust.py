@@ -58,7 +58,7 @@ class Claim:
 
     def refusal(self) -> Problem:
         """Return the problem that names value, file and flag."""
-        message = f"{quote(self.value)} {self.effect}; it is not trusted, since a command found it in a file of a run"
+        message = f"{quote(self.value)} {self.effect}; titanlite does not trust this file"
         return Problem(self.place, self.key, message, _HINT, code=CODE)
 
     def announcement(self) -> str:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
 
 
+#: Entries that name Python files for `transformers` to run.
+_CODE = ("auto_map", "trust_remote_code")
 #: Entries that may name kernels for `transformers` to fetch from the hub and run, and values that name none.
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 _NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
@@ -104,16 +106,17 @@ def _refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeE
     return ShapeError(Misfit(message, field, advice))
 
 
-def without_kernels(value: Any) -> Any:
-    """Return the content of a config.json without entries that let `transformers` run code from the hub."""
+def _without_code(value: Any) -> Any:
+    """Return the content of a config.json without entries that let `transformers` run other code than its own."""
     if isinstance(value, list):
-        return [without_kernels(item) for item in value]
+        return [_without_code(item) for item in value]
     if not isinstance(value, dict):
         return value
     kept = {}
     for name, item in value.items():
-        if name not in _KERNELS or item in _NO_KERNELS:
-            kept[name] = without_kernels(item)
+        names_kernel = name in _KERNELS and item not in _NO_KERNELS
+        if name not in _CODE and not names_kernel:
+            kept[name] = _without_code(item)
     return kept
 
 
@@ -132,7 +135,7 @@ def read_config(content: Mapping[str, Any]) -> Any:
         near = names_like(str(kind), CAUSAL).partition("; there are")[0]
         raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
     try:
-        config = CONFIG_MAPPING[kind].from_dict(without_kernels(dict(content)))
+        config = CONFIG_MAPPING[kind].from_dict(_without_code(dict(content)))
     except Exception as error:  # `transformers` raises its own classes for wrong values
         raise _refused(f"transformers refuses the config of a {kind}: {error}") from error
     if not hasattr(config, "vocab_size"):
