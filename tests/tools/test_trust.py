@@ -249,6 +249,22 @@ def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
     assert code == 0 and poisoned.evil.ran, said
 
 
+def test_claims_are_of_the_values_in_effect_alone() -> None:
+    from titanlite.config.load import read_text
+
+    mixture = '[[data.source]]\nname = "evil:texts"\n[[data.source]]\nname = "c4"\n'
+    text = f'{mixture}[experimental]\ncustom_import = "evil"\n[optimizer]\nname = "AdamW"\n'
+    file = Path("run/config.toml")
+    config, problems = read_text(text, file, origin=trust.Origin.FOREIGN)
+    assert not problems
+    found = {claim.key: claim.value for claim in config.claims}
+    assert found == {"data.source": "evil:texts", "experimental.custom_import": "evil"}
+    assert not config.changed(dict.fromkeys(found, [])).claims
+    flags = ["--data.source=[]", "--experimental.custom_import="]
+    assert not read_text(text, file, flags, trust.Origin.FOREIGN)[0].claims
+    assert not read_text(text, file)[0].claims
+
+
 @pytest.fixture
 def server() -> Iterator[list[str]]:
     """Its address, and then the path of each request to it."""

@@ -22,9 +22,6 @@ from titanlite.config.toml import quote
 from titanlite.utils import escape, is_dotted
 
 FLAG = "--trust-code"
-CODE = "untrusted"
-"""The code of a `Problem` that a foreign value makes."""
-
 _HINT = f"give {FLAG} if you trust the author of that file (SECURITY.md)"
 _HELP = "allow what a checkpoint or a kept config names: code to import, variables, files; each is printed before"
 
@@ -59,7 +56,7 @@ class Claim:
     def refusal(self) -> Problem:
         """Return the problem that names value, file and flag."""
         message = f"{quote(self.value)} {self.effect}; titanlite does not trust this file"
-        return Problem(self.place, self.key, message, _HINT, code=CODE)
+        return Problem(self.place, self.key, message, _HINT, code="untrusted")
 
     def announcement(self) -> str:
         """Return the line that the user reads before the value has its effect."""
