@@ -91,10 +91,12 @@ def put(toml: str, key: str, value: Any) -> str:
     return f"{head}{mark}{line}{body}{next_head}{tail}" if mark else f"{toml}\n[{section}]\n{line}"
 
 
-def poison(step: Path, config: dict[str, Any] | None = None, family: str = "") -> None:
+def poison(step: Path, config: dict[str, Any] | None = None, family: str = "", same_text: bool = False) -> None:
     """Write other values into the config of a run and of its checkpoint, and another family of its model."""
     manifest = read_manifest(step)
-    prints = {name: value for name, value in manifest.fingerprints.items() if name != "data"}  # it is of another text
+    prints = dict(manifest.fingerprints)
+    if not same_text:
+        del prints["data"]
     changed = dict(manifest.config)
     for key, value in (config or {}).items():
         changed["toml"] = put(changed["toml"], key, value)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import http.server
 import json
+import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden_run import GoldenRun
+from tests.golden_run import MORE, GoldenRun
 from tests.scripts.test_cli_docs import commands
 from tests.tools.poison import (
     CODE,
@@ -442,11 +444,12 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(poisoned: Poisoned, tmp_path: Path) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
-    from tests.golden_run import FLAGS, MORE
+    from tests.golden_run import FLAGS
     from tests.training.test_run import TINY
     from titanlite.tools.drill_ranks import train
 
-    poison(poisoned.step, code_config(poisoned.evil, "beside"), poisoned.evil.named("SPEC"))
+    values = code_config(poisoned.evil, "beside")
+    poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
     flags = ["--job.config_file=debug_model.toml", *TINY, *FLAGS]
     resumed = [*flags, f"--training.steps={MORE + 1}", f"--job.dump_folder={poisoned.run}"]
     codes, said = train(resumed, 2, tmp_path / "console")
@@ -455,6 +458,19 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(poisoned: Poi
     codes, said = train([*flags, *initial, f"--job.dump_folder={tmp_path}/new"], 2, tmp_path / "console")
     assert codes == [0, 0], said
     assert not poisoned.evil.ran
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
+def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(golden: GoldenRun, tmp_path: Path) -> None:
+    step, evil = run_folder(golden, tmp_path / "run"), make_evil(tmp_path / "evil")
+    for folder in (step, tmp_path / "run"):
+        (folder / "xxhash.py").write_text(evil.file.read_text())
+    words = [Path(sys.executable).with_name("titanlite"), "evaluate", ".", "--nproc-per-node=1", "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=tmp_path / "run", env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == MORE and not evil.ran
 
 
 # The code

@@ -7,6 +7,7 @@ Model, text and numbers are those of a validation in training: the same config b
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -81,7 +82,20 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
         words.append("--json")
     if trust_code:
         words.append(trust.FLAG)
+    _search_modules_as_here()
     start_ranks(ranks, ["evaluate", *words, *flags])
+
+
+def _search_modules_as_here() -> None:
+    """Let the ranks look for modules where this process does (Python 3.11 or later).
+
+    torchrun starts them with `python -m`, which looks in the working directory first. That may be a folder of somebody
+    else, with a file of the name of a package.
+    """
+    here = os.path.realpath(os.getcwd())
+    searched = {os.path.realpath(place or ".") for place in sys.path}
+    if here not in searched:
+        os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def config_of(
