@@ -19,6 +19,7 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
 from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
 from titanlite.config.toml import quote
+from titanlite.config.trust import admit
 from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
 from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.parallel import ParallelismError, compiles_halves
@@ -59,15 +60,24 @@ def check_loaded(
 ) -> tuple[LoadedConfig, RunConfig]:
     """Do as `check_config` for a config that is read already. problems: those that were found in it."""
     _stop(problems)
+    admit(config.claims, config.origin)
     found = contradictions(config)
     if training:
         found += [*refused(config), *missing_files(config), *missing_packages(config)]
     _stop(found)
-    return config, fitted(config, world_size or smallest_world(config))
+    return config, _fitted(config, world_size or smallest_world(config))
 
 
 def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
-    """Derive a run and check that it fits the ranks and the model. Raises ConfigError with all that does not."""
+    """Derive a run and check that it fits the ranks and the model. Raises ConfigError with all that does not.
+
+    Code that a foreign config names is refused before the model is imported, or announced (`titanlite.config.trust`).
+    """
+    admit(config.claims, config.origin)
+    return _fitted(config, world_size, total_sequences)
+
+
+def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     run = derive(config, world_size, total_sequences)
     _stop(misfits(config, run))
     return run

@@ -41,6 +41,7 @@ from titanlite.checkpoint.storage import (
     share,
     verify_files,
 )
+from titanlite.config.trust import Origin
 from titanlite.models.args import from_record
 from titanlite.models.spec import ModelSpec, get_spec
 from titanlite.nonfinite import find_nonfinite
@@ -307,7 +308,7 @@ class Loader:
                 "weights in Hugging Face's format need the model's description: give Checkpointer "
                 'run_config={"model": titanlite.models.args.as_record(name, args)}'
             )
-        family, args = from_record(record)
+        family, args = from_record(record, Origin.OWN)
         return get_spec(family), args
 
     def _choose_foreign(self, path: AnyPath) -> tuple[Manifest, LoadedState]:

@@ -49,7 +49,9 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
 
 def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     """Find dotted paths that surely lead nowhere, without an import: (code, key, message, remedy)."""
-    found = ((key, path, unresolved(path)) for key, path in dotted_paths(config) if key != "model.name")
+    foreign = {claim.key for claim in config.claims}  # such a file is not even read
+    paths = [(key, path) for key, path in dotted_paths(config) if key != "model.name" and key not in foreign]
+    found = ((key, path, unresolved(path)) for key, path in paths)
     return [("unresolved", key, f"{path!r} {reason}", HINT) for key, path, reason in found if reason]
 
 

@@ -32,8 +32,9 @@ from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
+from titanlite.config.trust import Claim, Origin, config_claims, file_claim, refusals, variable_claim
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
-from titanlite.config.variables import is_deferred, resolved
+from titanlite.config.variables import is_deferred, names_in, resolved
 
 _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
@@ -86,13 +87,16 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
     return layers.finish(), problems
 
 
-def read_text(text: str, path: Path, flags: Sequence[str] = ()) -> tuple[LoadedConfig, list[Problem]]:
+def read_text(
+    text: str, path: Path, flags: Sequence[str] = (), origin: Origin = Origin.OWN
+) -> tuple[LoadedConfig, list[Problem]]:
     """Do as `read` for a text that stands or shall stand in the file `path`; files it extends are found from there.
 
-    flags: laid over it, as those of a command line.
+    flags: laid over it, as those of a command line. origin: who wrote the text. Of a foreign one no variable is
+    replaced and no other file is read, which are problems; the code that it names is in the config's `claims`.
     """
     entries, problems = command_line_entries(flags)
-    layers = _Layers(problems)
+    layers = _Layers(problems, origin=origin)
     layers.read_text(text, path, chain=())
     layers.add(layers.resolved(entries), file=None)
     return layers.finish(), layers.problems
@@ -141,6 +145,8 @@ class _Value:
     raw: Any = None
     #: With its environment variables as written, for other machines; None: it has none.
     deferred: Any = None
+    #: Of a foreign file: what the value would run.
+    claims: tuple[Claim, ...] = ()
 
 
 @dataclass
@@ -150,6 +156,8 @@ class _Layers:
     problems: list[Problem]
     #: Leave environment variables to other machines.
     defer: bool = False
+    #: Who wrote the files. Flags are always the user's own.
+    origin: Origin = Origin.OWN
     values: dict[str, _Value] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -178,19 +186,34 @@ class _Layers:
         # A byte order mark is no part of TOML, but editors on Windows write one.
         entries, problems = file_entries(text.removeprefix("\ufeff"), _short(path))
         self.problems += problems
-        entries = self.resolved(entries)
+        entries = self.resolved(entries, self.origin)
         for entry in entries:
             if entry.name == "job.extends" and fits(list[str], entry.value):
                 for name in entry.value:
-                    failure = Problem(entry.source.place, "job.extends", "", code="unreadable")
-                    self.read(path.parent / os.path.expanduser(name), name, (*chain, path.resolve()), failure)
+                    self._extend(entry.source.place, path, name, chain)
         self.files.append(_short(path))
         self.add(entries, file=path)
 
-    def resolved(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Return entries with the values of their environment variables."""
+    def _extend(self, place: str, path: Path, name: str, chain: tuple[Path, ...]) -> None:
+        """Add a file that the file `path` extends. place: of its name."""
+        file = path.parent / os.path.expanduser(name)
+        claim = file_claim(place, "job.extends", name, file)
+        if refused := refusals([claim], self.origin):
+            self.problems += refused
+            return
+        failure = Problem(place, "job.extends", "", code="unreadable")
+        self.read(file, name, (*chain, path.resolve()), failure)
+
+    def resolved(self, entries: Iterable[Entry], origin: Origin = Origin.OWN) -> list[Entry]:
+        """Return entries with the values of their environment variables. origin: who wrote them."""
         found = []
         for entry in entries:
+            names = names_in(entry.value)
+            claims = [variable_claim(entry.source.place, entry.name, name) for name in names]
+            if refused := refusals(claims, origin):
+                self.problems += refused
+                found.append(entry)
+                continue
             deferred = self.defer and is_deferred(key_of(entry.name))
             entry, problems = resolved(entry, keep_unset=deferred)
             self.problems += problems
@@ -228,8 +251,11 @@ class _Layers:
             return [] if is_off(name, value) else [problem(message, hint, code="unsupported")]
         anchor = partial(extensions.anchored, folder=file.parent if file else Path())
 
+        def renamed(value: Any) -> Any:
+            return ALIASES[name].converted(value) if name in ALIASES else value
+
         def converted(value: Any) -> Any:
-            value = ALIASES[name].converted(value) if name in ALIASES else value
+            value = renamed(value)
             if key in extensions.ANCHORED and value is not None:
                 return anchor(value) if isinstance(value, str) else [*map(anchor, value)]
             return value
@@ -238,6 +264,8 @@ class _Layers:
             normal = normalized(name, value)
             wrong = check(type_of_name(name), normal)
             right = None if wrong else _Value(converted(normal), source, value)
+            if right and file and self.origin is not Origin.OWN:
+                right.claims = tuple(config_claims(source.place, key, renamed(normal), right.value))
             if right and entry.raw is not None:
                 right.deferred = converted(normalized(name, entry.raw))
         except Refused as error:
@@ -284,7 +312,16 @@ class _Layers:
                 written[section][key] = settled.value
         sources = {name: settled.source for name, settled in self.values.items()}
         deferred = {name: settled.deferred for name, settled in self.values.items() if settled.deferred is not None}
-        return LoadedConfig(msgspec.convert(written, Config), sources, tuple(self.files), tuple(self.notes), deferred)
+        claims = tuple(claim for settled in self.values.values() for claim in settled.claims)
+        return LoadedConfig(
+            msgspec.convert(written, Config),
+            sources,
+            tuple(self.files),
+            tuple(self.notes),
+            deferred,
+            claims,
+            self.origin,
+        )
 
     def _get(self, key: str) -> Any:
         return self.values[key].value if key in self.values else keys()[key].default

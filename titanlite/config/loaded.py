@@ -12,6 +12,7 @@ from titanlite.config.errors import COMMAND_LINE, DEFAULT, Source
 from titanlite.config.keys import keys, table_of
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
+from titanlite.config.trust import Claim, Origin
 from titanlite.config.variables import escaped
 
 EXCLUSIVE = (
@@ -38,6 +39,10 @@ class LoadedConfig:
     notes: tuple[str, ...] = ()
     #: Values with environment variables as they were written, by key, for machines that replace them themselves.
     deferred: Mapping[str, Any] = field(default_factory=dict)
+    #: Values out of a foreign file that run code when they are used; `titanlite.fit` asks for leave.
+    claims: tuple[Claim, ...] = ()
+    #: Who wrote the file of the claims.
+    origin: Origin = Origin.OWN
 
     def value(self, key: str) -> Any:
         """Return the value of `section.field`."""
@@ -51,7 +56,9 @@ class LoadedConfig:
             section, _, name = key.partition(".")
             new = replace_fields(getattr(sections, section), **{name: value})
             sections = replace_fields(sections, **{section: new})
-        return replace(self, sections=sections, sources={**self.sources, **dict.fromkeys(changes, COMMAND_LINE)})
+        sources = {**self.sources, **dict.fromkeys(changes, COMMAND_LINE)}
+        claims = tuple(claim for claim in self.claims if claim.key not in changes)
+        return replace(self, sections=sections, sources=sources, claims=claims)
 
     def source(self, key: str) -> Source:
         """Return where the value of `section.field` was written."""

@@ -6,6 +6,7 @@ import importlib.util
 import re
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*\]")
 #: Package that fsspec needs for a store, where that is not fsspec itself.
 _PACKAGES = {
     "s3": "s3fs",
@@ -22,6 +23,16 @@ _EXTRA = {"s3fs": "'titanlite[s3]'"}
 def is_url(text: str) -> bool:
     """`s3://bucket/run`, in contrast to a path."""
     return _URL.match(text) is not None
+
+
+def chain_problem(url: str) -> str:
+    """Return why a URL is refused before fsspec reads it; "" for a plain one.
+
+    fsspec takes `reference://part::https://host/file`, and runs templates that the file there holds.
+    """
+    if "::" not in _IPV6.sub("", url):
+        return ""
+    return "is a chain of URLs (::), which is refused: it can run code; copy the file and name it"
 
 
 def package_of(scheme: str) -> str:

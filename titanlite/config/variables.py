@@ -19,6 +19,15 @@ def escaped(toml: str) -> str:
     return toml.replace("${", "$${")
 
 
+def names_in(value: Any) -> list[str]:
+    """Return the names of the variables in a value, each once."""
+    if isinstance(value, str):
+        found = [match[2] for match in _MARK.finditer(value) if match[2]]
+        return list(dict.fromkeys(found))
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return list(dict.fromkeys(name for item in items for name in names_in(item)))
+
+
 def is_deferred(key: str) -> bool:
     """Return whether a launcher leaves the variables of a key to the machines of the job. It needs the other keys."""
     return not key.startswith("launch.") and key not in ("job.config_file", "job.extends", "job.dump_folder")

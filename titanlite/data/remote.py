@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
 from titanlite.data.threads import ending
 from titanlite.utils import counted, human_time, logger
@@ -125,6 +126,8 @@ class _RemoteFile(io.RawIOBase):
     def _open(self, ranges: bool = True) -> None:
         import fsspec
 
+        if reason := chain_problem(self._url):
+            raise DataError(f"{self._name} {reason}")
         options, known = dict[str, Any](), dict[str, Any]()
         if http := self._url.startswith(("http://", "https://")):
             import aiohttp

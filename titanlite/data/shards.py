@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from titanlite.config.text_names import HubText
+from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
 from titanlite.data.formats import ENDINGS, Columns, Format, Record, read_file
 from titanlite.data.remote import FileChangedError, public_name, retried
@@ -85,6 +86,8 @@ def url_files(url: str, key: str) -> list[str]:
     """
     import fsspec
 
+    if reason := chain_problem(url):
+        raise DataError(f"{key}: {public_name(url)} {reason}")
     if url.startswith(("http://", "https://")) and "*" not in url and not url.endswith("/"):
         return [url]
 

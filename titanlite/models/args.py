@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
+from titanlite.config.trust import Origin, admit, code_claim
 from titanlite.models.hf import read_args
 from titanlite.models.spec import Misfit, ShapeError, get_spec, names_like, shown
+from titanlite.utils import is_dotted
 
 if typing.TYPE_CHECKING:
     from titanlite.config.model_sections import Model
@@ -93,10 +95,20 @@ def as_record(family: str, args: Any) -> dict[str, Any]:
     return {"family": family, **asdict(args)}
 
 
-def from_record(record: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return family and arguments. Raises ShapeError for a record that describes no model."""
+def from_record(
+    record: Mapping[str, Any], origin: Origin = Origin.OWN, place: str = "", key: str = "config.model.family"
+) -> tuple[str, Any]:
+    """Return family and arguments.
+
+    origin: who wrote the record. place, key: where it stands, for messages.
+
+    Raises ShapeError for a record that describes no model. Raises ConfigError for a foreign one whose family is a
+    dotted path.
+    """
     values = dict(record)
     family = str(values.pop("family", None))
+    if is_dotted(family):
+        admit([code_claim(place, key, family)], origin)
     cls = get_spec(family).args_class
     checked = checked_fields(cls, values, "")
     required = [field.name for field in fields(cls) if field.default is field.default_factory is MISSING]

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
 
 
+#: Entries that name Python files for `transformers` to run.
+_CODE = ("auto_map", "trust_remote_code")
+#: Entries that may name kernels for `transformers` to fetch from the hub and run, and values that name none.
+_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+_NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
+
+
 @dataclass(frozen=True)
 class HFArgs:
     """A model of `transformers`."""
@@ -72,7 +79,7 @@ class Skeleton:
 def _skeleton(content: str, vocab_size: int) -> Skeleton:
     import torch
 
-    config = _config({**json.loads(content), "vocab_size": vocab_size})
+    config = read_config({**json.loads(content), "vocab_size": vocab_size})
     try:
         with torch.device("meta"), _recorded() as operations:
             model = _causal_model(config)
@@ -99,8 +106,22 @@ def _refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeE
     return ShapeError(Misfit(message, field, advice))
 
 
-def _config(content: Mapping[str, Any]) -> Any:
-    """Return the `transformers` config of a config.json."""
+def _without_code(value: Any) -> Any:
+    """Return the content of a config.json without entries that let `transformers` run other code than its own."""
+    if isinstance(value, list):
+        return [_without_code(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        names_kernel = name in _KERNELS and item not in _NO_KERNELS
+        if name not in _CODE and not names_kernel:
+            kept[name] = _without_code(item)
+    return kept
+
+
+def read_config(content: Mapping[str, Any]) -> Any:
+    """Return the `transformers` config of a config.json, which names no code. Raises ShapeError."""
     for name in ("torchao", "torch.utils._pytree"):  # their lines are about kernels for other devices
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -114,7 +135,7 @@ def _config(content: Mapping[str, Any]) -> Any:
         near = names_like(str(kind), CAUSAL).partition("; there are")[0]
         raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
     try:
-        config = CONFIG_MAPPING[kind].from_dict(dict(content))
+        config = CONFIG_MAPPING[kind].from_dict(_without_code(dict(content)))
     except Exception as error:  # `transformers` raises its own classes for wrong values
         raise _refused(f"transformers refuses the config of a {kind}: {error}") from error
     if not hasattr(config, "vocab_size"):
@@ -290,11 +311,11 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
 def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:
     """Return the arguments that a config.json describes. Raises ShapeError, a ValueError."""
     kept = {key: value for key, value in content.items() if key not in _IGNORED}
-    config = _config(kept)
+    config = read_config(kept)
     if unknown := next((key for key in overrides or {} if not hasattr(config, key)), None):
         near = names_like(unknown, config.to_dict()).partition("; there are")[0]
         raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{unknown}")
-    config = _config(kept := {**kept, **(overrides or {})})
+    config = read_config(kept := {**kept, **(overrides or {})})
     kept.pop("vocab_size", None)
     names = ("max_position_embeddings", "seq_length", "n_positions")
     positions = next((n for name in names if (n := getattr(config, name, None))), 2048)

@@ -15,6 +15,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
+from titanlite.config.trust import Origin
 from titanlite.tools.migrate import Change, Kind, Migration
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
@@ -104,7 +105,7 @@ def migrate_arguments(text: str) -> Migration:
         changes.append(Change(kind, "command line", f"{key} = {quote(value)}: {why}"))
     changes += [Change("without equivalent", "command line", text) for text in left]
     new = "\n".join([*lines, ""])
-    config, problems = read_text(new, Path("migrated.toml"))
+    config, problems = read_text(new, Path("migrated.toml"), origin=Origin.OWN)
     if problems := problems or contradictions(config):
         raise ConfigError(problems)
     return Migration(new, tuple(changes))

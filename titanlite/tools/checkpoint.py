@@ -39,6 +39,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
 from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
+from titanlite.config import trust
 from titanlite.tools.cli import EMA, no_flags
 from titanlite.utils import Table, counted, human_bytes, human_time, render
 
@@ -273,6 +274,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     precisions = ("float32", "bfloat16", "float16")
     argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
     argument("--ema", action="store_true", help=EMA)
+    trust.add_argument(argument)
 
     argument = add(
         "rm",
@@ -306,6 +308,7 @@ def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
         if to == "hf":
             parser.add_argument("--ema", action="store_true", help=EMA)
+        trust.add_argument(parser.add_argument)
         parser.set_defaults(run=_exchange, to=to, **({} if to == "hf" else {"ema": False}))
 
     add(
@@ -456,7 +459,9 @@ def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None
 
     started, show = time.perf_counter(), progress(_print_progress, "")
     source, target, ema = arguments.source, arguments.target, getattr(arguments, "ema", False)
-    written = convert(source, target, arguments.to, arguments.dtype, show, ema=ema, report=report)
+    written = convert(
+        source, target, arguments.to, arguments.dtype, show, ema=ema, report=report, trust_code=arguments.trust_code
+    )
     size = sum(file.st_size for file in files_in(written).values()) or written.stat().st_size  # or of one file
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 

@@ -8,12 +8,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite import exit_codes
+from titanlite.config import trust
 from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, key_of, names_of
 from titanlite.config.checks import contradictions, missing_files
 from titanlite.config.entries import unknown
@@ -72,6 +73,7 @@ def add_commands(commands: Commands) -> None:
     diff("right", metavar="FILE|FOLDER")
     diff("--plans", action="store_true", help="also compare the values derived from them")
     diff("--world-size", type=int, metavar="N", help="ranks for --plans (default: as for `config check`)")
+    trust.add_argument(diff)
 
     rewriting = (
         "Comments stay beside their keys, later defaults are written out, and a key without equivalent becomes a "
@@ -272,7 +274,9 @@ Difference = tuple[str, Shown, Shown]
 
 def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
     no_flags(flags)
-    left, right = side(arguments.left), side(arguments.right)
+    trust_code = arguments.trust_code
+    left = side(arguments.left, trust_code=trust_code)
+    right = side(arguments.right, trust_code=trust_code)
     found = differences(left, right)
     if arguments.plans:
         size, _ = world_size_of(arguments.world_size)
@@ -295,11 +299,14 @@ class Side(NamedTuple):
     config: LoadedConfig
 
 
-def side(name: str) -> Side:
-    """Return the config of a TOML file, of a run's folder or of a checkpoint's folder. Raises ConfigError."""
+def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
+    """Return the config of a TOML file, of a run's folder or of a checkpoint's folder. Raises ConfigError.
+
+    over: flags to lay over it. trust_code: let a folder's config name code and variables (`titanlite.config.trust`).
+    """
     path = Path(name)
     if not path.is_dir():
-        return Side(name, load_file(name))
+        return Side(name, load_file(name, over))
     file, text = path / RUN_CONFIG, None
     if file.is_file():
         text = file.read_text(encoding="utf-8")
@@ -314,7 +321,7 @@ def side(name: str) -> Side:
     if not isinstance(text, str):
         hint = f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
         raise ConfigError([Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")])
-    config, problems = read_text(text, file)
+    config, problems = read_text(text, file, over, trust.foreign(trust_code))
     if problems := problems or contradictions(config):
         raise ConfigError(problems)
     return Side(name, config)

@@ -32,6 +32,7 @@ from titanlite.checkpoint.hf_save import (
     write_files,
 )
 from titanlite.checkpoint.manifest import (
+    FILE,
     CheckpointError,
     Manifest,
     Progress,
@@ -44,6 +45,7 @@ from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_fold
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.config.trust import Origin, foreign
 from titanlite.data.tokenizer.files import FILES, hf_files
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
@@ -97,22 +99,27 @@ class Source:
         return replace(self, empty=empty, read=read)
 
 
-def open_source(path: AnyPath, progress: Progress = lambda done, total: None, ema: bool = False) -> Source:
+def open_source(
+    path: AnyPath, progress: Progress = lambda done, total: None, ema: bool = False, trust_code: bool = False
+) -> Source:
     """Open the weights in `path`; compare every byte of a checkpoint with its hashes first (`progress`).
 
-    ema: those of a checkpoint's average (optimizer.ema_decay).
+    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code if the file names
+    code; see `titanlite.config.trust`.
 
-    Raises CheckpointError when it holds no weights, or others than those of the model that it describes.
+    Raises CheckpointError when it holds no weights, or others than those of the model that it describes. Raises
+    ConfigError when it names code that is not trusted.
     """
+    origin = foreign(trust_code)
     if holds_weights(path):
         source = _foreign(path)
     else:
         if step_of(path) is None:
             refuse_older(path)
         source = (
-            _torch_file(path)
+            _torch_file(path, origin)
             if isinstance(path, Path) and path.is_file()
-            else _checkpoint(checkpoint_of(path), progress, ema)
+            else _checkpoint(checkpoint_of(path), progress, ema, origin)
         )
     if ema and source.manifest is None:
         raise CheckpointError(f"{path} holds no average of the weights: it is no checkpoint of titanlite")
@@ -124,7 +131,7 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None, em
     return source
 
 
-def _checkpoint(folder: AnyPath, progress: Progress, ema: bool) -> Source:
+def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) -> Source:
     contents = Contents(folder)
     manifest = contents.manifest
     record = manifest.config.get("model")
@@ -135,7 +142,7 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool) -> Source:
         )
     if problems := check_files(folder, manifest, progress=progress):
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
-    family, args = _described(folder, record)
+    family, args = _described(folder / FILE, record, origin)
     prefix = AVERAGE if ema else WEIGHT
     tensors = {n.removeprefix(prefix): e for n, e in manifest.tensors.items() if n.startswith(prefix)}
     if not tensors:
@@ -150,9 +157,11 @@ def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def _described(path: AnyPath, record: Mapping[str, Any]) -> tuple[str, Any]:
+def _described(
+    path: AnyPath, record: Mapping[str, Any], origin: Origin, key: str = "config.model.family"
+) -> tuple[str, Any]:
     try:
-        return from_record(record)
+        return from_record(record, origin, str(path), key)
     except (ShapeError, TypeError) as error:
         raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
 
@@ -167,7 +176,7 @@ def _foreign(path: AnyPath) -> Source:
     return replace(source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf)
 
 
-def _torch_file(path: Path) -> Source:
+def _torch_file(path: Path, origin: Origin) -> Source:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch has many ways to refuse a cut file, or a pickle of other things than tensors
@@ -178,7 +187,7 @@ def _torch_file(path: Path) -> Source:
             f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.args.as_record(…)}}, as '
             "`titanlite checkpoint convert --to torch` writes it"
         )
-    family, args = _described(path, content[MODEL])
+    family, args = _described(path, content[MODEL], origin, f"{MODEL}.family")
     tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
     return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
@@ -193,6 +202,7 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     ema: bool = False,
     report: Callable[[str], None] | None = None,
+    trust_code: bool = False,
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder or file.
 
@@ -203,6 +213,7 @@ def convert(
     overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of the
     weights (optimizer.ema_decay), from a checkpoint.
     report: takes the line about the logits that both sides compute of a sample, which are compared unless it is None.
+    trust_code: as for `open_source`.
 
     Raises CheckpointError, also when the logits differ; then nothing is published.
     """
@@ -212,7 +223,7 @@ def convert(
         if isinstance(target, StorePath):
             raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
         refuse_existing(target)
-    source = open_source(path, progress, ema).converted(dtype, progress)
+    source = open_source(path, progress, ema, trust_code).converted(dtype, progress)
     final = step_folder(target, source.step) if to == "checkpoint" else target
     try:
         if to == "checkpoint":

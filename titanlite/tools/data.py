@@ -6,12 +6,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
+from titanlite.config import trust
 from titanlite.data import DataError
 from titanlite.tools.cli import FLAGS, Commands, no_flags
 from titanlite.utils import Style
+
+if TYPE_CHECKING:
+    from titanlite.tools.look import Run
 
 _CONFIG = "TOML file; also looked up in train_configs/"
 
@@ -66,6 +70,7 @@ def add_commands(commands: Commands) -> None:
     peek.add_argument("--ids", action="store_true", help="print the ids, too")
     peek.add_argument("--validation", action="store_true", help="the validation's text instead")
     peek.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    trust.add_argument(peek.add_argument)
 
     which = f"CONFIG may also be the folder of a run, or a checkpoint. {FLAGS}"
     at_step = add("at-step", _at_step, "list the documents of the batch of a step", which)
@@ -73,11 +78,13 @@ def add_commands(commands: Commands) -> None:
     at_step.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
     at_step.add_argument("--json", action="store_true", help="print JSON")
     at_step.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    trust.add_argument(at_step.add_argument)
 
     figures = add("stats", _stats, "count the documents and tokens of a config's text", FLAGS)
     figures.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
     figures.add_argument("--json", action="store_true", help="print JSON")
     figures.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    trust.add_argument(figures.add_argument)
 
 
 def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
@@ -114,17 +121,25 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
 def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
     from titanlite.tools import look
 
-    run = look.open_run(arguments.file, flags, arguments.world_size, arguments.validation)
+    run = _open(arguments, flags, arguments.validation)
     return look.peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
 
 
 def _at_step(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
     from titanlite.tools import look
 
-    return look.at_step(look.open_run(arguments.file, flags, arguments.world_size), arguments.step, arguments.json)
+    return look.at_step(_open(arguments, flags), arguments.step, arguments.json)
 
 
 def _stats(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
     from titanlite.tools import look
 
-    return look.stats(look.open_run(arguments.file, flags, arguments.world_size), arguments.json)
+    return look.stats(_open(arguments, flags), arguments.json)
+
+
+def _open(arguments: argparse.Namespace, flags: list[str], validation: bool = False) -> Run:
+    """Return the run that CONFIG and the flags of a command name."""
+    from titanlite.tools import look
+
+    file, ranks = arguments.file, arguments.world_size
+    return look.open_run(file, flags, ranks, validation, arguments.trust_code)

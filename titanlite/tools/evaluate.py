@@ -7,6 +7,7 @@ Model, text and numbers are those of a validation in training: the same config b
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from titanlite.checkpoint.manifest import FILE, CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
+from titanlite.config import trust
 from titanlite.config.load import read, read_text
 from titanlite.derive import RunConfig
 from titanlite.fit import check_loaded
@@ -60,39 +62,69 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     evaluate.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file (default: the config in the checkpoint)")
     evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine with torchrun")
     evaluate.add_argument("--json", action="store_true", help="print a JSON object")
+    trust.add_argument(evaluate.add_argument)
     evaluate.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> NoReturn:
     from titanlite import main
 
-    ranks, file = arguments.nproc_per_node, arguments.file
+    ranks, file, trust_code = arguments.nproc_per_node, arguments.file, arguments.trust_code
     if ranks is None:
-        main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json)
+        main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json, trust_code)
     check_ranks(ranks)
     folder = checkpoint_of(arguments.checkpoint)  # all ranks load the same one, whatever a run saves meanwhile
-    config_of(folder, read_manifest(folder), file, flags, ranks)
-    words = [str(folder), *([file] if file else []), *["--json"] * arguments.json]
+    config_of(folder, read_manifest(folder), file, flags, ranks, trust_code)
+    words = [str(folder)]
+    if file:
+        words.append(file)
+    if arguments.json:
+        words.append("--json")
+    if trust_code:
+        words.append(trust.FLAG)
+    _search_modules_as_here()
     start_ranks(ranks, ["evaluate", *words, *flags])
 
 
+def _search_modules_as_here() -> None:
+    """Let the ranks look for modules where this process does (Python 3.11 or later).
+
+    torchrun starts them with `python -m`, which looks in the working directory first. That may be a folder of somebody
+    else, with a file of the name of a package.
+    """
+    here = os.path.realpath(os.getcwd())
+    searched = {os.path.realpath(place or ".") for place in sys.path}
+    if here not in searched:
+        os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def config_of(
-    folder: AnyPath, manifest: Manifest, file: str | None, flags: Sequence[str], world_size: int
+    folder: AnyPath,
+    manifest: Manifest,
+    file: str | None,
+    flags: Sequence[str],
+    world_size: int,
+    trust_code: bool = False,
 ) -> RunConfig:
     """Return the config to evaluate a checkpoint by: that of a file, or its own. flags: laid over it.
 
+    trust_code: let the checkpoint's own config name code and variables; see `titanlite.config.trust`.
+
     Raises ConfigError, and CheckpointError for a checkpoint without a config.
     """
-    over = [*_NO_TRAINING, f"--checkpoint.initial_load_path={folder}", *flags]
+    over = [*_NO_TRAINING, f"--checkpoint.initial_load_path={folder}"]
     if file is not None:
-        return check_loaded(*read([f"--job.config_file={file}", *over]), world_size)[1]
+        return check_loaded(*read([f"--job.config_file={file}", *over, *flags]), world_size)[1]
     toml = manifest.config.get("toml")
     if not isinstance(toml, str):
         raise CheckpointError(f"{folder} holds no config: give one, `titanlite evaluate {folder} CONFIG`")
-    return check_loaded(*read_text(toml, Path(str(folder), "config.toml"), over), world_size)[1]
+    place = Path(str(folder / FILE))
+    over.append("--compile.cache_dir=none")  # a folder of compiled code, which this machine can make
+    found = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
+    return check_loaded(*found, world_size)[1]
 
 
-def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: bool) -> int:
+def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: bool, trust_code: bool) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
     from titanlite import main
     from titanlite.metrics.console import setup_console
@@ -103,7 +135,7 @@ def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: b
     try:
         env, folder = read_launch_env(), checkpoint_of(path)
         manifest = read_manifest(folder)
-        run = config_of(folder, manifest, file, flags, env.world_size)
+        run = config_of(folder, manifest, file, flags, env.world_size, trust_code)
         setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
         store, seconds = connect_store(), run.comm.init_timeout_seconds
         with report_failure(store, env.rank, env.world_size):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import to_path
+from titanlite.config import trust
 from titanlite.config.errors import bad_flag
 from titanlite.config.toml import loads
 from titanlite.config.urls import is_url
@@ -59,12 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=precisions, help="precision of the weights (default: bfloat16 on a GPU, else float32)")
     add("--tokenizer", metavar="PATH", help="tokenizer file or folder (default: that of the run, or in the folder)")
     add("--context", type=at_least(1), metavar="N", help="longest sequence in tokens (default: the model's own)")
+    trust.add_argument(parser.add_argument)
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """Load the model that the options of `add_arguments` name. A checkpoint is compared with its hashes first.
 
-    Raises CheckpointError, DataError (tokenizer) and ConfigError (device).
+    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, or code that is not trusted).
     """
     import torch
 
@@ -81,7 +83,8 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         reason = str(error).splitlines()[0]
         raise bad_flag("--device", f"{name}: {reason}") from None
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    source: Source = open_source(to_path(arguments.checkpoint), ema=arguments.ema)
+    path, trust_code = to_path(arguments.checkpoint), arguments.trust_code
+    source: Source = open_source(path, ema=arguments.ema, trust_code=trust_code)
     spec, args = get_spec(source.family), source.args
     if arguments.context:
         args = replace(args, max_seq_len=arguments.context)

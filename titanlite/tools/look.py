@@ -70,8 +70,21 @@ class Run:
     states: Sequence[State] = ()
 
 
-def open_run(file: str | None, flags: Sequence[str], world_size: int | None, validation: bool = False) -> Run:
+#: Takes from the config that a run kept what a look at its text does not use, so that it need not be trusted.
+_NO_TRAINING = (
+    "--job.callbacks=[]",
+    "--optimizer.name=AdamW",
+    "--training.loss=cross_entropy",
+    "--compile.cache_dir=none",
+)
+
+
+def open_run(
+    file: str | None, flags: Sequence[str], world_size: int | None, validation: bool = False, trust_code: bool = False
+) -> Run:
     """Read the text of a config, or of the folder of a run or its checkpoints.
+
+    trust_code: let the folder's config name code and variables (`titanlite.config.trust`).
 
     Raises ConfigError and DataError as training does, and for a run whose text is another one by now.
     """
@@ -79,7 +92,7 @@ def open_run(file: str | None, flags: Sequence[str], world_size: int | None, val
     expected: Mapping[str, str] = {}
     if file is not None and os.path.isdir(file):
         no_flags(flags)
-        asked = side(file).config
+        asked = side(file, _NO_TRAINING, trust_code).config
         if problems := refused(asked):
             raise ConfigError(problems)
         states, expected, ranks = _history(Path(file))

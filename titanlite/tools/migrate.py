@@ -19,6 +19,7 @@ from titanlite.config.keys import keys
 from titanlite.config.load import find_config, read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import Statement, TOMLDecodeError, join, loads, quote, scan
+from titanlite.config.trust import Origin
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
 from titanlite.config.variables import escaped
 from titanlite.utils import atomic_write
@@ -98,7 +99,7 @@ def migrate_text(text: str, path: Path) -> Migration:
     as a string for a number: they must be mended first.
     """
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    before, problems = read_text(text, path)
+    before, problems = read_text(text, path, origin=Origin.OWN)
     if broken := [problem for problem in problems if not problem.key]:
         raise ConfigError(broken)
     rewriter = _Rewriter(before, problems)
@@ -110,7 +111,7 @@ def migrate_text(text: str, path: Path) -> Migration:
     if not rewriter.changes:
         return Migration(text)
     new = mark + rewriter.text()
-    after, problems = read_text(new, path)
+    after, problems = read_text(new, path, origin=Origin.OWN)
     differ = [key for key in keys() if key != "job.dialect" and after.value(key) != before.value(key)]
     if problems or differ:  # such a text must never reach a file
         detail = "; ".join([*map(str, problems), *differ])

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.config.data_sections import Data
 from titanlite.config.text_names import hub_text
-from titanlite.config.urls import is_url
+from titanlite.config.urls import chain_problem, is_url
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
 from titanlite.data.formats import Columns, Record, iter_rows, plain_kind
@@ -132,6 +132,8 @@ def _about(name: str) -> tuple[Any, ...]:
             return name, 0, ""
         import fsspec
 
+        if reason := chain_problem(name):
+            raise ValueError(reason)
         system, path = fsspec.core.url_to_fs(name)
         about = system.info(path)
     except Exception as error:

@@ -18,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanlite.checkpoint.hf import open_weights
+from titanlite.checkpoint.hf import HF_CONFIG, open_weights, read_json
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.models import get_spec
+from titanlite.models.hf import read_config
 from titanlite.parallel.float8 import torchao
 from titanlite.utils import human_bytes
 
@@ -195,16 +196,30 @@ def _cannot(family: str, args: Any) -> str:
 def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
     if importlib.util.find_spec("torchao") is not None:
         torchao()  # without the lines that it logs when `transformers` imports it
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     kind = getattr(torch, dtype) if dtype else "auto"
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True).float().eval()
+        model = _pretrained(folder, kind).float().eval()
         with torch.no_grad():
             logits: torch.Tensor = model(tokens).logits
     except Exception as error:  # of any of its parts
         raise CheckpointError(f"transformers cannot read {folder}: {error}") from error
     return logits
+
+
+def _pretrained(folder: Path, dtype: Any) -> Any:
+    """Return the model of `transformers` for a folder, which may be of somebody else: no code of it runs.
+
+    Python files that `auto_map` names stay unread, and kernels that config.json names are not fetched.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = read_config(read_json(folder / HF_CONFIG))
+    options = {"config": config, "dtype": dtype, "local_files_only": True, "trust_remote_code": False}
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
+    except ValueError:  # some models have only their own attention
+        return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)

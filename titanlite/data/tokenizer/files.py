@@ -8,7 +8,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.config.urls import is_url, package_of
+from titanlite.config.urls import chain_problem, is_url, package_of
 from titanlite.data import DataError
 from titanlite.data.tokenizer import (
     BUNDLED_SENTENCEPIECE,
@@ -53,6 +53,8 @@ def load_url(url: str) -> Tokenizer:
 
 def read_url(url: str) -> bytes:
     scheme = url.partition("://")[0].lower()
+    if reason := chain_problem(url):
+        raise DataError(f"model.tokenizer_path: {url} {reason}")
     try:
         if scheme in ("gs", "az"):
             import blobfile
