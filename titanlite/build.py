@@ -494,10 +494,14 @@ def startup_lines(
         rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
     rows += start_rows(planned, device.type, memory)
-    rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
+    rows += [rep.data_row(run.training, run.data, setup), *rep.file_rows(datasets.train, datasets.validation)]
+    rows += rep.batch_rows(setup, run.steps, run.training.epochs)
     rows += rep.optimizer_rows(run.optimizer, run.training, state)
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
-    rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
+    text = public_name(run.training.dataset_path or run.training.dataset)
+    sequences = None if run.steps is None else run.steps * batch.global_batch_size
+    warnings = [*run.warnings, *rep.text_warnings(datasets.train, datasets.validation, text, sequences)]
+    rows += [("note", note) for note in run.notes] + [("warning", one) for one in dict.fromkeys(warnings)]
     return rep.startup_report(rows)
 
 

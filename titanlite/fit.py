@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace as replace_fields
+
 from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
@@ -20,6 +22,8 @@ from titanlite.config.not_implemented import refused
 from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
 from titanlite.config.toml import quote
 from titanlite.config.trust import admit
+from titanlite.data.remote import public_name
+from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
 from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.parallel import ParallelismError, compiles_halves
@@ -56,12 +60,22 @@ def check_config(
 
 
 def check_loaded(
-    config: LoadedConfig, problems: Sequence[Problem], world_size: int | None = None, *, training: bool = True
+    config: LoadedConfig,
+    problems: Sequence[Problem],
+    world_size: int | None = None,
+    *,
+    training: bool = True,
+    look_at_text: bool = True,
 ) -> tuple[LoadedConfig, RunConfig]:
-    """Do as `check_config` for a config that is read already. problems: those that were found in it."""
+    """Do as `check_config` for a config that is read already. problems: those that were found in it.
+
+    look_at_text: also list local folders of text; False for another layout of a config whose text was looked at.
+    """
     _stop(problems)
     admit(config.claims, config.origin)
     found = contradictions(config)
+    if look_at_text and not found:
+        found += _unclear_texts(config)
     if training:
         found += [*refused(config), *missing_files(config), *missing_packages(config)]
     _stop(found)
@@ -80,7 +94,23 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     run = derive(config, world_size, total_sequences)
     _stop(misfits(config, run))
-    return run
+    return replace_fields(run, warnings=(*run.warnings, *_many_passes(run)))
+
+
+def _unclear_texts(config: LoadedConfig) -> list[Problem]:
+    """Find local folders that leave open which of their files are meant."""
+    d = config.sections
+    unclear = open_choices(d.training, d.data, d.validation)
+    lines = ((key, error.reason, "\n    ".join(error.lines)) for key, error in unclear)
+    return placed(config, (("unclear-text", key, reason, hint) for key, reason, hint in lines))
+
+
+def _many_passes(run: RunConfig) -> Iterator[str]:
+    """Warn of texts that are read too often, as far as that is known before they are read."""
+    tokens = None if run.steps is None else run.steps * run.batch.tokens_per_step
+    for name, passes in planned_passes(run.training, run.data, tokens).items():
+        if warning := passes_warning(public_name(name), passes):
+            yield warning
 
 
 def _stop(problems: Sequence[Problem]) -> None:

@@ -20,7 +20,10 @@ from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.data.loader import served_already
+from titanlite.data.mixture import MixedRows
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range
+from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.optim.schedule import LearningRate
 from titanlite.utils import counted, human_bytes, human_count, logger
 
@@ -234,6 +237,23 @@ def data_row(training: Training, data: Data, setup: Setup) -> Row:
     name = f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
     masks = ", attention within documents" if data.mask_documents else ""
     return "data", f"{name}: {setup.text}, {order}{masks}"
+
+
+def file_rows(train: Rows, validation: Mapping[str, Rows]) -> list[Row]:
+    """Return what was found for the texts, and what was passed over and why. validation: by name."""
+    rows = [("files", line) for line in file_lines(train)]
+    for name, held_out in validation.items():
+        rows += [("files", line) for line in file_lines(held_out, f"validation {name}".strip())]
+    return rows
+
+
+def text_warnings(train: Rows, validation: Mapping[str, Rows], name: str, sequences: int | None) -> Iterator[str]:
+    """Yield what is doubtful about the texts. name: of a single training text. sequences: of the run."""
+    yield from file_warnings(train, "" if isinstance(train, MixedRows) else name)
+    for title, held_out in validation.items():
+        yield from file_warnings(held_out, f"validation {title}".strip())
+    if sequences is not None:
+        yield from pass_warnings(train, name, sequences)
 
 
 def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:

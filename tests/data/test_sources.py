@@ -68,7 +68,7 @@ def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -
 
 def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere")
-    assert "holds no text; expected names in .json, .json.gz" in refused(tmp_path)
+    assert "holds no text; expected names in .json, .jsonl, " in refused(tmp_path)
     (tmp_path / "text.tar").write_bytes(b"a.txt" + bytes(100))
     assert "is a file of another kind" in refused(tmp_path / "text.tar")
     with pytest.raises(DataError, match="allenai/c4 does not exist .*looked from"):
@@ -80,11 +80,12 @@ def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
         write(tmp_path / name, name)
     assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
     assert texts(tmp_path / "*" / "[12]*") == ["b/1.jsonl", "b/2.jsonl"]
-    (tmp_path / "b").rename(tmp_path / "test")
-    assert "holds several splits; give one of them: a, test" in refused(tmp_path)
-    (tmp_path / "direct.txt").write_text("direct")
     write(tmp_path / "._direct.jsonl", "hidden")
-    assert texts(tmp_path) == ["direct"]
+    assert texts(tmp_path) == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
+    (tmp_path / "b").rename(tmp_path / "test")
+    said = refused(tmp_path)
+    assert f'dataset_path = "{tmp_path}/test/*.jsonl"  # 2 files of JSON lines, split test' in said
+    assert f'dataset_path = "{tmp_path}/a/3.jsonl"  # 1 file of JSON lines, of no split' in said
 
 
 def test_a_file_is_read_once_also_behind_links_and_by_two_stars(tmp_path: Path) -> None:

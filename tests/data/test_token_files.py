@@ -17,7 +17,8 @@ from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import TextReader, build_dataset
-from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
+from titanlite.data.token_files import Place, fingerprint_of, open_tokens
+from titanlite.data.token_paths import INDEX, KIND, is_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
 TOKENIZER = load_tokenizer()

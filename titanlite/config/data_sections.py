@@ -36,7 +36,8 @@ class DataSource(Section, frozen=True):
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
-    """Split of a data set of the hub. None: train."""
+    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it (None: a folder must
+    have one alone). "all": all splits."""
     format: Literal["auto", "json", "parquet", "arrow", "text", "tokens"] = "auto"
     """Kind of file. auto: by content. text: each file is one document."""
     text_key: Name | None = None
@@ -94,7 +95,8 @@ class Data(Section, frozen=True):
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
-    """Split of a data set of the hub. None: train."""
+    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it (None: a folder must
+    have one alone). "all": all splits."""
     streaming: Literal["auto"] | bool = "auto"
     """Read text while training. auto: data sets of the hub, URLs, local text above 4 GB. false: tokenize it first."""
     lanes: Count | None = None
@@ -143,5 +145,7 @@ class Validation(Section, frozen=True):
     and wikitext stand for their validation split here."""
     dataset_path: Location | None = None
     """Text of your own to validate on, as for training.dataset_path."""
+    split: Name | None = None
+    """Split of dataset or dataset_path, as data.split. None: that of a registered name, else as there."""
     sources: list[DataSource] = []
     """Array of tables: several texts, each with a name and its own loss, instead of dataset and dataset_path."""

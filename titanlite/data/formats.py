@@ -14,24 +14,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
+from titanlite.data.kinds import Format, kind_of_name
 from titanlite.data.remote import open_file, public_name
-
-Format = Literal["auto", "json", "parquet", "arrow", "text"]
-
-#: Names of a kind's files in a folder, where the first kind that exists is read. Each may end with .gz or .zst too.
-SUFFIXES: dict[Format, tuple[str, ...]] = {
-    "json": (".json", ".jsonl", ".ndjson"),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-    "text": (".txt", ".text"),
-}
-COMPRESSED = (".gz", ".zst")
-#: Names of all kinds.
-ENDINGS = tuple(name + packed for names in SUFFIXES.values() for name in names for packed in ("", *COMPRESSED))
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -193,7 +181,8 @@ def _kind_of(head: bytes, name: str) -> Format:
         if head.startswith(magic):
             return kind
     base = name.lower().removesuffix(".gz").removesuffix(".zst")
-    named = next((kind for kind, suffixes in SUFFIXES.items() if base.endswith(suffixes)), None)
+    kind_named = kind_of_name(name)
+    named = kind_named.format if kind_named else None
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"version https://git-lfs"):
         raise DataError(f"{name} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus
+from titanlite.data.listing import Listing
 from titanlite.data.permutation import Permutation, epoch_key, epoch_order
 from titanlite.data.rows import IGNORE, Row, Stateless
 from titanlite.data.token_files import TokenFiles
@@ -88,6 +89,8 @@ class PackedDataset(Stateless):
         mask_documents: bool = False,
     ) -> None:
         self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = corpus, seq_len, seed, shuffle, epochs
+        #: The files of the text, for reports.
+        self.listing: Listing | None = None
         self.mask_documents = mask_documents
         # A block of windows touches two epochs, or three after many passes.
         self._epoch = lru_cache(maxsize=3)(self._find_epoch)

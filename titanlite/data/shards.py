@@ -11,14 +11,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from titanlite.config.text_names import HubText
 from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
-from titanlite.data.formats import ENDINGS, Columns, Format, Record, read_file
+from titanlite.data.formats import Columns, Record, read_file
+from titanlite.data.kinds import Format, is_hidden
+from titanlite.data.listing import ALL_SPLITS, FoundFile, Listing, Place, choose, named_files
 from titanlite.data.remote import FileChangedError, public_name, retried
 from titanlite.utils import logger
 
@@ -40,6 +42,8 @@ class Shards:
     revision: str = ""
     patience: float = 0.0
     key: str = "training.dataset_path"
+    #: How the files were found, for reports.
+    listing: Listing | None = field(default=None, compare=False)
 
     def fingerprint(self, description: str) -> str:
         """Return a hash of the files' names without folder, revision and signature, the columns, and `description`."""
@@ -80,27 +84,84 @@ class Shards:
 
 
 def url_files(url: str, key: str) -> list[str]:
-    """Return the files behind a URL in order of their names: one file, a glob, or a folder of a store.
+    """Return the files behind a URL in order of their names: one file, a glob, or all of a folder of a store.
 
-    Raises DataError, naming the config's `key`, if there are none or the store cannot be asked.
+    Files without the name of a kind of text are left out where others have one. Raises DataError, naming the config's
+    `key`, if there are none or the store cannot be asked.
     """
-    import fsspec
+    _refuse_chain(url, key)
+    if _is_one_file(url):
+        return [url]
+    return [file.name for file in _known(_listed(url, key), url, key)]
 
+
+def url_text(place: Place) -> Listing:
+    """Return the text behind a URL, by the rules of `titanlite.data.listing`.
+
+    Of a folder without any name of a kind of text all files are read. Raises DataError as `url_files`, and where a
+    folder leaves open which files are meant.
+    """
+    url = place.path
+    _refuse_chain(url, place.key)
+    if _is_one_file(url):
+        return named_files([FoundFile(url, _base(url))], place)
+    found = _listed(url, place.key)
+    if _is_pattern(url):
+        return named_files(_known(found, url, place.key), place)
+    if any(file.kind for file in found):
+        return choose(found, replace(place, path=public_name(url)))
+    return named_files(_known(found, url, place.key), place)
+
+
+def _refuse_chain(url: str, key: str) -> None:
     if reason := chain_problem(url):
         raise DataError(f"{key}: {public_name(url)} {reason}")
-    if url.startswith(("http://", "https://")) and "*" not in url and not url.endswith("/"):
-        return [url]
 
-    def find() -> list[str]:
-        files, path = fsspec.core.url_to_fs(url)
-        found = files.glob(path) if any(sign in path for sign in "*?[") else files.find(path)
-        return sorted(map(files.unstrip_protocol, found))
 
-    names = retried(find, f"{key}: {public_name(url)} cannot be listed", _LISTING_SECONDS)
-    names = [name for name in names if not os.path.basename(name).startswith((".", "_"))]
-    if not names:
+def _is_one_file(url: str) -> bool:
+    return url.startswith(("http://", "https://")) and "*" not in url and not url.endswith("/")
+
+
+def _is_pattern(url: str) -> bool:
+    return any(sign in public_name(url) for sign in "*?[")
+
+
+def _base(url: str) -> str:
+    return os.path.basename(public_name(url))
+
+
+def _listed(url: str, key: str) -> list[FoundFile]:
+    """Ask a store for all files of a folder or a glob."""
+    import fsspec
+
+    def find() -> list[FoundFile]:
+        system, path = fsspec.core.url_to_fs(url)
+        if any(sign in path for sign in "*?["):
+            path, found = _fixed_part(path), system.glob(path, detail=True)
+        else:
+            found = system.find(path, detail=True)
+        files = {system.unstrip_protocol(name): about for name, about in found.items()}
+        root = system.unstrip_protocol(path).rstrip("/") + "/"
+        return [
+            FoundFile(name, public_name(name).removeprefix(public_name(root)) or _base(name), about.get("size"))
+            for name, about in sorted(files.items())
+            if about.get("type") != "directory"
+        ]
+
+    return retried(find, f"{key}: {public_name(url)} cannot be listed", _LISTING_SECONDS)
+
+
+def _fixed_part(pattern: str) -> str:
+    """Return the folder before the first sign of a pattern."""
+    return re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+
+
+def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
+    """Return the files with names of text; all that are not hidden where none has one."""
+    shown = [file for file in found if not is_hidden(file.base)]
+    if not shown:
         raise DataError(f"{key}: there are no files at {public_name(url)}")
-    return [name for name in names if name.endswith(ENDINGS)] or names
+    return [file for file in shown if file.kind] or shown
 
 
 def hub_files(text: HubText, subset: str | None, split: str | None, key: str) -> tuple[list[str], str, Format]:
@@ -117,9 +178,12 @@ def hub_files(text: HubText, subset: str | None, split: str | None, key: str) ->
     failed = f"{what} cannot be listed (a private or gated one needs HF_TOKEN)"
     builder = retried(lambda: datasets.load_dataset_builder(text.repository, subset), failed, _LISTING_SECONDS)
     files = builder.config.data_files or {}
-    if split not in files:
+    if split == ALL_SPLITS and split not in files:
+        names = [str(name) for found in files.values() for name in found]
+    elif split in files:
+        names = [str(name) for name in files[split]]
+    else:
         raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {', '.join(files) or 'no files'}")
-    names = [str(name) for name in files[split]]
     revision = next((found[1] for name in names if (found := re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name))), "")
     kind = type(builder).__module__.rpartition(".")[2]
     return names, revision, cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"

@@ -5,7 +5,6 @@ A missing, empty or damaged source is an error that names it; nothing replaces t
 
 from __future__ import annotations
 
-import glob
 import itertools
 import logging
 import os
@@ -17,7 +16,10 @@ from titanlite.config.extensions import load_function
 from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
 from titanlite.data.chat import load_template
-from titanlite.data.formats import COMPRESSED, ENDINGS, SUFFIXES, Columns, Format, Record, read_file, strings_of
+from titanlite.data.formats import Columns, Record, read_file, strings_of
+from titanlite.data.kinds import Format
+from titanlite.data.listing import Listing, Place
+from titanlite.data.local_files import list_text
 from titanlite.data.remote import public_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
@@ -34,36 +36,36 @@ BUNDLED: dict[str, Path] = {
 #: Bundled text of prompts and completions.
 _PROMPTED = ("sft_test", "sft_validation")
 
-#: Files that `datasets` writes beside the text.
-_NO_TEXT = {"dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json"}
-#: Subfolders that training must not read together with others.
-_HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
-
 
 def source_files(dataset: str, path: str | None, key: str = "training.dataset_path") -> list[Path]:
-    """Return the files of a data set in reading order, by name. Rank 0 warns of empty ones.
+    """Return the files of a data set in the order of reading, see `find_text`."""
+    return [Path(file) for file in find_text(dataset, path, key).files]
+
+
+def find_text(dataset: str, path: str | None, key: str, split: str | None = None, format: Format = "auto") -> Listing:
+    """Return the files of a data set in the order of reading. Rank 0 warns of empty ones.
 
     Args:
         dataset: a name in `BUNDLED`; any other needs a path.
-        path: see `list_files`; None: the bundled text.
+        path: see `list_text`; None: the bundled text.
         key: of the path in the config, for errors.
+        split, format: those that are asked for, see `titanlite.data.listing`.
 
     Raises DataError for text that is not bundled, a missing path, or one without such a file.
     """
     if path is None:
         if dataset not in BUNDLED:
-            raise DataError(
-                f'the text "{dataset}" is not bundled; set {key} to local files of text, or take {" or ".join(BUNDLED)}'
-            )
-        return list_files(BUNDLED[dataset])
-    files = list_files(Path(path), key)
-    empty = [str(file) for file in files if file.stat().st_size == 0]
-    if 0 < len(empty) < len(files):  # where all are empty, reading refuses them
+            names = " or ".join(BUNDLED)
+            raise DataError(f'the text "{dataset}" is not bundled; set {key} to local files of text, or take {names}')
+        return list_text(Place(str(BUNDLED[dataset])))
+    listing = list_text(Place(path, key, split, format))
+    empty = [file for file in listing.files if os.path.getsize(file) == 0]
+    if 0 < len(empty) < len(listing.files):  # where all are empty, reading refuses them
         level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
         names = ", ".join(empty[:3]) + ", …" * (len(empty) > 3)
-        count = f"{len(empty)} of {len(files)} files"
+        count = f"{len(empty)} of {len(listing.files)} files"
         logger.log(level, f"{key}: {count} are empty (0 bytes) and hold no text: {names}")
-    return files
+    return listing
 
 
 def columns_of(
@@ -92,58 +94,8 @@ def columns_of(
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
-    """Return `path` itself if it is a file, the files that it matches as a pattern, or those of the folder, sorted.
-
-    Of a folder these are the files directly in it that have a name of `SUFFIXES`, else those of its subfolders. Of
-    several kinds only the first counts. Raises DataError, naming the config's `key`, if there is none.
-    """
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        # A pattern with two ** finds a file several times.
-        files = sorted({file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file()})
-        if files:
-            return files
-        hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {key[:-5]})"
-        hint = "" if path.is_absolute() else hint
-        raise DataError(f"{key}: {path} does not exist{hint}; give a file, a pattern or a folder of text")
-    files = _text_files(path.iterdir()) or _text_files(_below(path))
-    if not files:
-        raise DataError(f"{key}: the folder {path} holds no text; expected names in {', '.join(ENDINGS)}")
-    splits = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
-    if len(splits) > 1 and _HELD_OUT.intersection(splits):
-        raise DataError(f"{key}: the folder {path} holds several splits; give one of them: {', '.join(splits)}")
-    return files
-
-
-def _below(path: Path) -> Iterator[Path]:
-    """Yield the files of all subfolders that are not hidden, also behind links; of each folder once."""
-    real = {os.path.realpath(path)}
-    for folder, subfolders, _ in os.walk(path):
-        subfolders[:] = [name for name in subfolders if name[0] != "."]
-        real |= {os.path.join(os.path.realpath(folder), n) for n in subfolders if not Path(folder, n).is_symlink()}
-    seen = {os.path.realpath(path)}
-
-    def is_new(folder: Path) -> bool:
-        place = os.path.realpath(folder)
-        if folder.name[0] == "." or place in seen or folder.is_symlink() and place in real:
-            return False
-        seen.add(place)
-        return True
-
-    for folder, subfolders, names in os.walk(path, followlinks=True):
-        subfolders[:] = [name for name in sorted(subfolders) if is_new(Path(folder, name))]
-        yield from (Path(folder, name) for name in names)
-
-
-def _text_files(paths: Iterable[Path]) -> list[Path]:
-    """Return the files of the first kind that there is, sorted, without hidden ones."""
-    files = sorted(f for f in paths if f.name.endswith(ENDINGS) and f.name[0] != "." and f.name not in _NO_TEXT)
-    for suffixes in SUFFIXES.values():
-        names = tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED))
-        if found := [file for file in files if file.name.endswith(names) and file.is_file()]:
-            return found
-    return []
+    """Return the files of a path in the order of reading, see `list_text`."""
+    return [Path(file) for file in list_text(Place(str(path), key)).files]
 
 
 def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:

@@ -117,6 +117,7 @@ class StreamRows:
         self.shards, self.encode, self.seq_len, self.pad_id = shards, encode, seq_len, pad_id
         self.seed, self.shuffle, self.buffer, self.mask_documents = seed, shuffle, buffer, mask_documents
         self.fingerprint = shards.fingerprint(description)
+        self.listing = shards.listing
         self.given_lanes = lanes
         self.lanes = lanes or default_lanes(ranks, len(shards.names))
         self.readers = Pool(_READERS, "titanlite-read", at_exit=30.0)

@@ -18,16 +18,18 @@ from titanlite.data import DataError
 from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.chat import load_template
 from titanlite.data.corpus import PACKING, Corpus, encode_record, tokenize
-from titanlite.data.formats import Format
+from titanlite.data.kinds import Format
+from titanlite.data.listing import Place, listing_of
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
-from titanlite.data.shards import Shards, hub_files, url_files
-from titanlite.data.sources import all_of, columns_of, own_records, source_files
+from titanlite.data.shards import Shards, hub_files, url_text
+from titanlite.data.sources import all_of, columns_of, find_text, own_records
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
-from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
+from titanlite.data.token_files import TokenFiles, open_tokens
+from titanlite.data.token_paths import is_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, human_bytes, is_dotted, logger
 
@@ -101,7 +103,7 @@ class TextReader:
         """
         settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
         reader, found = replace(self, data=settings), dict[str, Rows]()
-        single = DataSource(name=validation.dataset, path=validation.dataset_path)
+        single = DataSource(name=validation.dataset, path=validation.dataset_path, split=validation.split)
         for number, source in enumerate(validation.sources or [single]):
             text = hub_text(source.name or "") if source.path is None else None
             own = replace_fields(source, split=source.split or (text.held_out if text else None))
@@ -129,10 +131,15 @@ class TextReader:
             corpus = tokenize((), self.tokenizer, self.vocab_size, data.num_workers or 0, records)
             return cast(Rows, pack(corpus, epochs=epochs, **order))
         if source.format == "tokens" or source.format == "auto" and is_tokens(source.path):
-            return cast(Rows, pack(self._token_files(source, key), epochs=epochs, **order))
+            files = self._token_files(source, key)
+            packed = pack(files, epochs=epochs, **order)
+            packed.listing = files.listing
+            return cast(Rows, packed)
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if not self._is_stream(shards, source):
-            return cast(Rows, pack(self._corpus(shards), epochs=epochs, **order))
+            packed = pack(self._corpus(shards), epochs=epochs, **order)
+            packed.listing = shards.listing
+            return cast(Rows, packed)
         return StreamRows(
             shards,
             lambda record: encode_record(record, self.tokenizer, self.vocab_size),
@@ -163,19 +170,24 @@ class TextReader:
         text = hub_text(name) if source.path is None else None
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
         kind: Format = "auto" if source.format == "tokens" else source.format
-        revision, names = "", list[str]()
+        path_key = _key(key, "path")
+        revision = ""
         if text is not None:
             names, revision, found = hub_files(text, source.subset, source.split, _key(key))
             kind = found if kind == "auto" else kind
+            listing = listing_of(names, source.split or text.split)
         elif source.path is not None and is_url(source.path):
-            names = url_files(source.path, _key(key, "path"))
+            listing = url_text(Place(source.path, path_key, source.split, kind))
         else:
-            names = [str(file) for file in source_files(name, source.path, _key(key, "path"))]
+            listing = find_text(name, source.path, path_key, source.split, kind)
+        names = list(listing.files)
         if text is not None or is_url(names[0]):
             at = f" at revision {revision}" if revision else ""
             text_name = public_name(name or str(source.path))
             logger.info(f"{text_name}: {counted(len(names), 'files')}{at}, the first is {public_name(names[0])}")
-        return Shards(tuple(names), columns, kind, revision, self.patience, _key(key, "path"))
+        bundled = source.path is None and text is None
+        reported = None if bundled else listing
+        return Shards(tuple(names), columns, kind, revision, self.patience, path_key, reported)
 
     def _is_stream(self, shards: Shards, source: DataSource) -> bool:
         if self.data.streaming != "auto":

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from titanlite._version import __version__
 from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, Corpus, tokenize
-from titanlite.data.formats import Columns, Format
+from titanlite.data.formats import Columns
+from titanlite.data.kinds import Format
 from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger

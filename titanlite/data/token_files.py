@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.corpus import DocumentArray
+from titanlite.data.listing import Listing
+from titanlite.data.token_paths import INDEX, is_index, pair_of
 from titanlite.data.tokenizer import Tokenizer
 
-INDEX = "index.json"
-KIND, VERSION = "titanlite tokens", 1
+VERSION = 1
 #: Part of the fingerprint. Change it with anything that changes the rows of a folder.
 ORDER = "windows of the stream of tokens, order 1"
 #: Pieces of foreign files that are read at the start, and tokens in each.
@@ -123,6 +122,13 @@ class TokenFiles:
         self.fingerprint = str(index["fingerprint"]) if index else self._sample()
 
     @property
+    def listing(self) -> Listing:
+        """The files, for reports."""
+        names = tuple(str(part.file) for part in self.parts)
+        size = sum(part.size * part.dtype.itemsize for part in self.parts)
+        return Listing(names, {"tokens": len(names)}, size, None, {}, {})
+
+    @property
     def size(self) -> int:
         """Number of tokens."""
         return self._ends[-1]
@@ -195,34 +201,6 @@ class TokenFiles:
 
 
 # Opening
-
-
-def is_tokens(path: str | None) -> bool:
-    """Return whether a path is of token files: a prepared folder, also an unfinished one, Megatron's or numpy's."""
-    if path is None or is_url(path):
-        return False
-    place = Path(path)
-    if not place.is_dir():
-        return place.suffix == ".npy" or (not place.is_file() or place in _pair(place)) and _pair(place)[1].is_file()
-    if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
-        return True
-    names = [name for name in os.listdir(place) if name[0] != "."]
-    is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
-    return not is_text and any(name.endswith((".idx", ".npy")) for name in names)
-
-
-def _pair(path: Path) -> tuple[Path, Path]:
-    """Return Megatron's two files; the path may name either, or both without their suffixes."""
-    stem = path.name.removesuffix(".bin").removesuffix(".idx")
-    return path.with_name(f"{stem}.bin"), path.with_name(f"{stem}.idx")
-
-
-def is_index(file: Path) -> bool:
-    try:
-        with open(file, "rb") as stream:
-            return KIND.encode() in stream.read(200)
-    except OSError:
-        return False
 
 
 def open_tokens(
@@ -332,7 +310,7 @@ def _megatron(name: Path) -> Part:
     After the head of `.idx` come int32 lengths and int64 byte positions of the sequences, and int64 numbers of the
     sequences at which documents begin.
     """
-    file, index = _pair(name)
+    file, index = pair_of(name)
     head = np.fromfile(index, _MEGATRON, 1)
     if not len(head) or head["magic"][0] != b"MMIDIDX":
         raise DataError(f"{index}: no index of Megatron-LM")

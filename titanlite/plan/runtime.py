@@ -153,7 +153,7 @@ class Remedy(NamedTuple):
 def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None) -> RunConfig:
     """Return the run with other values of these keys, on so many ranks. Raises ConfigError where it cannot be so."""
     config = LoadedConfig(Config(**{name: getattr(run, name) for name in sections()})).changed(changes)
-    return check_loaded(config, [], ranks or run.mesh.world_size, training=False)[1]
+    return check_loaded(config, [], ranks or run.mesh.world_size, training=False, look_at_text=False)[1]
 
 
 def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda", gpu: Gpu | None = None) -> list[Remedy]:

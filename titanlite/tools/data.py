@@ -45,7 +45,8 @@ def add_commands(commands: Commands) -> None:
     prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern, URL, name of text, id of the hub")
     prepare.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
     prepare.add_argument("--subset", metavar="NAME", help="part of a data set of the hub (default: the usual one)")
-    prepare.add_argument("--split", metavar="NAME", help="split of a data set of the hub (default: train)")
+    split = "split of a data set of the hub (default: train), or of a folder that has several; all: each of them"
+    prepare.add_argument("--split", metavar="NAME", help=split)
     prepare.add_argument("--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)")
     fields = {
         "text": "holds the text (default: text)",

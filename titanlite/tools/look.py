@@ -18,6 +18,7 @@ from titanlite.checkpoint.paths import to_path
 from titanlite.config.data_sections import DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
+from titanlite.config.sections import Training
 from titanlite.data import DataError, skip_ranges
 from titanlite.data.corpus import Corpus
 from titanlite.data.documents import Document, documents_of
@@ -27,6 +28,7 @@ from titanlite.data.phases import Progress
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
+from titanlite.data.text_report import file_lines, file_warnings, listing_figures
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
@@ -238,7 +240,15 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
         if total is not None and sequence == total - 1:
             break
     legend = "" if style.color else "[[ ]]: the loss does not count these tokens\n\n"
-    return legend + "\n\n".join(shown)
+    head = _found(run.rows, run.config.training)
+    return (f"{head}\n\n" if head else "") + legend + "\n\n".join(shown)
+
+
+def _found(rows: Rows, training: Training) -> str:
+    """Return the files of the text, those passed over, and the documents; "" for text without files."""
+    label = "" if isinstance(rows, MixedRows) else str(training.dataset_path or training.dataset)
+    lines = [*file_lines(rows), *(f"warning: {warning}" for warning in file_warnings(rows, label))]
+    return "\n".join([*lines, rows.describe()]) if lines else ""
 
 
 def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids: bool, style: Style) -> str:
@@ -296,6 +306,7 @@ def _figures(rows: Rows, run: Run, global_batch: int) -> dict[str, Any]:
         "global_batch": global_batch,
         "steps_per_epoch": known and round(known.sequences_per_epoch / global_batch, 3),
         "fingerprint": rows.fingerprint,
+        **listing_figures(getattr(rows, "listing", None)),
         "document_tokens": known and _lengths(known),
     }
 
@@ -306,6 +317,8 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
         if name == "sources":
             for source, own in value.items():
                 yield from ("", f"{'source':<20} {source}", *_shown(own))
+        elif name in ("files", "passed_over"):
+            yield from _shown_files(name, value)
         elif name != "document_tokens":
             shown = f"{value:,.10g}" if isinstance(value, (int, float)) else "not known" if value is None else value
             yield f"{name.replace('_', ' '):<20} {shown}"
@@ -315,6 +328,14 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
             for low, number in value["histogram"].items():
                 bar = "█" * max(round(_BAR * number / most), number > 0)
                 yield f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} {number:>12,} {bar}"
+
+
+def _shown_files(name: str, found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each kind of file (kind → number), or each reason for passing over (reason → names)."""
+    title = name.replace("_", " ")
+    for entry, value in (found or {}).items():
+        about = f"{value:,} of {entry}" if name == "files" else f"{', '.join(value)} ({entry})"
+        yield f"{title:<20} {about}"
 
 
 def bytes_per_token(rows: Rows, tokenizer: Tokenizer) -> float:

@@ -174,7 +174,9 @@ class _Search:
         name = frozenset(given.items())
         if name not in self.found:
             try:
-                run = check_loaded(self.config.changed(given), [], self.cluster.gpus, training=False)[1]
+                run = check_loaded(
+                    self.config.changed(given), [], self.cluster.gpus, training=False, look_at_text=False
+                )[1]
                 self.found[name] = Candidate(given, run, predict(run, self.cluster))
             except ConfigError:
                 self.found[name] = None

@@ -32,7 +32,8 @@ from titanlite.data import DataError
 from titanlite.data.corpus import Document, dtype_for, encode, targets_of
 from titanlite.data.remote import public_name
 from titanlite.data.shards import Shards
-from titanlite.data.token_files import INDEX, KIND, VERSION, fingerprint_of, is_index, read_index
+from titanlite.data.token_files import VERSION, fingerprint_of, read_index
+from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
@@ -52,7 +53,7 @@ def prepare(
 ) -> str:
     """Tokenize a source into a folder; return a summary.
 
-    source: a file, folder, pattern, URL, bundled name, or name or id of the hub; of the last also `subset` and `split`.
+    source: a file, folder, pattern, URL, bundled name, or name or id of the hub; of the last also `subset`.
 
     Raises DataError for text that cannot be read, a folder that holds something else or is being written to, and a disk
     that is too small.
@@ -84,7 +85,7 @@ def prepare(
                     path.unlink()
             _check_space(folder, tasks, tokenizer)
             atomic_write(folder / PLAN, json.dumps(plan | {"listed": listed}))
-            parts = _run(tasks, replace(shards, names=()), folder, options, workers)
+            parts = _run(tasks, replace(shards, names=(), listing=None), folder, options, workers)
             if not any(part["tokens"] for part in parts):
                 raise DataError(f"{source} holds no records")
             index = _publish(folder, parts, tokenizer, plan | {"listed": listed, "stamp": stamp})
@@ -93,7 +94,8 @@ def prepare(
     except OSError as error:
         kept = "; finished parts are kept: run the same command again" if (folder / PLAN).exists() else ""
         raise DataError(f"{error.filename or folder}: {error.strerror or error}{kept}") from error
-    return summary(index, folder, time.monotonic() - began)
+    found = f"{shards.listing.describe()}\n" if shards.listing else ""
+    return found + summary(index, folder, time.monotonic() - began)
 
 
 def _read(file: Path) -> dict[str, Any]:

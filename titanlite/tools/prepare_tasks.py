@@ -10,7 +10,6 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.config.data_sections import Data
@@ -19,9 +18,11 @@ from titanlite.config.urls import chain_problem, is_url
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
 from titanlite.data.formats import Columns, Record, iter_rows, plain_kind
+from titanlite.data.listing import Place
+from titanlite.data.local_files import list_text
 from titanlite.data.remote import public_name, words
-from titanlite.data.shards import Shards, hub_files, url_files
-from titanlite.data.sources import BUNDLED, columns_of, list_files
+from titanlite.data.shards import Shards, hub_files, url_text
+from titanlite.data.sources import BUNDLED, columns_of
 from titanlite.data.token_files import VERSION
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -96,12 +97,12 @@ def list_source(source: str, options: Options, subset: str | None, split: str | 
     if text is not None:
         names, revision, kind = hub_files(text, subset, split, "SOURCE")
         return replace(shards, names=tuple(names), revision=revision, kind=kind)
-    if subset or split:
-        raise DataError(f"--subset and --split are of data sets of the hub, and {source} is none")
-    if is_url(source):
-        return replace(shards, names=tuple(url_files(source, "SOURCE")))
+    if subset:
+        raise DataError(f"--subset is of data sets of the hub, and {source} is none")
     bundled = None if os.path.exists(source) else BUNDLED.get(source)
-    return replace(shards, names=tuple(map(str, list_files(bundled or Path(source), "SOURCE"))))
+    place = Place(str(bundled or source), "SOURCE", split)
+    listing = url_text(place) if is_url(source) else list_text(place)
+    return replace(shards, names=listing.files, listing=None if bundled else listing)
 
 
 def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:

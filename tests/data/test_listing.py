@@ -1,0 +1,254 @@
+"""Which files of a folder are its text: by name, kind, level and split; and the lines that choose among them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.data.hub_server import HubServer
+from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.sections import Training
+from titanlite.config.toml import loads
+from titanlite.data import DataError
+from titanlite.data.kinds import why_no_text
+from titanlite.data.listing import FoundFile, Place, choose, split_of
+from titanlite.data.local_files import list_text
+from titanlite.data.packing import PackedDataset
+from titanlite.data.shards import url_text
+from titanlite.data.text import TextReader, build_dataset
+from titanlite.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer()
+
+
+def make(folder: Path, *names: str) -> Path:
+    """Write files of one record each, whose text is the name."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            parquet = pytest.importorskip("pyarrow.parquet")
+            pyarrow = pytest.importorskip("pyarrow")
+            parquet.write_table(pyarrow.table({"text": [name]}), path)
+        else:
+            path.write_text(json.dumps({"text": name}) + "\n" if ".json" in name else name)
+    return folder
+
+
+def read(folder: Path | str, **keys: object) -> list[str]:
+    """Return the names below the folder of the files that training reads."""
+    source = DataSource(path=str(folder), **keys)  # type: ignore[arg-type]
+    rows = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).open(source, "data.source[0]", 8, None)
+    assert isinstance(rows, PackedDataset) and rows.listing is not None
+    places = itertools.pairwise(rows.corpus.offsets.tolist())
+    texts = [rows.corpus.read(begin, end)[1:-1].tolist() for begin, end in places]
+    return [TOKENIZER.decode(ids) for ids in texts]
+
+
+def refused(folder: Path | str, key: str = "training.dataset_path", split: str | None = None) -> list[str]:
+    """Return the lines of the error."""
+    with pytest.raises(DataError) as caught:
+        list_text(Place(str(folder), key, split))
+    return str(caught.value).splitlines()
+
+
+CLONE = [
+    *("README.md", "LICENSE.txt", ".git/a.jsonl", ".gitattributes", "dataset_infos.json", "data/_SUCCESS"),
+    *("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"),
+]
+TRAIN = CLONE[-3:-1]
+
+
+def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path) -> None:
+    clone = make(tmp_path / "clone", *CLONE)
+    lines = refused(clone)
+    assert lines[0] == f"training.dataset_path: the folder {clone} holds text of several splits"
+    test = f"{clone}/data/test-00000-of-00001.parquet"
+    assert lines[1:] == [
+        "  one of these lines in [training] says which is meant:",
+        f'    dataset_path = "{test}"  # 1 file of parquet, split test, {size(clone)}',
+        f'    dataset_path = "{clone}/data/train*.parquet"  # 2 files of parquet, split train, {size(clone, 2)}',
+        "  or one of these in [data]:",
+        '    split = "train"',
+        '    split = "test"',
+        '    split = "all"  # the files of all splits',
+    ]
+    assert read(clone, split="train") == read(f"{clone}/data/train*.parquet") == TRAIN
+    assert read(clone, split="all") == [CLONE[-1], *TRAIN]
+    assert read(clone, split="eval") == CLONE[-1:]
+    assert refused(clone, split="dev") == [f'training.dataset_path: {clone} has no split "dev"; it has test, train']
+    listing = list_text(Place(str(clone), split="train"))
+    assert listing.kinds == {"parquet": 2}
+    assert listing.passed_over == {
+        "documentation": ("LICENSE.txt", "README.md"),
+        "hidden": (".gitattributes", "data/_SUCCESS"),
+        "about the data": ("dataset_infos.json",),
+        "split test": ("data/test-00000-of-00001.parquet",),
+    }
+    # As datasets does it: a licence beside data of one split is no text.
+    (clone / CLONE[-1]).unlink()
+    assert read(clone) == TRAIN
+
+
+def size(clone: Path, files: int = 1) -> str:
+    found = files * (clone / CLONE[-1]).stat().st_size
+    return f"{found} B" if found < 1024 else f"{found / 1024:.1f} KiB"
+
+
+FOLDERS = [
+    (["train.jsonl", "validation.jsonl", "test.jsonl"], "of several splits"),
+    (["a.parquet", "b.parquet", "sample.jsonl"], "of several kinds"),
+    (["a.txt", "b.txt", "c.md", "d.md"], "of several kinds"),
+    (["a.txt", "b.txt", "below/c.txt", "below/deeper/d.txt"], "on two levels"),
+    (["a.jsonl", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"], "of several splits and"),
+    (["train/a.jsonl", "train/b.jsonl", "dev/a.jsonl", "dev/b.jsonl"], "of several splits"),
+    (["en/c4-train.0.json", "en/c4-train.1.json", "en/c4-validation.0.json"], "of several splits"),
+    (["my [corpus]/x-test.txt", "my [corpus]/x-train.txt", "my [corpus]/y-train.txt"], "of several splits"),
+    (["train_sft-00000-of-00001.parquet", "test_sft-00000-of-00001.parquet"], "of several splits"),
+]
+
+
+@pytest.mark.parametrize(("names", "why"), FOLDERS)
+def test_each_line_of_a_refusal_reads_one_text_and_all_lines_read_all(
+    tmp_path: Path, names: list[str], why: str
+) -> None:
+    folder = make(tmp_path / "a*b's", *names)
+    lines = refused(folder, "data.source[0].path")
+    assert lines[0].startswith(f"data.source[0].path: the folder {folder} holds text {why}")
+    assert lines[1] == "  one of these lines in [[data.source]], number 1 says which is meant:"
+    keys = [loads(line.strip()) for line in lines[2:] if "=" in line]
+    found = [read(line["path"]) for line in keys if "path" in line]
+    assert len(found) > 1 and sorted(name for part in found for name in part) == sorted(names)
+    assert {len({Path(name).suffix for name in part}) for part in found} == {1}
+    splits = [read(folder, split=line["split"]) for line in keys if line.get("split", "all") != "all"]
+    if len(names) == len({*names, *(name for part in splits for name in part)}) and "and" not in why:
+        assert all(part in found for part in splits)
+    commands = [line.strip().split("  #")[0] for line in refused(folder, "SOURCE")[2:]]
+    patterns = [shlex.split(one)[0] for one in commands if "--split" not in one and not one.startswith("or ")]
+    assert patterns == [line["path"] for line in keys if "path" in line]
+
+
+def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
+    known = [
+        "LICENSE.txt",
+        "README.txt",
+        "LICENCE-MIT.txt",
+        "license.md",
+        "CHANGELOG.txt",
+        "CITATION.txt",
+        "NOTICE.txt",
+    ]
+    known += ["dataset_info.json", "dataset_info_en.json", "dataset_infos.json", "state.json", "dataset_dict.json"]
+    known += ["_SUCCESS", ".hidden.jsonl", "_delta_log/0.json", "cache-0123abcd.arrow", "requirements.txt", "x.csv"]
+    folder = make(tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known)
+    assert read(folder) == ["history.txt", "notice of death.txt", "testament.txt"]
+    assert all(why_no_text(Path(name).name) for name in known if name != "_delta_log/0.json")
+    # A file that is named itself, or by a pattern, is text whatever its name.
+    assert read(folder / "LICENSE.txt") == ["LICENSE.txt"]
+    assert read(folder / "[LR]*.txt") == ["LICENCE-MIT.txt", "LICENSE.txt", "README.txt"]
+    (folder / "only").mkdir()
+    shutil.copy(folder / "LICENSE.txt", folder / "only")
+    assert "holds no text (there are documentation: LICENSE.txt)" in refused(folder / "only")[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "split"),
+    [
+        ("train.jsonl", "train"),
+        ("c4-train.00001-of-01024.json.gz", "train"),
+        ("data/val-00000-of-00001.parquet", "validation"),
+        ("data/train_sft-00000-of-00003.parquet", "train_sft"),
+        ("data/part-00000-of-00003.parquet", None),
+        ("x_dev.2.txt", "validation"),
+        ("Test/a.txt", "test"),
+        ("evaluation/train.txt", "test"),
+        ("train2.jsonl", "train"),
+        ("testament.txt", None),
+        ("latest.txt", None),
+        ("devices/valid8.txt", "validation"),
+    ],
+)
+def test_splits_are_whole_words_of_names(path: str, split: str | None) -> None:
+    assert split_of(path) == split
+
+
+def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
+    """The oracle finds the files of each split by its own patterns."""
+    data_files = pytest.importorskip("datasets.data_files")
+    for names in (
+        ["train.jsonl", "validation.jsonl", "test.jsonl"],
+        ["dev/a.jsonl", "train/a.jsonl", "eval/a.jsonl"],
+        ["x-train-1.jsonl", "x-train-2.jsonl", "x_valid.jsonl", "my.testing.jsonl"],
+        ["data/train_sft-00000-of-00001.jsonl", "data/test_gen-00000-of-00001.jsonl"],
+        ["training 1.jsonl", "evaluation 1.jsonl"],
+    ):
+        folder = make(tmp_path / names[0], *names)
+        patterns = data_files.get_data_patterns(str(folder))
+        found = data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
+        expected = {str(split): sorted(Path(one).name for one in files) for split, files in found.items()}
+        ours = {split: sorted(Path(n).name for n in read(folder, split=split)) for split in expected}
+        assert ours == expected and len(expected) > 1
+
+
+def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_path: Path) -> None:
+    folder = make(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
+    listing = list_text(Place(f"{folder}/*.jsonl"))
+    assert read(f"{folder}/*.jsonl") == ["test.jsonl", "train.jsonl"]
+    assert listing.warning() == (
+        "the pattern finds files of several splits, which are read together: test (1 file), train (1 file)"
+    )
+    assert read(f"{folder}/*.jsonl", split="train") == ["train.jsonl"]
+    assert list_text(Place(f"{folder}/*.jsonl", split="train")).warning() is None
+
+
+def test_a_format_chooses_among_kinds(tmp_path: Path) -> None:
+    folder = make(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
+    assert read(folder, format="parquet") == ["a.parquet"]
+    assert read(folder, format="json") == ["sample.jsonl"]
+
+
+def test_stores_have_the_same_rules(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    make(tmp_path / "files", *CLONE, "more/train.txt")
+    with HubServer(tmp_path) as server:
+        url = f"{server.url}/files/data/"
+        with pytest.raises(DataError) as caught:
+            url_text(Place(url))
+        lines = str(caught.value).splitlines()
+        assert lines[0] == f"training.dataset_path: the folder {url} holds text of several splits"
+        assert any(line.strip().startswith(f'dataset_path = "{url}train*.parquet"  # 2') for line in lines)
+        found = url_text(Place(f"{url}train*.parquet"))
+        assert found.files == url_text(Place(url, split="train")).files
+        assert [Path(name).name for name in found.files] == [Path(name).name for name in TRAIN]
+
+
+def test_all_rules_on_names_of_a_store() -> None:
+    found = [FoundFile(f"s3://b/d/{name}", name, 10) for name in sorted(CLONE)]
+    with pytest.raises(DataError, match=r's3://b/d/data/train\*\.parquet"  # 2 files of parquet, split train, 20 B'):
+        choose(found, Place("s3://b/d/"))
+    assert choose(found, Place("s3://b/d/", split="train")).files == tuple(f"s3://b/d/{name}" for name in TRAIN)
+
+
+def test_a_dead_link_is_an_error(tmp_path: Path) -> None:
+    folder = make(tmp_path, "a.jsonl")
+    (folder / "b.jsonl").symlink_to(folder / "nowhere")
+    assert "b.jsonl is a link to a file that does not exist" in refused(folder)[0]
+
+
+def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path: Path) -> None:
+    """Computed by the version before these rules: a resume compares it."""
+    folder = tmp_path / "text"
+    make(folder, "a.jsonl", "b.jsonl", "README.md")
+    training = Training(dataset_path=str(folder), seq_len=8)
+    whole = build_dataset(training, Data(), TOKENIZER, TOKENIZER.vocab_size)
+    stream = build_dataset(training, Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size)
+    assert whole.fingerprint[:16] == OLD_FINGERPRINTS[0]
+    assert stream.fingerprint[:16] == OLD_FINGERPRINTS[1]
+
+
+OLD_FINGERPRINTS = ("b67fb3e3ba8849bc", "fdf153888909e1cd")

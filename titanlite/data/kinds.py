@@ -1,0 +1,102 @@
+"""The kinds of files that hold text, and the names of files beside them that hold none.
+
+`KINDS` is the only table of kinds: the lists of a folder, the readers and the errors follow it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+Format = Literal["auto", "json", "parquet", "arrow", "text"]
+
+
+class Kind(NamedTuple):
+    """One kind of file."""
+
+    #: In messages.
+    name: str
+    #: Ends of names, in small letters. Each may end with one of `COMPRESSED` too.
+    suffixes: tuple[str, ...]
+    #: Its reader in `formats`.
+    format: Format
+    #: Beside records, which are rows or lines, such a file is about the data and not a part of it.
+    describes_records: bool = False
+
+    @property
+    def has_records(self) -> bool:
+        """Whether a file holds many documents."""
+        return self.format != "text"
+
+
+KINDS = (
+    Kind("JSON lines", (".json", ".jsonl", ".ndjson"), "json"),
+    Kind("parquet", (".parquet",), "parquet"),
+    Kind("arrow", (".arrow",), "arrow"),
+    Kind("plain text", (".txt", ".text"), "text"),
+    Kind("Markdown", (".md", ".markdown"), "text", describes_records=True),
+)
+COMPRESSED = (".gz", ".zst")
+#: Ends of the names of all kinds.
+ENDINGS = tuple(suffix + packed for kind in KINDS for suffix in kind.suffixes for packed in ("", *COMPRESSED))
+
+#: Of a data set: why → names (regular expressions for names in small letters, without the end of compression).
+_NO_TEXT = {
+    "about the data": re.compile(
+        r"dataset_infos?.*\.json|dataset_dict\.json|state\.json|croissant.*\.json"
+        r"|(requirements([-_]\w+)?|cmakelists|robots|(md5|sha\d+)sums?|checksums?)\.(txt|text)"
+    ),
+    "cache of datasets": re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow"),
+}
+#: Names of documentation in plain text or Markdown, alone or with one more word: LICENSE-MIT.txt, README_zh.md.
+_DOCUMENTATION = re.compile(
+    r"(readme|licen[sc]es?|copying|changelog|citations?|contributing|code[-_]of[-_]conduct|dataset[-_]?card)"
+    r"([-_.][\w.]+)?",
+    re.IGNORECASE,
+)
+#: Words that are also subjects of texts: they count in capitals alone.
+_DOCUMENTATION_IN_CAPITALS = re.compile(
+    r"(NOTICE|HISTORY|CHANGES|AUTHORS|CONTRIBUTORS|MAINTAINERS|SECURITY|COPYRIGHT|DISCLAIMER|TODO)([-_.][\w.]+)?"
+)
+
+
+def kind_of_name(name: str) -> Kind | None:
+    """Return the kind that the name of a file stands for; None for other names."""
+    base = _without_compression(name.lower())
+    return next((kind for kind in KINDS if base.endswith(kind.suffixes)), None)
+
+
+def ending_of(name: str) -> str:
+    """Return the end of a name that tells kind and compression, as `.jsonl.gz`; "" for other names."""
+    lower = name.lower()
+    found = [ending for ending in ENDINGS if lower.endswith(ending)]
+    return name[len(name) - len(max(found, key=len)) :] if found else ""
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether programs that read folders of data leave a file or folder of this name out."""
+    return name.startswith((".", "_"))
+
+
+def why_no_text(name: str) -> str | None:
+    """Return why a file with this name in a folder is none of its text; None: it is text."""
+    if is_hidden(name):
+        return "hidden"
+    base = _without_compression(name.lower())
+    for reason, names in _NO_TEXT.items():
+        if names.fullmatch(base):
+            return reason
+    kind = kind_of_name(name)
+    if kind is None:
+        return "other kinds of files"
+    stem = name[: len(name) - len(ending_of(name))]
+    is_documentation = _DOCUMENTATION.fullmatch(stem) or _DOCUMENTATION_IN_CAPITALS.fullmatch(stem)
+    if not kind.has_records and is_documentation:
+        return "documentation"
+    return None
+
+
+def _without_compression(name: str) -> str:
+    for packed in COMPRESSED:
+        name = name.removesuffix(packed)
+    return name

@@ -1,0 +1,55 @@
+"""What a report says of the text that was opened: its files, those passed over, and how often it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titanlite.data.listing import Listing
+from titanlite.data.mixture import MixedRows
+from titanlite.data.rows import Rows
+from titanlite.data.text_check import passes_warning
+
+
+def listings_of(rows: Rows) -> dict[str, Listing]:
+    """Return what was found for each source of a mixture, or under "" for one text; {} for text without files."""
+    mixed = isinstance(rows, MixedRows)
+    sources = dict(zip(rows.names, rows.rows, strict=True)) if mixed else {"": rows}
+    found = {name: getattr(one, "listing", None) for name, one in sources.items()}
+    return {name: listing for name, listing in found.items() if listing is not None}
+
+
+def file_lines(rows: Rows, label: str = "") -> Iterator[str]:
+    """Yield a line for the files of each source. label: goes before the name of a source."""
+    for name, listing in listings_of(rows).items():
+        title = " ".join(filter(None, (label, name)))
+        yield f"{title}: {listing.describe()}" if title else listing.describe()
+
+
+def file_warnings(rows: Rows, label: str) -> Iterator[str]:
+    """Yield a warning for each pattern that finds files of several splits. label: of the text."""
+    for name, listing in listings_of(rows).items():
+        if warning := listing.warning():
+            yield f"{' '.join(filter(None, (label, name)))}: {warning}"
+
+
+def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
+    """Yield a warning for each text that a run of so many sequences reads too often. name: of a single text."""
+    if isinstance(rows, MixedRows):
+        served: Mapping[str, int] = rows.served(sequences)
+        sources = dict(zip(rows.names, rows.rows, strict=True))
+    else:
+        served, sources = {name: sequences}, {name: rows}
+    for source, one in sources.items():
+        length = getattr(one, "sequences_per_epoch", None)
+        warning = passes_warning(source, served[source] / length) if length else None
+        if warning:
+            yield warning
+
+
+def listing_figures(listing: Listing | None) -> dict[str, Any]:
+    """Return the figures of `titanlite data stats` about files: None where there are none to list."""
+    if listing is None:
+        return {"files": None, "passed_over": None}
+    passed = {reason: list(names) for reason, names in listing.passed_over.items()}
+    return {"files": dict(listing.kinds), "passed_over": passed}

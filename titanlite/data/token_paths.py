@@ -1,0 +1,42 @@
+"""Which paths are of token files. Nothing here imports numpy: the check of a config asks, too."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from titanlite.config.urls import is_url
+
+INDEX = "index.json"
+KIND = "titanlite tokens"
+
+
+def is_tokens(path: str | None) -> bool:
+    """Return whether a path is of token files: a prepared folder, also an unfinished one, Megatron's or numpy's."""
+    if path is None or is_url(path):
+        return False
+    place = Path(path)
+    if not place.is_dir():
+        return (
+            place.suffix == ".npy" or (not place.is_file() or place in pair_of(place)) and pair_of(place)[1].is_file()
+        )
+    if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
+        return True
+    names = [name for name in os.listdir(place) if name[0] != "."]
+    is_text = any(".json" in name or name.endswith((".parquet", ".arrow")) for name in names)
+    return not is_text and any(name.endswith((".idx", ".npy")) for name in names)
+
+
+def pair_of(path: Path) -> tuple[Path, Path]:
+    """Return Megatron's two files; the path may name either, or both without their suffixes."""
+    stem = path.name.removesuffix(".bin").removesuffix(".idx")
+    return path.with_name(f"{stem}.bin"), path.with_name(f"{stem}.idx")
+
+
+def is_index(file: Path | str) -> bool:
+    """Return whether a file is the index of a prepared folder."""
+    try:
+        with open(file, "rb") as stream:
+            return KIND.encode() in stream.read(200)
+    except OSError:
+        return False
