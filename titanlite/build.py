@@ -500,8 +500,9 @@ def startup_lines(
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
     text = public_name(run.training.dataset_path or run.training.dataset)
     sequences = None if run.steps is None else run.steps * batch.global_batch_size
-    warnings = [*run.warnings, *rep.text_warnings(datasets.train, datasets.validation, text, sequences)]
-    rows += [("note", note) for note in run.notes] + [("warning", one) for one in dict.fromkeys(warnings)]
+    doubts = rep.text_warnings(datasets.train, datasets.validation, text, sequences)
+    warnings = [*run.warnings, *(one for one in doubts if not rep.is_told(one, run.warnings))]
+    rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in warnings]
     return rep.startup_report(rows)
 
 

@@ -75,11 +75,14 @@ def check_loaded(
     admit(config.claims, config.origin)
     found = contradictions(config)
     if look_at_text and not found:
-        found += _unclear_texts(config)
+        found += unclear_texts(config)
     if training:
         found += [*refused(config), *missing_files(config), *missing_packages(config)]
     _stop(found)
-    return config, _fitted(config, world_size or smallest_world(config))
+    run = _fitted(config, world_size or smallest_world(config))
+    if look_at_text:
+        run = replace_fields(run, warnings=(*run.warnings, *many_passes(run)))
+    return config, run
 
 
 def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
@@ -94,18 +97,18 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     run = derive(config, world_size, total_sequences)
     _stop(misfits(config, run))
-    return replace_fields(run, warnings=(*run.warnings, *_many_passes(run)))
+    return run
 
 
-def _unclear_texts(config: LoadedConfig) -> list[Problem]:
-    """Find local folders that leave open which of their files are meant."""
+def unclear_texts(config: LoadedConfig) -> list[Problem]:
+    """Return a problem for each local folder that leaves open which of its files are meant."""
     d = config.sections
     unclear = open_choices(d.training, d.data, d.validation)
     lines = ((key, error.reason, "\n    ".join(error.lines)) for key, error in unclear)
     return placed(config, (("unclear-text", key, reason, hint) for key, reason, hint in lines))
 
 
-def _many_passes(run: RunConfig) -> Iterator[str]:
+def many_passes(run: RunConfig) -> Iterator[str]:
     """Warn of texts that are read too often, as far as that is known before they are read."""
     tokens = None if run.steps is None else run.steps * run.batch.tokens_per_step
     for name, passes in planned_passes(run.training, run.data, tokens).items():

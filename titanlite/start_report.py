@@ -23,6 +23,7 @@ from titanlite.data.loader import served_already
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range
+from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
 from titanlite.optim.schedule import LearningRate
 from titanlite.utils import counted, human_bytes, human_count, logger
@@ -254,6 +255,12 @@ def text_warnings(train: Rows, validation: Mapping[str, Rows], name: str, sequen
         yield from file_warnings(held_out, f"validation {title}".strip())
     if sequences is not None:
         yield from pass_warnings(train, name, sequences)
+
+
+def is_told(warning: str, warnings: Sequence[str]) -> bool:
+    """Return whether a warning of many passes is told already, perhaps with a number from before the text was read."""
+    name, found, _ = warning.partition(PASSES)
+    return bool(found) and any(one.startswith(name + found) for one in warnings)
 
 
 def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:

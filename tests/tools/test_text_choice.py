@@ -14,10 +14,13 @@ from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
 from titanlite.fit import load_config
-from titanlite.start_report import file_rows, text_warnings
+from titanlite.start_report import file_rows, is_told, text_warnings
+from titanlite.tools.cli import main
 
 
-def test_configs_and_commands_refuse_before_any_work(tmp_path: Path, command: Command) -> None:
+def test_configs_and_commands_refuse_before_any_work(
+    tmp_path: Path, command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
     clone = make(tmp_path / "clone", *CLONE)
     keys = [f"--training.dataset_path={clone}", "--validation.enable=true", f"--validation.dataset_path={clone}"]
     with pytest.raises(ConfigError) as caught:
@@ -32,6 +35,10 @@ def test_configs_and_commands_refuse_before_any_work(tmp_path: Path, command: Co
     source = f"--data.source=[{{path='{clone}'}}]"
     with pytest.raises(ConfigError, match=r"data\.source\[0\]\.path"):
         load_config("debug_model.toml", 1, [source])
+    assert main(["plan", "debug_model.toml", keys[0], "--gpu", "h100-80g", "--gpus", "8"]) == 2
+    assert main(["doctor", "debug_model.toml", keys[0]]) == 2
+    assert main(["config", "check", "debug_model.toml", keys[0]]) == 2
+    assert capfd.readouterr().err.count("of several splits") == 3
     for words in (["stats", keys[0]], ["peek", keys[0]], ["prepare", clone, "--out", tmp_path / "out"]):
         code, printed = command(*words)
         assert code == 2 and "of several splits" in printed and "train*.parquet" in printed
@@ -89,4 +96,5 @@ def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
     warnings = list(text_warnings(train, held_out, "mine", 1000))
     assert warnings[0].startswith("mine: the pattern finds files of several splits") and "test (1 file)" in warnings[0]
     assert warnings[1].startswith("mine: the run reads this text ") and len(warnings) == 2
+    assert is_told(warnings[1], ["mine: the run reads this text 9 times."]) and not is_told(warnings[0], warnings[1:])
     assert list(text_warnings(train, held_out, "mine", 8 * train.sequences_per_epoch))[1:] == []

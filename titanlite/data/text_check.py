@@ -19,6 +19,8 @@ from titanlite.data.token_paths import INDEX, is_index, is_tokens
 
 #: Passes over a text after which another one teaches a model little (docs/data.md).
 MOST_PASSES = 8
+#: Follows the name of a text in the warning.
+PASSES = ": the run reads this text"
 
 
 class _Text(NamedTuple):
@@ -76,7 +78,7 @@ def passes_warning(name: str, passes: float) -> str | None:
     if passes <= MOST_PASSES:
         return None
     return (
-        f"{name}: the run reads this text {passes:.3g} times. More than {MOST_PASSES} passes teach a model little and "
+        f"{name}{PASSES} {passes:.3g} times. More than {MOST_PASSES} passes teach a model little and "
         "it begins to repeat the text: take more text, or fewer steps"
     )
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib import import_module
@@ -18,7 +19,7 @@ from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.derive import RunConfig, smallest_world, with_steps
-from titanlite.fit import fitted
+from titanlite.fit import fitted, many_passes, unclear_texts
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, GPUS, cluster_of, find_gpu, find_instance
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
@@ -96,7 +97,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
         if (file := getattr(arguments, flag)) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
             raise bad_flag(f"--{flag}", f"cannot write {file}")
     config, problems = read([*files_of(arguments), *flags], defer=True)
-    if problems := problems or contradictions(config):
+    if problems := problems or contradictions(config) or unclear_texts(config):
         raise ConfigError(problems)
     launch = config.sections.launch
     instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
@@ -106,6 +107,8 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     if not ranks or not (arguments.gpu or instance):
         return _for_each_gpu(config, ranks, arguments, style)
     run = _lasting(fitted(config, ranks), arguments)
+    for warning in many_passes(run):
+        print(f"warning: {warning}", file=sys.stderr)
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = replace(cluster_of(run, **names), price=arguments.price)
     if arguments.search:
