@@ -221,7 +221,8 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
     for words, error in (
         ([tmp_path / "none"], f"SOURCE: {tmp_path / 'none'} does not exist"),
         ([tmp_path / "empty.jsonl"], "empty.jsonl holds no records"),
-        ([text, "--split", "train"], "--subset and --split are of data sets of the hub"),
+        ([text, "--subset", "en"], "--subset is of data sets of the hub"),
+        ([text, "--split", "test"], f'{text} has no split "test"; no name of a file or folder holds one'),
     ):
         code, printed = command("prepare", *words, "--out", tmp_path / "new")
         assert code == 2 and error in printed
