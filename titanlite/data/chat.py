@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
+from titanlite.data.chat_process import TemplateError, ask
+from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.files import read_url
 
-#: Before and after a turn of the assistant. Unicode keeps these two free of characters.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-_UNMARKED = str.maketrans("", "", _BEGIN + _END)
+_UNMARKED = str.maketrans("", "", BEGIN + END)
 
 #: Files beside a tokenizer that may hold its template, the first that does.
 TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
@@ -42,87 +42,47 @@ class ChatTemplate(NamedTuple):
 
         Raises DataError if `messages` is no list of messages, the template refuses it, or a turn cannot be found.
         """
-        import jinja2
-
         if not (isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)):
             raise DataError(f"{where}: {messages!r:.80} is no list of messages, each with role and content")
-        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
+        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (BEGIN, END)):
             raise DataError(f"{where}: a message holds U+FDD0 or U+FDD1, which stand for no character; remove them")
         roles = [message["role"] for message in messages]
         if "assistant" not in roles:
-            found = ", ".join(map(str, dict.fromkeys(roles))) or "none"
+            found = ", ".join(dict.fromkeys(map(str, roles))) or "none"
             raise DataError(f"{where}: no message has the role assistant (roles: {found}), so the loss counts nothing")
-
-        def text(count: int, prompt: bool = False) -> str:
-            return self._text(messages[:count], prompt)
-
-        try:
-            whole = text(len(messages))
-            if _BEGIN in whole:
-                return whole
-            parts, done = [], 0
-            for number in (number for number, role in enumerate(roles) if role == "assistant"):
-                prompt, turn = text(number, True), text(number + 1)
-                if not (whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done):
-                    raise DataError(
-                        f"{where}: message {number + 1}, of the assistant, cannot be found in the rendered text: the "
-                        "messages before it render differently without those after them; put {% generation %} and "
-                        "{% endgeneration %} around the assistant's content in the template"
-                    )
-                parts += [whole[done : len(prompt)], _BEGIN, whole[len(prompt) : len(turn)], _END]
-                done = len(turn)
-            return "".join(parts) + whole[done:]
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(f"{where}: the chat template refuses it: {type(error).__name__}: {error}") from error
+        return self._ask("render", messages, where)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
         """Return the text of a conversation up to the assistant's next turn. Raises DataError if it is refused."""
-        import jinja2
+        return self._ask("prompt", messages, where).translate(_UNMARKED)
 
+    def _ask(self, action: str, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         try:
-            return self._text(messages, True).translate(_UNMARKED)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise DataError(f"{where}: the chat template refuses it: {type(error).__name__}: {error}") from error
-
-    def _text(self, messages: Any, prompt: bool) -> str:
-        variables = {"tools": None, "documents": None, **dict(self.tokens)}
-        text: str = _compiled(self.source).render(messages=messages, add_generation_prompt=prompt, **variables)
+            kind, text = ask(Request(action, self.source, dict(self.tokens), messages))
+        except TemplateError as error:
+            raise DataError(f"{where}: the chat template cannot be rendered: {error}; mend the template") from None
+        if kind == NO_TURN:
+            raise DataError(
+                f"{where}: message {text}, of the assistant, cannot be found in the rendered text: the "
+                "messages before it render differently without those after them; put {% generation %} and "
+                "{% endgeneration %} around the assistant's content in the template"
+            )
+        if kind != TEXT:
+            raise DataError(f"{where}: the chat template refuses it: {text}")
         return text
 
 
-@lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
-    """Compile a template in the environment that `transformers` gives it, without the date of today."""
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    return environment.from_string(source)
+def _check(source: str, place: str) -> None:
+    """Raise DataError, which begins with `place`, for a template that is not valid."""
+    try:
+        kind, text = ask(Request("check", source, {}))
+    except TemplateError as error:
+        raise DataError(f"{place}: the chat template cannot be read: {error}; mend the template") from None
+    if kind == SYNTAX:
+        line, _, message = text.partition("\n")
+        raise DataError(f"{place}, line {line}: {message}")
+    if kind != TEXT:
+        raise DataError(f"{place}: the chat template cannot be read: {text}")
 
 
 def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_template") -> ChatTemplate:
@@ -130,8 +90,6 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
 
     key: what names the file, for messages. Raises DataError if there is none, or it is not valid.
     """
-    from jinja2 import TemplateSyntaxError
-
     folder = tokenizer.folder
     named = {number: name for name, number in tokenizer.special_tokens.items()}
     tokens = {"bos_token": named[tokenizer.bos_id], "eos_token": named[tokenizer.eos_id]}
@@ -158,10 +116,7 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in {_CONFIG}, "
             f"in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
         )
-    try:
-        _compiled(source)
-    except TemplateSyntaxError as error:
-        raise DataError(f"{key}: {place}, line {error.lineno}: {error.message}") from None
+    _check(source, f"{key}: {place}")
     return ChatTemplate(source, tuple(tokens.items()))
 
 
@@ -193,14 +148,14 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
         plain = part.translate(_UNMARKED)
         found = tokenizer.encode(plain) if plain else []
         at = before = 0  # characters and tokens of the part that are done
-        for piece in re.split(f"([{_BEGIN}{_END}])", part):
-            if piece not in (_BEGIN, _END):
+        for piece in re.split(f"([{BEGIN}{END}])", part):
+            if piece not in (BEGIN, END):
                 at += len(piece)
                 continue
             place = len(found) if at == len(plain) else _tokens_before(plain[:at], found, tokenizer, inside)
             place = max(place, before)  # a token that crosses two borders at one place
             mask += [inside] * (place - before)
-            before, inside = place, piece == _BEGIN
+            before, inside = place, piece == BEGIN
         mask += [inside] * (len(found) - before)
         ids += found
     return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)

@@ -1,0 +1,210 @@
+"""Renders chat templates in a process with little to spend: a template is a file of somebody else.
+
+`titanlite.data.chat_process` starts this process and sends it conversations. jinja2's sandbox keeps a template from
+objects of Python. It bounds neither time nor memory, and a single product of a text and a number may need all of both.
+So the kernel bounds them here: a process that is over its time ends, and a request for too much memory fails.
+
+A request is a pickle from the process that started this one. An answer is text: a template decides its content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, BinaryIO, NamedTuple, NoReturn
+
+#: Before and after a turn of the assistant. Unicode keeps these two free of characters.
+BEGIN, END = "\ufdd0", "\ufdd1"
+#: Seconds of processor time for one conversation.
+SECONDS = 10
+#: Characters of a rendered text: at least so many, and so many for each character of the conversation.
+CHARACTERS, CHARACTERS_EACH = 1 << 20, 64
+#: Bytes of memory beside those of the process itself: at least so many, and so many for each byte of a request.
+_MEMORY, _MEMORY_EACH = 1 << 30, 64
+#: Size of a message between the processes.
+SIZE = struct.Struct("<Q")
+
+#: Kinds of answers: the text, and why there is none.
+TEXT, REFUSED, NO_TURN, SYNTAX = "text", "refused", "no turn", "syntax"
+
+
+class Request(NamedTuple):
+    """One conversation to render."""
+
+    #: "check" the template, "render" a conversation with marks, or the "prompt" of the next turn.
+    action: str
+    template: str
+    #: Names and values of the template's variables.
+    tokens: Mapping[str, str]
+    messages: Sequence[Mapping[str, Any]] = ()
+    #: Of processor time, at most.
+    seconds: int = SECONDS
+
+
+class _TooLongError(Exception):
+    """A rendered text has too many characters."""
+
+
+class _NoTurnError(Exception):
+    """A turn of the assistant is not found in the rendered text. The argument: its number, from 1."""
+
+
+# Rendering
+
+
+def answer(request: Request) -> tuple[str, str]:
+    """Return the kind of the answer and its text."""
+    import jinja2
+
+    try:
+        template = _compiled(request.template)
+        if request.action == "check":
+            return TEXT, ""
+        renderer = _Renderer(template, request)
+        if request.action == "prompt":
+            return TEXT, renderer.text(len(request.messages), prompt=True)
+        return TEXT, renderer.marked()
+    except _NoTurnError as error:
+        return NO_TURN, str(error)
+    except _TooLongError as error:
+        return REFUSED, str(error)
+    except jinja2.TemplateSyntaxError as error:
+        return SYNTAX, f"{error.lineno}\n{error.message}"
+    except MemoryError:
+        return REFUSED, "it needs too much memory"
+    except Exception as error:  # a template can raise whatever its filters and tests raise
+        return REFUSED, f"{type(error).__name__}: {error}"[:10_000]
+
+
+class _Renderer:
+    """Renders the beginnings of one conversation."""
+
+    def __init__(self, template: Any, request: Request) -> None:
+        self._template, self._messages = template, request.messages
+        self._variables = {"tools": None, "documents": None, **request.tokens}
+        self._given = len(json.dumps(request.messages, ensure_ascii=False, default=str))
+
+    def text(self, count: int, prompt: bool = False) -> str:
+        """Return the text of the first messages. prompt: with the head of the assistant's next turn."""
+        most = CHARACTERS + CHARACTERS_EACH * self._given
+        pieces, size = list[str](), 0
+        messages = self._messages[:count]
+        for piece in self._template.generate(messages=messages, add_generation_prompt=prompt, **self._variables):
+            size += len(piece)
+            if size > most:
+                raise _TooLongError(f"it makes more than {most:,} characters of a conversation of {self._given:,}")
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def marked(self) -> str:
+        """Return the text of the conversation with marks around the assistant's turns."""
+        whole = self.text(len(self._messages))
+        if BEGIN in whole:
+            return whole
+        parts, done = list[str](), 0
+        for number, message in enumerate(self._messages):
+            if message["role"] != "assistant":
+                continue
+            prompt, turn = self.text(number, prompt=True), self.text(number + 1)
+            is_found = whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done
+            if not is_found:
+                raise _NoTurnError(number + 1)
+            parts += [whole[done : len(prompt)], BEGIN, whole[len(prompt) : len(turn)], END]
+            done = len(turn)
+        return "".join(parts) + whole[done:]
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """Compile a template in the environment that `transformers` gives it, without the date of today."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{BEGIN}{caller()}{END}"
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
+
+
+# The process
+
+
+def main() -> None:
+    """Answer requests until the process that sends them is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for that process, which may still need answers
+        signal.signal(number, signal.SIG_IGN)
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    own_memory = _address_space()
+    while content := read_message(requests):
+        request = Request(*pickle.loads(content))
+        _limit(request.seconds, own_memory + _MEMORY + _MEMORY_EACH * len(content))
+        kind, text = answer(request)
+        write_message(answers, f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
+
+
+def _limit(seconds: int, memory: int) -> None:
+    """Let the kernel end this process after so many more seconds of processor time, and refuse it more bytes."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used = int(usage.ru_utime + usage.ru_stime) + 1
+    _lower(resource.RLIMIT_CPU, used + seconds)
+    with suppress(ValueError, OSError):  # macOS has no such limit
+        _lower(resource.RLIMIT_AS, memory)
+
+
+def _lower(limit: int, value: int) -> None:
+    hard = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def _address_space() -> int:
+    """Return the bytes of this process's address space; 0 where the system does not tell."""
+    with suppress(OSError, ValueError), open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return 0
+
+
+def read_message(stream: BinaryIO) -> bytes:
+    """Return one message; b"" where the other side is gone."""
+    head = stream.read(SIZE.size)
+    if len(head) < SIZE.size:
+        return b""
+    size = SIZE.unpack(head)[0]
+    content = stream.read(size)
+    return content if len(content) == size else b""
+
+
+def write_message(stream: BinaryIO, content: bytes) -> None:
+    """Write one message."""
+    stream.write(SIZE.pack(len(content)))
+    stream.write(content)
+    stream.flush()
