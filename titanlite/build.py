@@ -38,6 +38,7 @@ from titanlite.data.phases import Phases
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
+from titanlite.data.text_report import checks_of
 from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fingerprints import fingerprints
@@ -84,6 +85,7 @@ from titanlite.run_callbacks import (
     DocumentLog,
     GarbageCollection,
     Timeouts,
+    TokenHashes,
     VerifyResume,
     Watchdog,
 )
@@ -379,6 +381,7 @@ def build(
     if samples:
         samples.show = metrics.write_texts
 
+    token_checks = checks_of([datasets.train, *datasets.validation.values()])
     documents = None
     if run.data.log_documents:
         # No rank has read the other ranks' part of a stream: each writes its own.
@@ -399,6 +402,7 @@ def build(
     every: list[Callback | None] = [
         Watchdog(watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None),
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
+        TokenHashes(token_checks) if token_checks else None,
         gc,
         attempts,
         average,

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,12 @@ from titanlite.data.hashes import add_hashes, step_hash
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.data.token_checks import HashCheck
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import patience, set_timeouts
 from titanlite.runs import record
-from titanlite.utils import logger
+from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
     from titanlite.metrics.watchdog import HangWatchdog
@@ -54,6 +56,38 @@ class Watchdog(Callback):
             end.reason = self.watch.failed(end.error) or end.reason
         if not self._entered:
             self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
+
+
+class TokenHashes(Callback):
+    """Ends a run whose prepared tokens are found to be damaged. checks: of its texts.
+
+    A save waits up to `PATIENCE` seconds for the parts that are read and not yet checked, unless the run is asked to
+    stop. What is found later ends the run, too, and the error says since when the part was read.
+    """
+
+    #: Seconds.
+    PATIENCE = 30.0
+
+    def __init__(self, checks: Sequence[HashCheck]) -> None:
+        self._checks = checks
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase == "save":
+            self._settle(0.0 if trainer.stop.requested() else self.PATIENCE, "this checkpoint is saved meanwhile")
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        for check in self._checks:
+            check.raise_found()
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        if end.state == "done":
+            self._settle(self.PATIENCE, "the run ends before that")
+
+    def _settle(self, seconds: float, then: str) -> None:
+        deadline = time.monotonic() + seconds
+        left = sum(check.settle(max(deadline - time.monotonic(), 0.0)) for check in self._checks)
+        if left:
+            logger.warning(f"the hashes of {counted(left, 'parts')} of prepared tokens are still being checked; {then}")
 
 
 class Timeouts(Callback):

@@ -27,7 +27,7 @@ from titanlite.data.rows import Rows
 from titanlite.data.shards import Shards, hub_files, url_text
 from titanlite.data.sources import all_of, columns_of, find_text, own_records
 from titanlite.data.stream import StreamRows
-from titanlite.data.token_cache import load_corpus, workers_of
+from titanlite.data.token_cache import load_corpus, records_folder, workers_of
 from titanlite.data.token_files import TokenFiles, open_tokens
 from titanlite.data.token_paths import is_tokens
 from titanlite.data.tokenizer import Tokenizer
@@ -157,7 +157,8 @@ class TextReader:
         """Open the token files of a source. Raises DataError for those prepared with other fields than are asked for"""
         names = ("text_key", "prompt_key", "completion_key", "messages_key")
         fields = {name: getattr(source, name) or getattr(self.data, name) for name in names}
-        files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, _key(key, "path"), fields)
+        records = records_folder(self.data.token_cache)
+        files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, _key(key, "path"), fields, records)
         if self.data.chat_template and fields["messages_key"] and files.index:
             template = load_template(self.data.chat_template, self.tokenizer)
             if files.index["options"]["chat"][0] != template.source:

@@ -1,14 +1,16 @@
-"""What a report says of the text that was opened: its files, those passed over, and how often it is read."""
+"""The text that was opened: its files, those passed over, how often it is read, and the checks of its tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from titanlite.data.listing import Listing
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import passes_warning
+from titanlite.data.token_checks import HashCheck
+from titanlite.data.token_files import TokenFiles
 
 
 def listings_of(rows: Rows) -> dict[str, Listing]:
@@ -17,6 +19,17 @@ def listings_of(rows: Rows) -> dict[str, Listing]:
     sources = dict(zip(rows.names, rows.rows, strict=True)) if mixed else {"": rows}
     found = {name: getattr(one, "listing", None) for name, one in sources.items()}
     return {name: listing for name, listing in found.items() if listing is not None}
+
+
+def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
+    """Return the checks of the prepared token files among some texts."""
+    found = []
+    for rows in texts:
+        for one in rows.rows if isinstance(rows, MixedRows) else [rows]:
+            corpus = getattr(one, "corpus", None)
+            if isinstance(corpus, TokenFiles) and corpus.check is not None:
+                found.append(corpus.check)
+    return found
 
 
 def file_lines(rows: Rows, label: str = "") -> Iterator[str]:

@@ -45,7 +45,7 @@ PATIENCE = 3600.0
 KEEP, _WRITING = 30 * 86400.0, 3600.0
 
 _HEADER_BYTES = 4096
-_NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|-\w+\.partial)")
+_NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|\.checked|-\w+\.partial)")
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
 
@@ -71,7 +71,7 @@ def load_corpus(
     """
     if cache != "off" and (cache != "auto" or _are_large(files)):
         try:
-            folder = _folder(cache)
+            folder = cache_folder(cache)
             stamp = _stamp(files, tokenizer, vocab_size, columns, kind)
             path = folder / f"{stamp}.tokens"
             if found := _load(path, files, tokenizer):
@@ -112,8 +112,11 @@ def _are_large(files: list[Path]) -> bool:
         return False  # the error comes when the text is read
 
 
-def _folder(cache: str) -> Path:
-    """Return the folder, made if need be. Raises OSError if it cannot be made, or belongs to another user."""
+def cache_folder(cache: str) -> Path:
+    """Return the folder of `data.token_cache`, made if need be.
+
+    Raises OSError if it cannot be made, or belongs to another user.
+    """
     own = Path(tempfile.gettempdir(), f"titanlite-tokens-{os.getuid()}")
     try:
         folder = own if cache == "auto" else Path(cache).expanduser()
@@ -123,6 +126,16 @@ def _folder(cache: str) -> Path:
     if cache == "auto" and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
         raise PermissionError(f"{folder} belongs to another user")
     return folder
+
+
+def records_folder(cache: str) -> Path | None:
+    """Return the folder for records of token files that are whole; None where nothing is kept."""
+    if cache == "off":
+        return None
+    try:
+        return cache_folder(cache)
+    except OSError:
+        return None
 
 
 def _stamp(
@@ -189,7 +202,7 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
             at += arrays[-1].nbytes
         if about.pop("crc32") != _checksum(about, arrays):
             raise ValueError("it has another checksum")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         logger.warning(f"{path} is damaged ({error}): it is removed, and the text is tokenized again")
         path.unlink(missing_ok=True)
         return None

@@ -28,14 +28,18 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.corpus import DocumentArray
 from titanlite.data.listing import Listing
+from titanlite.data.token_checks import REPAIR, HashCheck, PartHashes, check_offsets, check_part
 from titanlite.data.token_paths import INDEX, is_index, pair_of
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.utils import counted, logger
 
 VERSION = 1
 #: Part of the fingerprint. Change it with anything that changes the rows of a folder.
 ORDER = "windows of the stream of tokens, order 1"
 #: Pieces of foreign files that are read at the start, and tokens in each.
 _PIECES, _PIECE = 256, 4096
+#: Sequences of Megatron's index that are compared together.
+_GROUP = 1 << 20
 #: Head of Megatron's index, the last two numbers are of sequences and of documents + 1; and codes of types there.
 _MEGATRON = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -101,8 +105,10 @@ class TokenFiles:
         tokenizer: whose BOS and EOS are in the text.
         vocab_size: of the model; no id may be as high.
         index: content of `index.json`; None: files of another program, of which only samples are checked at the start.
+        check: compares the hashes of the parts that are read.
 
-    Raises DataError for an id that is too high, naming file and place, and if there are no tokens.
+    Raises DataError for an id that is too high, naming file and place, if there are no tokens, and when it reads after
+    the hashes of a part were found not to fit.
     """
 
     def __init__(
@@ -112,7 +118,9 @@ class TokenFiles:
         tokenizer: Tokenizer,
         vocab_size: int,
         index: Mapping[str, Any] | None = None,
+        check: HashCheck | None = None,
     ) -> None:
+        self.check = check
         self.path, self.parts, self.vocab_size, self.index = path, parts, vocab_size, index
         self.pad_id = tokenizer.eos_id
         self._ends = list(accumulate(part.size for part in parts))
@@ -154,6 +162,8 @@ class TokenFiles:
             part, start = self.parts[number], self._ends[number] - self.parts[number].size
             stop = min(end, self._ends[number])
             if begin < stop:
+                if self.check is not None:
+                    self.check.begin(number)
                 yield number, part, begin - start, stop - start
             begin, number = stop, number + 1
 
@@ -209,8 +219,11 @@ def open_tokens(
     vocab_size: int,
     key: str = "training.dataset_path",
     fields: Mapping[str, str | None] = MappingProxyType({}),
+    records: Path | None = None,
 ) -> TokenFiles:
     """Open token files. key: of the config, for errors. fields: of records, that the config asks for (`text_key`, …).
+
+    records: folder that keeps which parts of prepared folders are whole, see `titanlite.data.token_checks`.
 
     Raises DataError for a folder that is not finished, a missing or cut file, tokens of another tokenizer or of other
     fields, and ids of `vocab_size` (the model's) or more.
@@ -218,12 +231,9 @@ def open_tokens(
     place = Path(path)
     try:
         if place.is_dir() and (is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
-            files = _prepared(place, tokenizer, vocab_size, key)
+            files = _prepared(place, tokenizer, vocab_size, key, records)
         else:
-            suffix = ".idx" if any(place.glob("*.idx")) else ".npy"
-            names = sorted(place.glob(f"*{suffix}")) if place.is_dir() else [place]
-            parts = [_npy(name) if name.suffix == ".npy" else _megatron(name) for name in names]
-            files = TokenFiles(place, parts, tokenizer, vocab_size)
+            files = TokenFiles(place, foreign_parts(place), tokenizer, vocab_size)
     except OSError as error:
         raise DataError(f"{key}: {error.filename or path} cannot be read: {error.strerror or error}") from error
     options = files.index["options"] if files.index else {}
@@ -245,7 +255,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         again = f"run `titanlite data prepare ... --out {folder}` again"
         raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{folder / INDEX} is damaged ({error}); remove the folder, and prepare it again") from None
@@ -259,7 +269,7 @@ def fingerprint_of(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
-def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str) -> TokenFiles:
+def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, records: Path | None) -> TokenFiles:
     index = read_index(folder)
     if index["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
@@ -272,39 +282,73 @@ def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str) -> 
             f"{key}: {folder} holds the id {index['max_id']}, which is outside the model's vocabulary of {vocab_size}; "
             f"set model.vocab_size to at least {index['vocab_size']}"
         )
-    parts, dtype = [], np.dtype(index["dtype"])
-    for one in index["parts"]:
-        file, documents = folder / f"{one['name']}.tokens", one["documents"]
-        part = Part(
-            file,
-            dtype,
-            one["tokens"],
-            documents,
-            partial(_map, file.with_suffix(".offsets"), "<i8", documents + 1),
-            has_targets="targets" in one["bytes"],
-            sources=[(index["files"][source], within, number) for source, within, number in one["sources"]],
+    parts = parts_of(folder, index)
+    hashes = part_hashes(folder, index, records)
+    known = [one.is_known() for one in hashes]
+    for part, is_known in zip(parts, known, strict=True):
+        if not is_known:
+            check_offsets(part.file.with_suffix(".offsets"), part.find_offsets(), part.size)
+    without = sum(not one.hashes for one in hashes)
+    if without:
+        logger.info(
+            f"{key}: {counted(without, 'parts')} of {folder} have no hashes: sizes and offsets alone are checked"
         )
-        for suffix, size in one["bytes"].items():
-            found = part.file.with_suffix(f".{suffix}").stat().st_size
-            if found != size:
-                raise DataError(
-                    f"{folder / one['name']}.{suffix} has {found:,} bytes instead of {size:,}; prepare it again"
-                )
-        parts.append(part)
-    return TokenFiles(folder, parts, tokenizer, vocab_size, index)
+    repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
+    return TokenFiles(folder, parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))
+
+
+def parts_of(folder: Path, index: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a prepared folder. Raises DataError for an index or sizes that do not fit, OSError for files
+    that are not there."""
+    parts, item = [], np.dtype(index["dtype"]).itemsize
+    for one in index["parts"]:
+        try:
+            check_part(folder, one, item)
+            parts.append(part_of(folder, index, one))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{folder / INDEX} is damaged ({error!r}); prepare the folder again") from None
+    return parts
+
+
+def part_of(folder: Path, index: Mapping[str, Any], part: Mapping[str, Any]) -> Part:
+    """Return a part of a prepared folder from its record in the index."""
+    file, documents = folder / f"{part['name']}.tokens", part["documents"]
+    find_offsets = partial(_map, file.with_suffix(".offsets"), "<i8", documents + 1)
+    sources = [(index["files"][source], within, number) for source, within, number in part["sources"]]
+    has_targets = "targets" in part["bytes"]
+    return Part(file, np.dtype(index["dtype"]), part["tokens"], documents, find_offsets, 0, has_targets, sources)
+
+
+def part_hashes(folder: Path, index: Mapping[str, Any], records: Path | None) -> list[PartHashes]:
+    """Return the hashes of each part of a prepared folder. records: folder of the records of whole parts."""
+    return [
+        PartHashes({folder / f"{one['name']}.{suffix}": text for suffix, text in one["checksums"].items()}, records)
+        for one in index["parts"]
+    ]
+
+
+def foreign_parts(place: Path, thorough: bool = False) -> list[Part]:
+    """Return the files of another program: one path, or all of a folder.
+
+    thorough: compare the place of each of Megatron-LM's sequences, not of some alone. Raises DataError for files that
+    are not whole, and OSError for those that cannot be read.
+    """
+    suffix = ".idx" if any(place.glob("*.idx")) else ".npy"
+    names = sorted(place.glob(f"*{suffix}")) if place.is_dir() else [place]
+    return [_npy(name) if name.suffix == ".npy" else _megatron(name, thorough) for name in names]
 
 
 def _npy(file: Path) -> Part:
     try:
         array = np.load(file, mmap_mode="r")
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise DataError(f"{file}: no array of numpy: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise DataError(f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}")
     return Part(file, array.dtype, len(array), 1, partial(np.array, [0, len(array)]), first=array.offset)
 
 
-def _megatron(name: Path) -> Part:
+def _megatron(name: Path, thorough: bool) -> Part:
     """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py). Their sequences must lie end to end.
 
     After the head of `.idx` come int32 lengths and int64 byte positions of the sequences, and int64 numbers of the
@@ -325,13 +369,25 @@ def _megatron(name: Path) -> Part:
     documents = _map(index, "<i8", bounds, begin + 12 * count)
     dtype, end = np.dtype(_DTYPES[code]), file.stat().st_size
     if count:
-        some = np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
-        after = np.where(some < count - 1, positions[np.minimum(some + 1, count - 1)], end)
-        if positions[0] != 0 or (positions[some] + lengths[some] * np.int64(dtype.itemsize) != after).any():
-            raise DataError(f"{index}: the sequences do not lie end to end in {file.name}")
+        for some in _numbers(count, thorough):
+            after = np.where(some < count - 1, positions[np.minimum(some + 1, count - 1)], end)
+            if positions[0] != 0 or (positions[some] + lengths[some] * np.int64(dtype.itemsize) != after).any():
+                raise DataError(f"{index}: the sequences do not lie end to end in {file.name}")
+    is_in_order = not (np.diff(documents) < 0).any()
+    if bounds and not (is_in_order and documents[0] >= 0 and documents[-1] <= count):
+        raise DataError(f"{index} is damaged: its documents are not in the order of its {count:,} sequences")
 
     def offsets() -> NDArray[np.int64]:
         found: NDArray[np.int64] = np.append(positions, end)[documents] // dtype.itemsize
         return found
 
     return Part(file, dtype, end // dtype.itemsize, max(bounds - 1, 0), offsets)
+
+
+def _numbers(count: int, all_of_them: bool) -> Iterator[NDArray[np.int64]]:
+    """Yield numbers below `count` in groups: all, or some from everywhere."""
+    if not all_of_them:
+        yield np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
+        return
+    for begin in range(0, count, _GROUP):
+        yield np.arange(begin, min(begin + _GROUP, count))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,16 @@ def add_commands(commands: Commands) -> None:
     tokens = "tokens of a part, about; it is part of the fingerprint (default: 134,217,728)"
     prepare.add_argument("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
 
+    all_parts = (
+        "Sizes, offsets and hashes of all parts. Files of other programs have no hashes: what they tell is checked"
+    )
+    verify = add("verify", _verify, "read token files again, and compare their hashes", all_parts)
+    verify.add_argument("folder", type=Path, metavar="FOLDER", help="prepared folder, or files of Megatron-LM or numpy")
+    verify.add_argument(
+        "--workers", type=int, default=min(cores, 8), metavar="N", help="threads (default: cores, 8 at most)"
+    )
+    verify.add_argument("--json", action="store_true", help="print JSON")
+
     ranks = "ranks of the run (default: as for `titanlite config check`)"
     peek = add("peek", _peek, "print the first sequences of a run as the model sees them", FLAGS)
     peek.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
@@ -117,6 +129,17 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
     except KeyboardInterrupt:
         print("stopped: finished parts are kept; the same command goes on", file=sys.stderr)
         return "", exit_codes.INTERRUPTED
+
+
+def _verify(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    from titanlite.tools.verify_tokens import verify
+
+    no_flags(flags)
+    if arguments.workers < 1:
+        raise DataError("--workers: expected a whole number >= 1")
+    verdict = verify(arguments.folder, arguments.workers)
+    text = json.dumps(asdict(verdict), indent=1) if arguments.json else "\n".join(verdict.lines())
+    return text, exit_codes.ERROR if verdict.problems else exit_codes.DONE
 
 
 def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:

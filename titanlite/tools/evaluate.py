@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.validation import HeldOutLoss, ValidationResult
 
+#: Seconds for the hashes of prepared tokens that were read.
+_PATIENCE = 600.0
 #: Takes from a config what only training needs, so that it may be missing here, or not fit these ranks.
 _NO_TRAINING = (
     "--data.phase=[]",
@@ -186,6 +188,7 @@ def evaluate(run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mappin
     from titanlite.build import build_model, build_validation
     from titanlite.checkpoint.load import Loader
     from titanlite.checkpoint.storage import gather
+    from titanlite.data.text_report import checks_of
     from titanlite.optim.average import WeightAverage
     from titanlite.parallel.init import use_deterministic
 
@@ -201,7 +204,10 @@ def evaluate(run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mappin
     if averages and "ema" in loaded.left_out and world.rank == 0:
         logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")
     try:
-        return held_out.measure(parts.model, world.device, parts.runner, parts.factors)
+        result = held_out.measure(parts.model, world.device, parts.runner, parts.factors)
+        for check in checks_of(texts.values()):
+            check.settle(_PATIENCE)
+        return result
     finally:
         held_out.close()
 

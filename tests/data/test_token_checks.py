@@ -1,0 +1,268 @@
+"""Prepared tokens that were changed: found at the start, when a part is first read, and by `titanlite data verify`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.test_token_files import TOKENIZER, write_megatron, write_prepared
+from tests.processes import python
+from titanlite.checkpoint.manifest import file_digest
+from titanlite.data import DataError, token_checks
+from titanlite.data.packing import PackedDataset
+from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
+from titanlite.data.token_paths import INDEX
+from titanlite.run_callbacks import TokenHashes
+from titanlite.tools.cli import main
+
+LENGTHS = [[30, 20, 50]] * 3
+
+
+def prepared(folder: Path, masked: int = 2) -> Path:
+    """Write a folder with the hashes that `titanlite data prepare` writes."""
+    write_prepared(folder, LENGTHS, masked=masked)
+    index = json.loads((folder / INDEX).read_text())
+    for part in index["parts"]:
+        names = {suffix: folder / f"{part['name']}.{suffix}" for suffix in part["bytes"]}
+        part["checksums"] = {suffix: file_digest(path, "xxh3") for suffix, path in names.items()}
+    index["fingerprint"] = fingerprint_of(index)
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+def flip(file: Path, place: int = 20) -> None:
+    """Change a byte, and nothing else that a file system tells quickly."""
+    content, times = bytearray(file.read_bytes()), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    content[place] ^= 1
+    file.write_bytes(content)
+    os.utime(file, ns=times)
+
+
+def opened(folder: Path, records: Path | None) -> TokenFiles:
+    return open_tokens(str(folder), TOKENIZER, TOKENIZER.vocab_size, records=records)
+
+
+def settled(files: TokenFiles) -> int:
+    assert files.check is not None
+    return files.check.settle(30.0)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files whose hashes are computed."""
+    names: list[str] = []
+
+    def digest(path: Path, *rest: Any) -> str:
+        names.append(path.name)
+        return file_digest(path, *rest)
+
+    monkeypatch.setattr(token_checks, "file_digest", digest)
+    return names
+
+
+@pytest.mark.parametrize("suffix", ["tokens", "offsets", "targets"])
+def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path: Path, suffix: str) -> None:
+    folder = prepared(tmp_path / "a")
+    damaged = folder / f"part-1.{suffix}"
+    if suffix == "offsets":  # documents of 30 and 20 tokens become 31 and 19: in order, and wrong
+        flip(damaged, 8)
+    else:
+        flip(damaged, 5)
+    files = opened(folder, tmp_path / "records")
+    files.read(0, 100)
+    assert settled(files) == 0, "the first part is whole"
+    files.read(90, 110)
+    with pytest.raises(
+        DataError, match=rf"part-1\.{suffix} is damaged: its content does not fit its hash .*first read at"
+    ):
+        settled(files)
+    with pytest.raises(DataError, match="data verify .*a` names all damaged parts"):
+        files.read(0, 10)
+
+
+def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(tmp_path: Path, read: list[str]) -> None:
+    folder, records = prepared(tmp_path / "a", masked=0), tmp_path / "records"
+    records.mkdir()
+    files = opened(folder, records)
+    assert read == []
+    files.read(10, 20)
+    assert settled(files) == 0 and sorted(read) == ["part-0.offsets", "part-0.tokens"]
+    files.read(0, 300)
+    assert settled(files) == 0 and len(read) == 6
+    again = opened(folder, records)
+    again.read(0, 300)
+    assert settled(again) == 0 and len(read) == 6, "the records tell"
+    flip(folder / "part-2.tokens")
+    changed = opened(folder, records)
+    changed.read(0, 300)
+    with pytest.raises(DataError, match=r"part-2\.tokens is damaged"):
+        settled(changed)
+    assert read[6:] == ["part-2.tokens"]
+    for record in records.iterdir():  # an old record does not count
+        os.utime(record, (0, 0))
+    old = opened(folder, records)
+    old.read(0, 10)
+    assert settled(old) == 0 and read[7:] == ["part-0.tokens", "part-0.offsets"]
+
+
+def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: list[str]) -> None:
+    folder = prepared(tmp_path / "a", masked=0)
+    (tmp_path / "file").write_text("in the way")
+    for records in (None, tmp_path / "file"):
+        files = opened(folder, records)
+        files.read(0, 10)
+        assert settled(files) == 0
+    assert read == ["part-0.tokens", "part-0.offsets"] * 2
+
+
+def test_a_process_waits_for_another_one_that_reads_the_part(tmp_path: Path, read: list[str]) -> None:
+    import fcntl
+
+    folder, records = prepared(tmp_path / "a", masked=0), tmp_path / "records"
+    files = opened(folder, records)
+    assert files.check is not None
+    part = files.check._parts[0]
+    record = part.record()
+    assert record is not None
+    records.mkdir()
+    with open(record, "ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        files.read(0, 10)
+        assert files.check.settle(0.3) == 1 and read == []
+        part.note()
+        assert settled(files) == 0 and read == []
+
+
+def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
+    for number, (offsets, said) in enumerate(
+        [
+            ([0, 60, 50, 100], r"document 1 \(from 0\) begins at 60 and ends before that, at 50"),
+            ([1, 30, 50, 100], "it goes from 1 to 100 instead of 0 to 100"),
+            ([0, 30, 50, 1 << 40], "it goes from 0 to 1,099,511,627,776 instead"),
+            ([0, -5, 50, 100], r"document 0 \(from 0\) begins at 0 and ends before that, at -5"),
+        ]
+    ):
+        folder = prepared(tmp_path / str(number))
+        (folder / "part-1.offsets").write_bytes(np.array(offsets, dtype="<i8").tobytes())
+        with pytest.raises(DataError, match=rf"part-1\.offsets is damaged: {said}"):
+            opened(folder, None)
+    for number, (change, said) in enumerate(
+        [
+            ({"name": "../part-1"}, "names '../part-1', which is no part of this folder"),
+            ({"bytes": {"tokens": 202, "offsets": 32}}, "says 202 bytes of part-1.tokens for 100 tokens"),
+            ({"sources": [[7, 0, 0]]}, "index.json is damaged .IndexError"),
+            ({"bytes": None}, "index.json is damaged .TypeError"),
+        ]
+    ):
+        folder = prepared(tmp_path / f"index {number}")
+        index = json.loads((folder / INDEX).read_text())
+        index["parts"][1] |= change
+        (folder / INDEX).write_text(json.dumps(index))
+        with pytest.raises(DataError, match=said):
+            opened(folder, None)
+
+
+def test_documents_of_megatron_are_in_order(tmp_path: Path) -> None:
+    file = write_megatron(tmp_path / "c4", [[3, 2], [4], [1, 1, 1]]).with_suffix(".idx")
+    content = file.read_bytes()
+    for place, number in ((-16, 99), (-16, -1), (-8, 99)):
+        changed = bytearray(content)
+        changed[len(content) + place :][:8] = b""
+        changed[len(content) + place : len(content) + place + 8] = np.array([number], dtype="<i8").tobytes()
+        file.write_bytes(changed)
+        with pytest.raises(DataError, match="c4.idx is damaged: its documents are not in the order of its 6 sequences"):
+            opened(tmp_path / "c4", None)
+
+
+class _Stop:
+    def __init__(self, asked: bool) -> None:
+        self.asked = asked
+
+    def requested(self) -> bool:
+        return self.asked
+
+
+def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = prepared(tmp_path / "a")
+    flip(folder / "part-0.tokens", 5)
+    rows = PackedDataset(opened(folder, None), seq_len=8, shuffle=False)  # type: ignore[arg-type]
+    assert isinstance(rows.corpus, TokenFiles) and rows.corpus.check is not None
+    callback = TokenHashes([rows.corpus.check])
+
+    class Trainer:
+        stop = _Stop(False)
+
+    trainer: Any = Trainer
+    callback.on_phase(trainer, "save")
+    rows.sequence(0)
+    with pytest.raises(DataError, match=r"part-0\.tokens is damaged"):
+        callback.on_phase(trainer, "save")
+    with pytest.raises(DataError, match=r"part-0\.tokens is damaged"):
+        callback.on_step_end(trainer, trainer)
+
+
+def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> None:
+    folder, out = prepared(tmp_path / "a", masked=0), tmp_path / "run"
+    flip(folder / "part-1.tokens", 5)
+    words = ["debug_model.toml", "--training.dataset_path", str(folder), "--job.dump_folder", str(out)]
+    words += ["--training.steps=2", "--training.seq_len=16", "--model.overrides.n_layers=1", "--training.batch_size=8"]
+    words += ["--checkpoint.enable_checkpoint=true", "--checkpoint.interval=1", "--validation.enable=false"]
+    words += ["--data.token_cache", str(tmp_path / "cache")]
+    done = python("-m", "titanlite", "train", *words)
+    assert done.returncode == 2 and "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
+    assert not list(out.glob("checkpoint/step-*/manifest.json"))
+
+
+# The command
+
+
+def test_verify_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = prepared(tmp_path / "a")
+    assert main(["data", "verify", str(folder)]) == 0
+    assert "3 parts, 300 tokens, 735 B" in (said := capsys.readouterr().out) and "hashes of all parts are right" in said
+    flip(folder / "part-0.tokens")
+    flip(folder / "part-2.targets", 3)
+    assert main(["data", "verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert f"DAMAGED: {folder}/part-0.tokens: its content" in said and "part-2.targets" in said
+    assert "2 of 3 parts are damaged; `titanlite data prepare`" in said and "part-1" not in said
+    (folder / "part-1.offsets").unlink()
+    assert main(["data", "verify", str(folder), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["problems"]) == ["part-0", "part-1", "part-2"] and found["hashes_fit"] == 0
+    assert "No such file" in found["problems"]["part-1"]
+
+
+def test_verify_says_what_it_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = write_prepared(tmp_path / "bare", LENGTHS)
+    assert main(["data", "verify", str(bare)]) == 0
+    assert "sizes, offsets and ids are right; 3 parts have no hashes to compare" in capsys.readouterr().out
+    content = np.frombuffer((bare / "part-0.tokens").read_bytes(), dtype="<u2").copy()
+    content[7] = 999
+    (bare / "part-0.tokens").write_bytes(content.tobytes())
+    assert main(["data", "verify", str(bare)]) == 1
+    assert "part-0.tokens holds the id 999, and index.json says that 300 is the highest" in capsys.readouterr().out
+    np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
+    assert main(["data", "verify", str(tmp_path / "a.npy"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "numpy"
+    (tmp_path / "text.txt").write_text("text")
+    assert main(["data", "verify", str(tmp_path / "text.txt")]) == 2
+    assert "holds no token files" in capsys.readouterr().err
+
+
+def test_verify_compares_each_sequence_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_megatron(tmp_path / "c4", [[2]] * 1000)
+    index = file.with_suffix(".idx")
+    content = bytearray(index.read_bytes())
+    lengths = np.frombuffer(content, dtype="<i4", count=1000, offset=34).copy()
+    lengths[1:3] = 1, 3  # the start looks at others
+    content[34 : 34 + 4000] = lengths.tobytes()
+    index.write_bytes(content)
+    opened(tmp_path / "c4", None)
+    assert main(["data", "verify", str(file)]) == 1
+    assert "DAMAGED: " in (said := capsys.readouterr().out) and "c4.idx: the sequences do not lie end to end" in said
