@@ -12,11 +12,11 @@ import pytest
 
 from tests.data.test_token_files import TOKENIZER, write_megatron, write_prepared
 from tests.processes import python
-from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
 from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
 from titanlite.data.token_paths import INDEX
+from titanlite.digests import file_digest
 from titanlite.run_callbacks import TokenHashes
 from titanlite.tools.cli import main
 

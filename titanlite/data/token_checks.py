@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError
 from titanlite.data.threads import Pool, ending
+from titanlite.digests import file_digest
 
 #: Seconds for which a part counts as whole, and between two looks at the lock of another process.
 KEEP, _WAIT = 30 * 86400.0, 0.1
