@@ -73,7 +73,7 @@ class TokenHashes(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         if phase == "save":
-            self._settle(0.0 if trainer.stop.requested() else self.PATIENCE, "this checkpoint is saved meanwhile")
+            self._settle(0.0 if trainer.stop.requested else self.PATIENCE, "this checkpoint is saved meanwhile")
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         for check in self._checks:

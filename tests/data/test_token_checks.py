@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
 from titanlite.data.token_paths import INDEX
 from titanlite.digests import file_digest
 from titanlite.run_callbacks import TokenHashes
+from titanlite.signals import StopSignal
 from titanlite.tools.cli import main
 
 LENGTHS = [[30, 20, 50]] * 3
@@ -179,14 +181,6 @@ def test_documents_of_megatron_are_in_order(tmp_path: Path) -> None:
             opened(tmp_path / "c4", None)
 
 
-class _Stop:
-    def __init__(self, asked: bool) -> None:
-        self.asked = asked
-
-    def requested(self) -> bool:
-        return self.asked
-
-
 def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepared(tmp_path / "a")
     flip(folder / "part-0.tokens", 5)
@@ -194,10 +188,7 @@ def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: 
     assert isinstance(rows.corpus, TokenFiles) and rows.corpus.check is not None
     callback = TokenHashes([rows.corpus.check])
 
-    class Trainer:
-        stop = _Stop(False)
-
-    trainer: Any = Trainer
+    trainer: Any = SimpleNamespace(stop=StopSignal())
     callback.on_phase(trainer, "save")
     rows.sequence(0)
     with pytest.raises(DataError, match=r"part-0\.tokens is damaged"):
@@ -206,6 +197,7 @@ def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: 
         callback.on_step_end(trainer, trainer)
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> None:
     folder, out = prepared(tmp_path / "a", masked=0), tmp_path / "run"
     flip(folder / "part-1.tokens", 5)
@@ -216,6 +208,10 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
     done = python("-m", "titanlite", "train", *words)
     assert done.returncode == 2 and "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
+    flip(folder / "part-1.tokens", 5)
+    done = python("-m", "titanlite", "train", *words)
+    assert done.returncode == 0, done.stderr
+    assert len(list(out.glob("checkpoint/step-*/manifest.json"))) == 2
 
 
 # The command

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 #: Before and after a turn of the assistant. Unicode keeps these two free of characters.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -193,7 +193,7 @@ def _address_space() -> int:
     return 0
 
 
-def read_message(stream: BinaryIO) -> bytes:
+def read_message(stream: IO[bytes]) -> bytes:
     """Return one message; b"" where the other side is gone."""
     head = stream.read(SIZE.size)
     if len(head) < SIZE.size:
@@ -203,7 +203,7 @@ def read_message(stream: BinaryIO) -> bytes:
     return content if len(content) == size else b""
 
 
-def write_message(stream: BinaryIO, content: bytes) -> None:
+def write_message(stream: IO[bytes], content: bytes) -> None:
     """Write one message."""
     stream.write(SIZE.pack(len(content)))
     stream.write(content)

@@ -15,17 +15,20 @@ from titanlite.data.token_files import TokenFiles
 
 def listings_of(rows: Rows) -> dict[str, Listing]:
     """Return what was found for each source of a mixture, or under "" for one text; {} for text without files."""
-    mixed = isinstance(rows, MixedRows)
-    sources = dict(zip(rows.names, rows.rows, strict=True)) if mixed else {"": rows}
-    found = {name: getattr(one, "listing", None) for name, one in sources.items()}
+    found = {name: getattr(one, "listing", None) for name, one in _sources(rows, "").items()}
     return {name: listing for name, listing in found.items() if listing is not None}
+
+
+def _sources(rows: Rows, name: str) -> dict[str, Rows]:
+    """Return the sources of a mixture by name; other rows under `name`."""
+    return dict(zip(rows.names, rows.rows, strict=True)) if isinstance(rows, MixedRows) else {name: rows}
 
 
 def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
     """Return the checks of the prepared token files among some texts."""
     found = []
     for rows in texts:
-        for one in rows.rows if isinstance(rows, MixedRows) else [rows]:
+        for one in _sources(rows, "").values():
             corpus = getattr(one, "corpus", None)
             if isinstance(corpus, TokenFiles) and corpus.check is not None:
                 found.append(corpus.check)
@@ -48,12 +51,10 @@ def file_warnings(rows: Rows, label: str) -> Iterator[str]:
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
     """Yield a warning for each text that a run of so many sequences reads too often. name: of a single text."""
+    served: Mapping[str, int] = {name: sequences}
     if isinstance(rows, MixedRows):
-        served: Mapping[str, int] = rows.served(sequences)
-        sources = dict(zip(rows.names, rows.rows, strict=True))
-    else:
-        served, sources = {name: sequences}, {name: rows}
-    for source, one in sources.items():
+        served = rows.served(sequences)
+    for source, one in _sources(rows, name).items():
         length = getattr(one, "sequences_per_epoch", None)
         warning = passes_warning(source, served[source] / length) if length else None
         if warning:

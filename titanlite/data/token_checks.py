@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -150,8 +151,10 @@ class HashCheck:
 
 
 def _be_nice() -> None:
-    """Lower the priority of this thread, where the system has one for each thread."""
-    with contextlib.suppress(OSError, AttributeError):
+    """Lower the priority of this thread: Linux has one for each thread."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
