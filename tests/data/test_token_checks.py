@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,12 @@ def opened(folder: Path, records: Path | None) -> TokenFiles:
     return open_tokens(str(folder), TOKENIZER, TOKENIZER.vocab_size, records=records)
 
 
+def begin(files: TokenFiles, first: int, end: int) -> None:
+    """Read tokens; the thread may be faster than the rest of the reading."""
+    with suppress(DataError):
+        files.read(first, end)
+
+
 def settled(files: TokenFiles) -> int:
     assert files.check is not None
     return files.check.settle(30.0)
@@ -78,7 +85,7 @@ def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path: Path, suffi
     files = opened(folder, tmp_path / "records")
     files.read(0, 100)
     assert settled(files) == 0, "the first part is whole"
-    files.read(90, 110)
+    begin(files, 90, 110)
     with pytest.raises(
         DataError, match=rf"part-1\.{suffix} is damaged: its content does not fit its hash .*first read at"
     ):
@@ -101,7 +108,7 @@ def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(tmp_path: Path,
     assert settled(again) == 0 and len(read) == 6, "the records tell"
     flip(folder / "part-2.tokens")
     changed = opened(folder, records)
-    changed.read(0, 300)
+    begin(changed, 0, 300)
     with pytest.raises(DataError, match=r"part-2\.tokens is damaged"):
         settled(changed)
     assert read[6:] == ["part-2.tokens"]
@@ -190,7 +197,7 @@ def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: 
 
     trainer: Any = SimpleNamespace(stop=StopSignal())
     callback.on_phase(trainer, "save")
-    rows.sequence(0)
+    begin(rows.corpus, 0, 10)
     with pytest.raises(DataError, match=r"part-0\.tokens is damaged"):
         callback.on_phase(trainer, "save")
     with pytest.raises(DataError, match=r"part-0\.tokens is damaged"):
