@@ -14,11 +14,11 @@ import pytest
 
 from tests.data.test_token_files import TOKENIZER, write_megatron, write_prepared
 from tests.processes import python
+from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
 from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
 from titanlite.data.token_paths import INDEX
-from titanlite.digests import file_digest
 from titanlite.run_callbacks import TokenHashes
 from titanlite.signals import StopSignal
 from titanlite.tools.cli import main
@@ -66,11 +66,12 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose hashes are computed."""
     names: list[str] = []
 
-    def digest(path: Path, *rest: Any) -> str:
+    def digest(path: Path, read: Any) -> str:
         names.append(path.name)
-        return file_digest(path, *rest)
+        return hash_of(path, read)
 
-    monkeypatch.setattr(token_checks, "file_digest", digest)
+    hash_of = token_checks.hash_of
+    monkeypatch.setattr(token_checks, "hash_of", digest)
     return names
 
 

@@ -13,6 +13,7 @@ of all files and of the manifest itself; format 1 had neither. All are read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -26,7 +27,6 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
-from titanlite.digests import digest_of, file_digest
 from titanlite.utils import human_bytes
 
 FORMAT = 4
@@ -47,8 +47,9 @@ _DIGEST = "digest"
 #: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing; SHA-256 is for the
 #: index and the manifest, which decide how the rest is read.
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
-#: Files that are hashed at the same time.
-_THREADS = 4
+FAST_HASH, SAFE_HASH = "xxh3", "sha256"
+#: Bytes that are read at a time; files that are hashed at the same time.
+_BLOCK, _THREADS = 8 << 20, 4
 PROGRESS_SECONDS = 10.0
 #: Called with bytes done and bytes in all, by any thread, one at a time.
 Progress = Callable[[int, int], None]
@@ -115,6 +116,33 @@ class Manifest:
     def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
         """Return whether a run with these fingerprints (None: any) could resume from it."""
         return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)
+
+
+def new_hash(algorithm: str) -> Any:
+    """Return an object with `update` and `hexdigest`."""
+    if algorithm == FAST_HASH:
+        import xxhash  # only here: `titanlite --help` and a config's check do without
+
+        return xxhash.xxh3_128()
+    return hashlib.blake2b(digest_size=32) if algorithm == "blake2b" else hashlib.new(algorithm)
+
+
+def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
+    """Return the hash of some bytes as manifests hold it: `sha256:…`."""
+    found = new_hash(algorithm)
+    found.update(data)
+    return f"{algorithm}:{found.hexdigest()}"
+
+
+def file_digest(path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None) -> str:
+    """Return the hash of a file's content; call `read` with each block's bytes. Raises OSError."""
+    found = new_hash(algorithm)
+    view = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(view):
+            found.update(view[:count])
+            read(count)
+    return f"{algorithm}:{found.hexdigest()}"
 
 
 def _digest(content: dict[str, Any]) -> str:

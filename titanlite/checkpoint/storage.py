@@ -40,9 +40,17 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint.hf import WeightsReader
-from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, check_files, progress
+from titanlite.checkpoint.manifest import (
+    FAST_HASH,
+    INDEX,
+    SAFE_HASH,
+    CheckpointError,
+    Manifest,
+    check_files,
+    new_hash,
+    progress,
+)
 from titanlite.checkpoint.paths import AnyPath, StoreError
-from titanlite.digests import FAST_HASH, SAFE_HASH, new_hash
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel

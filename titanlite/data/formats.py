@@ -182,7 +182,7 @@ def _kind_of(head: bytes, name: str) -> Format:
             return kind
     base = name.lower().removesuffix(".gz").removesuffix(".zst")
     kind_named = kind_of_name(name)
-    named = kind_named.format if kind_named else None
+    named = kind_named.reader if kind_named else None
     start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"version https://git-lfs"):
         raise DataError(f"{name} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")

@@ -19,14 +19,14 @@ class Kind(NamedTuple):
     #: Ends of names, in small letters. Each may end with one of `COMPRESSED` too.
     suffixes: tuple[str, ...]
     #: Its reader in `formats`.
-    format: Format
+    reader: Format
     #: Beside records, which are rows or lines, such a file is about the data and not a part of it.
     describes_records: bool = False
 
     @property
     def has_records(self) -> bool:
         """Whether a file holds many documents."""
-        return self.format != "text"
+        return self.reader != "text"
 
 
 KINDS = (

@@ -110,13 +110,13 @@ class Listing:
 class Place:
     """A folder, file or pattern as the config names it.
 
-    path: as written. key: of the config, or SOURCE of a command. split, format: those that are asked for.
+    path: as written. key: of the config, or SOURCE of a command. split, reader: those that are asked for.
     """
 
     path: str
     key: str = "training.dataset_path"
     split: str | None = None
-    format: Format = "auto"
+    reader: Format = "auto"
 
     @property
     def is_of_a_command(self) -> bool:
@@ -160,7 +160,7 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
         else:
             passed.setdefault(reason, []).append(file.relative)
     texts = _without_descriptions(texts, passed)
-    texts = _of_format(texts, place, passed)
+    texts = _of_reader(texts, place, passed)
     if not texts:
         there = f" (there are {_reasons(passed)})" if passed else ""
         endings = ", ".join(suffix for kind in KINDS for suffix in kind.suffixes)
@@ -211,14 +211,14 @@ def _without_descriptions(texts: Sequence[FoundFile], passed: dict[str, list[str
     return kept
 
 
-def _of_format(texts: list[FoundFile], place: Place, passed: dict[str, list[str]]) -> list[FoundFile]:
+def _of_reader(texts: list[FoundFile], place: Place, passed: dict[str, list[str]]) -> list[FoundFile]:
     """Return the files of the format that is asked for; all of them where no name tells that format."""
-    kept = [file for file in texts if file.kind and file.kind.format == place.format]
+    kept = [file for file in texts if file.kind and file.kind.reader == place.reader]
     if not kept:
         return texts
     others = [file.relative for file in texts if file not in set(kept)]
     if others:
-        passed[f"not of format {place.format}"] = others
+        passed[f"not of format {place.reader}"] = others
     return kept
 
 

@@ -29,11 +29,11 @@ class _Text(NamedTuple):
     key: str
     path: str
     split: str | None
-    format: Format | None
+    reader: Format | None
 
     @property
     def is_of_tokens(self) -> bool:
-        return self.format is None or self.format == "auto" and is_tokens(self.path)
+        return self.reader is None or self.reader == "auto" and is_tokens(self.path)
 
 
 def open_choices(training: Training, data: Data, validation: Validation) -> Iterator[tuple[str, UnclearTextError]]:
@@ -42,7 +42,7 @@ def open_choices(training: Training, data: Data, validation: Validation) -> Iter
         if text.is_of_tokens or not _exists(text.path):
             continue
         try:
-            list_text(Place(text.path, text.key, text.split, text.format or "auto"))
+            list_text(Place(text.path, text.key, text.split, text.reader or "auto"))
         except UnclearTextError as error:
             yield text.key, error
         except (DataError, OSError):

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
 from titanlite.data import DataError
 from titanlite.data.corpus import Document, dtype_for, encode, targets_of
 from titanlite.data.remote import public_name
@@ -34,7 +35,6 @@ from titanlite.data.shards import Shards
 from titanlite.data.token_files import VERSION, fingerprint_of, read_index
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.digests import digest_of, file_digest, new_hash
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
 from titanlite.tools.prepare_tasks import Options, Task, divide, hash_of, list_source, records_of
