@@ -136,6 +136,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [entry for entry in found if isinstance(entry, dict)]
 
 
+class MissingPackageError(Exception):
+    """A package that titanlite needs is not installed."""
+
+    exit_code = 2  # as `exit_codes.CONFIG`, which this module does not import
+
+
+def missing_package(package: str) -> str:
+    """Return the sentence about a package that a command needs and that is not installed."""
+    return (
+        f"{package} is not installed for {sys.executable}, and this command needs it: "
+        f"`{sys.executable} -m pip install {package}`. docs/dependencies.md has the tested versions"
+    )
+
+
+def require(package: str) -> None:
+    """Raise MissingPackageError with what to do unless a package is installed; it is not imported."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(missing_package(package))
+
+
 def is_dotted(name: str) -> bool:
     """Return whether a name is a dotted path: "package.module:name" or "./file.py:name"."""
     return ":" in name and "://" not in name
