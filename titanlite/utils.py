@@ -93,6 +93,16 @@ def human_time(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 
 
+def progress_text(done: float, total: float, seconds: float) -> str:
+    """`about 25 %, 0:01:30 left`: of work of which `done` took `seconds`; "" where that tells nothing.
+
+    total: its size, perhaps a guess. Work that is longer than the guess has no end that is known.
+    """
+    if not 0 < done < total or seconds <= 0:
+        return ""
+    return f"about {done / total:.0%}, {human_time(seconds * (total - done) / done)} left"
+
+
 def timestamp() -> str:
     """Return the time now, in UTC, as ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

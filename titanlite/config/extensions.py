@@ -89,16 +89,16 @@ def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     for name in args:
         if name in _GIVEN:
             remedy = "set optimizer.lr" if name == "lr" else "remove it"
-            found.append(("bad-argument", f"optimizer.args.{name}", "titanlite gives this argument", remedy))
+            found.append(("conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy))
         elif name not in own and not signature.open:
             close = nearest(name, own)
             remedy = f"nearest: {close[0]}" if close else f"it takes {', '.join(own)}"
             message = f"{path!r} has no argument of this name"
-            found.append(("bad-argument", f"optimizer.args.{name}", message, remedy))
+            found.append(("unknown-key", f"optimizer.args.{name}", message, remedy))
     for name in signature.required:
         if name not in args and name not in ("params", "lr", signature.names[0]):
             message = f"{path!r} needs the argument {name}"
-            found.append(("bad-argument", "optimizer.args", message, f"set optimizer.args.{name}"))
+            found.append(("missing", "optimizer.args", message, f"set optimizer.args.{name}"))
     return found
 
 

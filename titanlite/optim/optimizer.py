@@ -82,7 +82,8 @@ def _of_class(
 ) -> torch.optim.Optimizer:
     """Return an optimizer of a class that knows nothing of titanlite.
 
-    Raises ConfigError where it refuses its arguments, or lacks an option that a group sets. Arrays of the config become tuples, which is what torch's own classes take.
+    Arrays of the config become tuples, which is what torch's own classes take.
+    Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
     """
     args = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.args.items()}
     try:
