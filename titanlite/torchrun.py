@@ -90,7 +90,8 @@ class _Stops(logging.Filter):
         """Return whether a record is shown; break the line behind the terminal's ^C where the ranks cannot."""
         if not str(record.msg).startswith(self._ROUTINE):
             return True
-        if record.msg.startswith("Received") and signal.SIGINT in record.args and "--tee" in sys.argv:
+        is_ctrl_c = record.args == (signal.SIGINT,)
+        if is_ctrl_c and "--tee" in sys.argv:
             os.write(2, line_break(signal.SIGINT).encode())
         return False
 

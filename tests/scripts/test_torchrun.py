@@ -108,7 +108,11 @@ def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
 
 WORKER = """
 import signal, sys, time
-signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+def stop(*_):
+    time.sleep(1)
+    print("stopped", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGINT, stop)
 print("working", flush=True)
 while True:
     time.sleep(0.1)
@@ -129,12 +133,12 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     """The terminal echoes ^C; no line of ours or of torchrun stands behind it."""
     script = tmp_path / "worker.py"
     script.write_text(WORKER if launched else RANK)
-    words = ["-m", "titanlite.torchrun", "--nproc_per_node=1", "--tee=3", "--log-dir", tmp_path]
+    words = ["-m", "titanlite.torchrun", "--nproc_per_node=1", "--tee", "3", "--log-dir", tmp_path]
     child, terminal = pty.fork()
     if child == 0:
         os.execve(sys.executable, [sys.executable, *(map(str, words) if launched else ()), str(script)], environment())
     shown = b""
-    while b"working" not in shown:
+    while b"working\r\n" not in shown:
         shown += os.read(terminal, 1024)
     os.write(terminal, b"\x03")
     with contextlib.suppress(OSError):  # the terminal is gone with its last process
@@ -145,4 +149,4 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     lines = shown.decode().replace("\r", "").split("\n")
     assert "^C" in lines, lines
     assert not [line for line in lines if "signal" in line or line.startswith("W")], lines
-    assert launched or "SIGINT: stopping" in "\n".join(lines)
+    assert ("[default0]:stopped" if launched else "SIGINT: stopping as soon as this step is done") in lines
