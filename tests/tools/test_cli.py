@@ -149,6 +149,14 @@ def test_bash_completes_words(tmp_path: Path) -> None:
     assert dict(zip(COMPLETED, answers, strict=True)) == COMPLETED, found.stderr
 
 
+def test_completion_names_the_package_that_it_lacks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete.shell_integration", None)
+    text = printed(capsys, "completion", "bash", code=exit_codes.CONFIG)
+    assert "tab completion needs argcomplete: pip install 'titanlite[completion]'" in text
+
+
 def test_a_normal_start_imports_no_completion() -> None:
     code = "import sys; from titanlite.tools.cli import main; main(['--version']); print('argcomplete' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

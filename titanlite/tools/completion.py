@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import Key, choices, keys, members, sections
 from titanlite.config.load import config_folders
 from titanlite.tools.cli import COMMANDS, Commands, _top_parser, make_parser, no_flags
@@ -43,7 +44,11 @@ def add_command(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
     no_flags(flags)
-    from argcomplete.shell_integration import shellcode
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ModuleNotFoundError:
+        message = "tab completion needs argcomplete: pip install 'titanlite[completion]'"
+        raise ConfigError([Problem("command line", "completion", message, code="missing-package")]) from None
 
     code: str = shellcode(["titanlite"], shell=arguments.shell)
     return code.rstrip()
