@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.utils import Table, append_line, human_bytes, human_count, human_time, read_lines, render
+from titanlite.utils import Table, append_line, human_bytes, human_count, human_time, progress_text, read_lines, render
 
 
 def test_times_counts_and_bytes_as_people_read_them() -> None:
