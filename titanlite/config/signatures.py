@@ -44,7 +44,8 @@ def names_class(path: str) -> bool:
 def _file_of(module: str) -> Path | None:
     """Return the file of a module, which is a dotted name or a path."""
     if module.startswith((".", "/")):
-        return Path(module)
+        file = Path(module)
+        return file if file.is_file() else None  # a device would have no end
     parts = module.split(".")
     for folder in sys.path:
         place = Path(folder or ".").joinpath(*parts)
