@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.utils import Table, append_line, human_bytes, human_count, human_time, read_lines, render
+from titanlite.utils import Table, append_line, human_bytes, human_count, human_time, progress_text, read_lines, render
 
 
 def test_times_counts_and_bytes_as_people_read_them() -> None:
@@ -42,3 +42,9 @@ def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(t
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     append_line(file, {"step": 3})
     assert read_lines(file) == [{"step": 1}, {"step": 3}]
+
+
+def test_progress_is_told_where_it_tells_something() -> None:
+    assert progress_text(25, 100, 30.0) == "about 25%, 0:01:30 left"
+    assert progress_text(99, 100, 9.9) == "about 99%, 0.1s left"
+    assert [progress_text(*words) for words in ((0, 100, 5.0), (100, 100, 5.0), (7, 0, 5.0), (1, 2, 0.0))] == [""] * 4

@@ -45,6 +45,7 @@ from titanlite.fingerprints import fingerprints
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
+from titanlite.metrics.console import ensure_console
 from titanlite.metrics.figures import ExpertFigures, RowLosses, SourceFigures
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.observer import MetricsLogger
@@ -284,6 +285,7 @@ def build(
     callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises ConfigError as `check_model` does.
     """
     device = world.device
+    ensure_console(world.rank)
     if callbacks is None:
         callbacks = load_callbacks(run.job.callbacks)
     datasets = datasets or read_datasets(run)

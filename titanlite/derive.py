@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace as replace_fields
 
+from titanlite.config import extensions
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import without_effect
@@ -191,6 +192,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     steps = _steps(d, batch, total_sequences, notes)
     schedule = _schedule(d, steps, notes, warnings)
     _name_idle_keys(config, notes, warnings)
+    warnings += extensions.not_given(config)
     run = RunConfig(
         **{name: getattr(d, name) for name in sections()},
         mesh=mesh,

@@ -29,7 +29,7 @@ from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
-from titanlite.utils import escape, logger
+from titanlite.utils import MissingPackageError, escape, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -87,7 +87,8 @@ def run(argv: Sequence[str]) -> int:
             if environment.rank == 0:
                 print_plan(config, environment.local_world_size)
             return exit_codes.DONE
-    except (ConfigError, ParallelismError) as error:
+        require("torch")
+    except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
 
     gc.disable()  # imports make half a million objects and no garbage: to look through them takes a sixth of their time

@@ -168,12 +168,12 @@ class StopSignal:
             if self.at_once:
                 self._exit_later(exit_codes.PREEMPTED)
                 raise StopRequested(f"{name} before the first step")
-            self._print(f"{name}: {self.notice}")
+            self._print(f"{line_break(number)}{name}: {self.notice}")
             return
         # torchrun passes the second Ctrl-C on to its workers as SIGTERM.
         insists = number == signal.SIGINT or (number == signal.SIGTERM and self._first[0] == signal.SIGINT)
         if insists and now - self._first[1] > _APART_SECONDS:
-            self._print(f"{name} again: ending at once")
+            self._print(f"{line_break(number)}{name} again: ending at once")
             self._exit_later(exit_codes.INTERRUPTED)
             raise KeyboardInterrupt
 
@@ -225,8 +225,14 @@ def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Sig
 
 def _exit_now(number: int, frame: FrameType | None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(2, f"stopped: {signal.Signals(number).name} before the first step\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"{line_break(number)}stopped: {name} before the first step\n".encode())
     exit_codes.end_process(exit_codes.PREEMPTED)
+
+
+def line_break(number: int) -> str:
+    """Return what comes before a line about a signal: a terminal has written ^C and no line end at a Ctrl-C."""
+    return "\n" if number == signal.SIGINT and os.isatty(2) else ""
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:

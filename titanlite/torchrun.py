@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.parallel.process import raise_file_limit
-from titanlite.signals import exit_on_signals
+from titanlite.signals import exit_on_signals, line_break
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -80,6 +81,26 @@ def _last_restart(text: str) -> list[tuple[int, str]]:
     return [(int(code), "".join(map(json.loads, words))) for restart, code, *words in lines if int(restart) == last]
 
 
+class _Stops(logging.Filter):
+    """Leaves out torchrun's lines about a stop that somebody asked for: the ranks say how they end."""
+
+    _ROUTINE = ("Received %s death signal", "Sending process %s closing signal", "Closing process %s via signal")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is shown; break the line behind the terminal's ^C where the ranks cannot."""
+        if not str(record.msg).startswith(self._ROUTINE):
+            return True
+        is_ctrl_c = record.args == (signal.SIGINT,)
+        if is_ctrl_c and "--tee" in sys.argv:
+            os.write(2, line_break(signal.SIGINT).encode())
+        return False
+
+
+def _quiet_stops() -> None:
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
+
+
 def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
@@ -93,6 +114,7 @@ def main() -> NoReturn:
 
     gc.freeze()
     gc.enable()
+    _quiet_stops()
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)

@@ -93,6 +93,16 @@ def human_time(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 
 
+def progress_text(done: float, total: float, seconds: float) -> str:
+    """`about 25 %, 0:01:30 left`: of work of which `done` took `seconds`; "" where that tells nothing.
+
+    total: its size, perhaps a guess. Work that is longer than the guess has no end that is known.
+    """
+    if not 0 < done < total or seconds <= 0:
+        return ""
+    return f"about {done / total:.0%}, {human_time(seconds * (total - done) / done)} left"
+
+
 def timestamp() -> str:
     """Return the time now, in UTC, as ISO 8601 with milliseconds."""
     return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -134,6 +144,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             with suppress(ValueError):
                 found.append(json.loads(line))
     return [entry for entry in found if isinstance(entry, dict)]
+
+
+class MissingPackageError(Exception):
+    """A package that titanlite needs is not installed."""
+
+    exit_code = 2  # as `exit_codes.CONFIG`, which this module does not import
+
+
+def missing_package(package: str) -> str:
+    """Return the sentence about a package that a command needs and that is not installed."""
+    return (
+        f"{package} is not installed for {sys.executable}, and this command needs it: "
+        f"`{sys.executable} -m pip install {package}`. docs/dependencies.md has the tested versions"
+    )
+
+
+def require(package: str) -> None:
+    """Raise MissingPackageError with what to do unless a package is installed; it is not imported."""
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(missing_package(package))
 
 
 def is_dotted(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,7 @@ from titanlite.data.loader import Batch, to_device
 from titanlite.loss import count_valid
 from titanlite.parallel.fsdp import free_gathered
 from titanlite.step import ReplicationFactors, Runner
+from titanlite.utils import counted, logger, progress_text
 
 if TYPE_CHECKING:
     from titanlite.data.prefetch import ValidationPrefetcher
@@ -64,6 +66,26 @@ def _loss_sums(
     model.train()
     dist.all_reduce(sums)
     return sums / sums.new_tensor([factors.loss, factors.tokens])
+
+
+#: Seconds of a validation after which it says how long it takes, and between two further lines.
+_FIRST_SECONDS, _REPORT_SECONDS = 2.0, 10.0
+
+
+def _reported(batches: ValidationSet) -> Iterator[tuple[int, Batch]]:
+    """Yield the batches; log how long they will take when some are done, and then how many are.
+
+    A GPU may be some batches behind the host, so the time is a little too short at first.
+    """
+    total, began = len(batches), time.monotonic()
+    due = began + _FIRST_SECONDS
+    for done, batch in enumerate(batches):
+        if done and (now := time.monotonic()) >= due:
+            due = now + _REPORT_SECONDS
+            logger.info(
+                f"validating: {done:,} of {counted(total, 'batches')}, {progress_text(done, total, now - began)}"
+            )
+        yield batch
 
 
 class HeldOutLoss(NamedTuple):
@@ -120,6 +142,10 @@ class ValidationSet:
             for batch in batches:
                 yield number, batch
 
+    def __len__(self) -> int:
+        """Batches of all texts, the same on all ranks."""
+        return sum(map(len, self.loaders.values()))
+
     def measure(
         self,
         model: nn.Module,
@@ -133,7 +159,7 @@ class ValidationSet:
         through: takes the batches and may leave out the rest of them (`StopSignal.interruptible`).
         """
         with self.weights():
-            sums = _loss_sums(model, through(self), len(self.loaders), device, runner, factors).tolist()
+            sums = _loss_sums(model, through(_reported(self)), len(self.loaders), device, runner, factors).tolist()
         losses = (HeldOutLoss(total, int(tokens)) for total, tokens in sums)
         return ValidationResult(dict(zip(self.loaders, losses, strict=True)))
 

@@ -93,6 +93,34 @@ def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "--training.steps=3" in _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CONFIG)[1]
 
 
+def test_a_folder_of_runs(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` holds two folders of checkpoints: the one that a run writes, and `other`."""
+    above = run.parent
+    listed = "\n".join(_lines(capsys, "ls", above))
+    for root, step in ((run / "checkpoint", 4), (run / "other", 1)):
+        assert f"\n{root}: " in listed and f"newest valid: step-{step}" in listed
+    entries = json.loads("\n".join(_lines(capsys, "ls", above, "--json")))
+    names = ["checkpoint/step-2", "checkpoint/step-4", "other/step-1"]
+    assert [entry["folder"] for entry in entries] == [f"{run}/{name}" for name in names]
+    verified = _lines(capsys, "verify", above)
+    assert [line.partition(": hashes are right")[0] for line in verified] == [f"{run}/{name}" for name in names]
+    choice = [
+        f"error: {above} holds the checkpoints of 2 runs: name one of them",
+        f"  {run / 'checkpoint'}: 2 checkpoints, newest step-4",
+        f"  {run / 'other'}: 1 checkpoint, newest step-1",
+    ]
+    for command in ("inspect", "export"):
+        words = (above,) if command == "inspect" else (above, "/nonexistent/target")
+        main([*(["checkpoint"] * (command == "inspect")), command, *map(str, words)])
+        assert capsys.readouterr().err.splitlines() == choice
+    assert _lines(capsys, "rm", above, code=exit_codes.CHECKPOINT)[1:] == choice[1:]
+    for name in names[:2]:
+        _lines(capsys, "rm", "--force", run / name)
+    if isinstance(run, Path):
+        (run / "checkpoint").rmdir()
+    assert _lines(capsys, "inspect", above)[0] == f"{run}/other/step-1"  # the only one is meant
+
+
 def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _lines(capsys, "inspect", run)
     assert lines[0] == str(run / "checkpoint" / "step-4")

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.metrics import terminal as pseudo
+from tests.processes import python
 from tests.training.test_run import _trainer
-from titanlite.metrics.console import aws_fsdp_line, setup_console, titan_line
+from titanlite.metrics.console import FIELD_COLORS, aws_fsdp_line, folded, setup_console, titan_line
+from titanlite.metrics.live import _COLUMNS
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.logs import rank_log
 from titanlite.tools import cli
@@ -155,3 +158,66 @@ def test_commands_show_foreign_names_without_control_characters(
     assert cli.main(["config", "check", str(file)]) == 0
     assert "a\\x1b]0;owned\\x07.toml" in out.getvalue() and "\x1b]" not in out.getvalue()
     assert "\x1b[" in out.getvalue(), "our colours stay"
+
+
+def test_lines_fold_between_words_below_their_own_text() -> None:
+    line = "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens per epoch, shuffled, twice"
+    assert folded(line, 20, 80).splitlines() == [
+        "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens",
+        "                                     per epoch, shuffled, twice",
+    ]
+    sentence = "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the schedule has 3 steps"
+    assert folded(sentence, 20, 80).splitlines() == [
+        "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the",
+        "                    schedule has 3 steps",
+    ]
+    assert folded(line, 20, 0) == folded(line, 20, 200) == line
+    path = f"2026-11-24 02:40:39 {'x' * 90} is a path"
+    assert folded(path, 20, 80).split() == path.split(), "a long word stays whole"
+    narrow = folded(line, 20, 30).splitlines()
+    assert " ".join(" ".join(narrow).split()) == " ".join(line.split()) and max(map(len, narrow)) <= 30
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_a_terminal_shows_no_cut_words(console: logging.Logger, columns: int) -> None:
+    text = "devices          2 x CPU (AMD EPYC), 23.5 GiB of memory, shared; some more words that need a second line"
+    terminal = pseudo.Terminal(columns, 20)
+    try:
+        setup_console(0, None, terminal.stream)
+        console.info(text)
+        pseudo.log_step(7)
+        while b"0:01:46" not in terminal.sent:  # the end of the step's line
+            terminal.read()
+        rows = [row.rstrip() for row in terminal.rows() if row.strip()]
+    finally:
+        terminal.close()
+    words = " ".join(rows).split()
+    assert [word for word in text.split() if word not in words] == []
+    assert rows[1].startswith(" " * (20 if columns == 60 else 37))
+    assert "step:  7" in "".join(rows[2:]), "a step stays one line"
+
+
+def test_the_step_is_not_red() -> None:
+    assert FIELD_COLORS["step"] == "1" and _COLUMNS["step"][0] == "bold"
+
+
+LIBRARY = """
+import logging, sys, types
+{before}
+from titanlite import DistEnv, Trainer, build, load_config
+with DistEnv.open() as world:
+    flags = ["--training.steps=2", "--training.seq_len=32", "--training.batch_size=1", "--metrics.log_freq=1"]
+    flags += ["--model.overrides.n_layers=1", "--model.overrides.dim=64", "--job.dump_folder={folder}"]
+    Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
+"""
+#: What a notebook's server may have done: a handler for warnings, and its own module.
+NOTEBOOK = "logging.basicConfig(); sys.modules['ipykernel'] = types.ModuleType('ipykernel')"
+QUIET = "logging.getLogger('titanlite').setLevel(logging.ERROR)"
+
+
+@pytest.mark.parametrize(("before", "shown"), [("", True), (NOTEBOOK, True), (QUIET, False)])
+def test_rows_appear_in_scripts_and_notebooks(tmp_path: Path, before: str, shown: bool) -> None:
+    done = python("-c", LIBRARY.format(before=before, folder=tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [f"step:  {step}  " in done.stdout for step in (1, 2)] == [shown] * 2
+    assert ("training done at step 2" in done.stdout) is shown

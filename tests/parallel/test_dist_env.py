@@ -184,3 +184,14 @@ def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(s
     assert (plain > 300) is ("GLIBC_TUNABLES" not in settings)
     if "MALLOC_ARENA_MAX" not in settings:
         assert kept < 300
+
+
+def test_an_environment_that_is_left_open_ends_quietly() -> None:
+    program = """
+from titanlite.parallel.dist_env import DistEnv
+import atexit, torch.distributed as dist
+atexit.register(lambda: print("group at the end:", dist.is_initialized()))
+print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
+"""
+    done = python("-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1 True\ngroup at the end: False\n", "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.runs.conftest import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
 from titanlite.tools.compare import compare, compare_json, read_runs, steady
-from titanlite.tools.plots import COLORS
+from titanlite.tools.plots import COLORS, DARK_COLORS
 from titanlite.tools.runs import to_json
 
 
@@ -106,8 +107,8 @@ def _curves(page: str, chart: int) -> list[dict[str, Any]]:
 
 
 def _lines(page: str) -> list[tuple[str, bool, int]]:
-    """Colour of each line, whether it is dashed, and its number of points."""
-    found = re.findall(r'<polyline stroke="(.*?)"(.*?) points="(.*?)"', page)
+    """Class of the colour of each line, whether it is dashed, and its number of points."""
+    found = re.findall(r'<polyline class="(.*?)"(.*?) points="(.*?)"', page)
     return [(color, "dash" in more, len(points.split())) for color, more, points in found]
 
 
@@ -119,9 +120,10 @@ def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_pat
     assert losses[1] == (1, [[1, 8], [20, 5.5], [40, 4.25], [60, 3]]) and losses[3] == (1, [[40, 4.75], [60, 3.5]])
     assert _curves(page, 1)[1]["points"][-1] == [60, pytest.approx(444)]
     assert not re.search(r"url\(|@import|https?:|fetch\(|\bimport\b|src=|href=|<(link|img|iframe|object)", page)
-    first, second = COLORS[:2]
+    first, second = "c0", "c1"
     losses_drawn = [(first, False, 5), (second, False, 4), (first, True, 1), (second, True, 2)]
-    assert _lines(page) == [*losses_drawn, (first, False, 5), (second, False, 4)]
+    speeds = memory = [(first, False, 5), (second, False, 4)]
+    assert _lines(page) == [*losses_drawn, *speeds, *memory]
     assert "<td>442 (2.01×)</td>" in page and "optimizer.lr" in page
 
 
@@ -178,3 +180,47 @@ def test_an_earlier_run_of_the_folder_is_compared_by_its_metrics_file(two: list[
     found = compare(read_runs([two[0], two[0] / "metrics-1.jsonl"]))
     assert {f.name: f.values for f in found.figures}["loss at step 40"] == (4.0, 6.5)
     assert found.runs[1].attempts == ()
+
+
+def _luminance(color: str) -> float:
+    """Of WCAG 2: https://www.w3.org/TR/WCAG22/#dfn-relative-luminance."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize(("colors", "background"), [(COLORS, "#ffffff"), (DARK_COLORS, "#121212")])
+def test_colours_have_the_contrast_of_graphics_on_both_backgrounds(colors: Sequence[str], background: str) -> None:
+    assert len(set(colors)) == len(colors) == 12
+    for color in colors:
+        dark, light = sorted((_luminance(color), _luminance(background)))
+        assert (light + 0.05) / (dark + 0.05) >= 3, color
+
+
+def test_the_page_has_all_figures_by_step_tokens_and_time(tmp_path: Path) -> None:
+    rows = [training_row(step, 8.0 - step, tps=250, grad_norm=step / 2, lr=step * 1e-4) for step in (1, 2, 4, 5)]
+    rows.insert(3, {"step": 4, "time": 2e6, "validation_loss": 4.5})
+    folder = write_metrics(tmp_path / "a", rows)
+    bare = write_metrics(tmp_path / "b", [{"step": step, "loss": 5.0} for step in (1, 2)])
+    assert main(["compare", str(folder), str(bare), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    titles = re.findall(r'<svg id="plot-\d" .*aria-label="(.*?)">', page)
+    assert titles == ["Loss", "Speed", "Gradient norm", "Learning rate", "Memory"]
+    loss, without, validation = _curves(page, 0)
+    assert loss["tokens"] == [1000, 2000, 4000, 5000] and loss["seconds"] == [2, 4, 8, 10]
+    assert (validation["tokens"], validation["seconds"], validation["validation"]) == ([4000], [8], True)
+    assert without["tokens"] == without["seconds"] == [] and len(without["points"]) == 2
+    assert _curves(page, 2)[0]["points"] == [[1, 0.5], [2, 1], [4, 2], [5, 2.5]]
+    assert _curves(page, 3)[0]["points"][-1] == [5, pytest.approx(5e-4)]
+
+
+def test_the_picture_is_asked_for_or_silent(
+    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
+    words = ["compare", *map(str, two), "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and out.endswith(f"written: {tmp_path}/out/comparison.html\n")
+    assert main([*words, "--png"]) == 2
+    assert "comparison.png is not drawn: matplotlib is needed" in capsys.readouterr().err

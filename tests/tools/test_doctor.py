@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +34,6 @@ def test_json_has_every_documented_check_and_no_secret(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     flags = [f"--job.dump_folder={tmp_path}/new/run", "--checkpoint.enable_checkpoint", "--training.compile"]
     flags += ["--model.tokenizer_path=/no"]
-    monkeypatch.setattr(doctor, "examine", partial(examine, seconds=60))  # the tests' machine is busy
     code = main(["doctor", "llama3_8b.toml", *flags, "--float8.enable_float8_linear", "--json"])
     text = capsys.readouterr().out
     report = json.loads(text)
@@ -63,6 +62,27 @@ def test_a_check_that_hangs_or_fails_is_a_finding() -> None:
     assert time.monotonic() - began < 2
     assert (begun.message, late.check, late.status, first.message) == ("begun", "folder", ERROR, "first")
     assert failed.status == WARNING and "OSError: broken" in failed.message
+
+
+def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checks end by themselves, later than any line about them: no finding is lost."""
+    monkeypatch.setattr(doctor, "_TELL_SECONDS", 0.01)
+    go_on = threading.Event()
+
+    def slow() -> Iterator[tuple[str, ...]]:
+        go_on.wait()
+        yield OK, "at last"
+
+    def told(text: str, **_: object) -> None:
+        said.append(text)
+        if len(said) == 3:
+            go_on.set()
+
+    said = list[str]()
+    monkeypatch.setattr(doctor, "print", told, raising=False)
+    assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == ["at last"]
+    assert len(said) >= 3 and said[0].startswith("waiting for torch (") and "Ctrl-C ends" in said[0]
+    assert doctor._SECONDS >= 60 and doctor._COMMAND_SECONDS < doctor._SECONDS
 
 
 def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(

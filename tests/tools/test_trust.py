@@ -83,6 +83,8 @@ REASONS = {
     "config explain": OWN,
     "config migrate": OWN,
     "config schema": "reads no file",
+    "completion": "reads no file",
+    "help": "reads no file",
     "config template": "reads no file",
     "data fetch": "copies bytes",
     "data prepare": "reads texts; test_a_chain_of_urls_is_refused, templates: test_a_template_cannot_leave_its_sandbox",

@@ -12,6 +12,7 @@ import pytest
 from tests.data.conftest import make_corpus, write_texts
 from tests.pool import Pools
 from tests.training.test_run import _outcome, _run, _trainer
+from titanlite import validation
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
@@ -173,3 +174,22 @@ def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(pool: Pools, 
     assert read_manifest(tmp_path / "checkpoint" / "step-4").train["validation_owed"]
     pool(1).run(_run, str(tmp_path), *flags, "--training.steps=6", "--no-validation.enable")
     assert read_manifest(tmp_path / "checkpoint" / "step-6").weights_only
+
+
+def test_a_long_validation_tells_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each batch takes 3 seconds: the first line comes with the second batch, further ones every 10 seconds."""
+    now = 100.0
+    monkeypatch.setattr(validation.time, "monotonic", lambda: now)
+    texts: Any = validation.ValidationSet({"a": [1, 2, 3], "b": [4, 5, 6, 7]})  # type: ignore[dict-item,list-item]
+    read = []
+    with caplog.at_level("INFO", "titanlite"):
+        for item in validation._reported(texts):
+            read.append(item)
+            now += 3.0
+    assert read == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)] and len(texts) == 7
+    assert caplog.messages == [
+        "validating: 1 of 7 batches, about 14%, 18.0s left",
+        "validating: 5 of 7 batches, about 71%, 6.0s left",
+    ]

@@ -28,13 +28,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from titanlite.checkpoint.hf_files import HF_CONFIG as HF_CONFIG
+from titanlite.checkpoint.hf_files import HF_INDEX as HF_INDEX
+from titanlite.checkpoint.hf_files import HF_SINGLE as HF_SINGLE
+from titanlite.checkpoint.hf_files import META_CONFIG as META_CONFIG
+from titanlite.checkpoint.hf_files import META_FILES as META_FILES
+from titanlite.checkpoint.hf_files import holds_weights as holds_weights
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.models.hf_names import HF_HEAD, as_names, family_of, is_derived
 from titanlite.models.spec import ModelSpec, get_spec
 
-HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-META_CONFIG, META_FILES = "params.json", "consolidated.*.pth"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Tensors beside float8 weights: their scales, read with them, and those of activations, which training does not need.
@@ -129,17 +133,6 @@ class Weights:
 
 def _place(part: Part) -> str:
     return f"{part.file.name}: {part.name}"
-
-
-def holds_weights(path: AnyPath) -> bool:
-    """Return whether a path is a folder or file of weights of another program, by its content."""
-    if isinstance(path, StorePath):
-        return (path / HF_CONFIG).is_file() or (path / HF_INDEX).is_file()
-    if path.is_file():
-        with path.open("rb") as stream:
-            return re.fullmatch(rb".{8}\{\s*\"", stream.read(10), re.DOTALL) is not None
-    names = (HF_CONFIG, HF_INDEX, META_CONFIG)
-    return any((path / name).is_file() for name in names) or any(path.glob("*.safetensors"))
 
 
 def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:

@@ -27,7 +27,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
-from titanlite.utils import human_bytes
+from titanlite.utils import counted, human_bytes
 
 FORMAT = 4
 FILE = "manifest.json"
@@ -39,6 +39,9 @@ PIN = "KEEP"
 REASON = "invalid.txt"
 PARTIAL, DELETED = ".partial-", ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
+#: Levels of folders that `roots_below` searches.
+_DEPTH = 4
+_DEPTH_OF_STORE = 2
 _MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
 #: Names of all folders and marks of checkpoints.
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
@@ -351,13 +354,67 @@ def find(
 def root_of(path: AnyPath) -> AnyPath:
     """Return the folder of checkpoints that is meant: `path`, or `checkpoint` in it. Raises CheckpointError."""
     if not path.is_dir():
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file, and no run or folder of checkpoints{_about_file(path)}")
         raise CheckpointError(f"{path}: no such folder")
     for root in (path, path / "checkpoint"):
-        if any(NAMES.fullmatch(name) for name in entries(root)):
+        if _holds_checkpoints(root):
             return root
+    if below := roots_below(path):
+        raise CheckpointError(f"{path} holds no checkpoints itself: name one of its runs\n{describe_roots(below)}")
     raise CheckpointError(
         f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its folder"
     )
+
+
+def _about_file(path: AnyPath) -> str:
+    if path.name.endswith(".toml"):
+        return ": it is a config. The checkpoints are in its job.dump_folder: name that"
+    return ""
+
+
+def _holds_checkpoints(folder: AnyPath) -> bool:
+    return any(NAMES.fullmatch(name) for name in entries(folder))
+
+
+def roots_below(path: AnyPath) -> list[AnyPath]:
+    """Return the folders of checkpoints in a folder and in the folders below it, sorted by path.
+
+    A store is searched less deep: it answers a request for each folder.
+    """
+    depth = _DEPTH if isinstance(path, Path) else _DEPTH_OF_STORE
+    found: list[AnyPath] = []
+    seen: set[str] = set()
+
+    def search(folder: AnyPath, levels: int) -> None:
+        if isinstance(folder, Path):
+            real = str(folder.resolve())  # symbolic links may form circles
+            if real in seen:
+                return
+            seen.add(real)
+        try:
+            inside = entries(folder)
+        except PermissionError:
+            return
+        if any(NAMES.fullmatch(name) for name in inside):
+            found.append(folder)
+        elif levels > 0:
+            for name in sorted(inside):
+                if inside[name] and not name.startswith("."):
+                    search(folder / name, levels - 1)
+
+    search(path, depth)
+    return found
+
+
+def describe_roots(roots: Sequence[AnyPath]) -> str:
+    """Return a line for each folder of checkpoints: its path, how many it has, and the newest."""
+    lines = []
+    for root in roots:
+        steps = steps_in(root)
+        newest = f"newest step-{steps[-1]}" if steps else "none is whole"
+        lines.append(f"  {root}: {counted(len(steps), 'checkpoints')}, {newest}")
+    return "\n".join(lines)
 
 
 def refuse_older(path: AnyPath) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -117,11 +118,17 @@ def names_of(key: str) -> list[Alias]:
     return [alias for alias in ALIASES.values() if alias.key == key]
 
 
+#: A class as Python's `import` names it.
+_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
 def normalized(name: str, value: Any) -> Any:
     """Return a value under a name with lists and choices as titanlite writes them. Raises Refused."""
     if isinstance(value, str):
         if name in COMMA_LISTS:
             return [word.strip() for word in value.split(",") if word.strip()]
+        if key_of(name) == "optimizer.name" and _CLASS.fullmatch(value):
+            return ":".join(value.rsplit(".", 1))
         value = VALUE_NAMES.get((key_of(name), value), value)
         if reason := REFUSED_VALUES.get((key_of(name), value)):
             raise Refused(reason)

@@ -147,11 +147,15 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
 )
 
 
+def _of_extensions(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
+    return [*extensions.missing(config), *extensions.optimizer_problems(config)]
+
+
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
     sources = [*_sources(d, "data.source", d.data.source), *_sources(d, _SOURCES, d.validation.sources)]
-    return placed(config, [*_broken_rules(config), *_numbers(d), *_text(d), *sources, *extensions.missing(config)])
+    return placed(config, [*_broken_rules(config), *_numbers(d), *_text(d), *sources, *_of_extensions(config)])
 
 
 def _matches(value: Any, pattern: Any) -> bool:

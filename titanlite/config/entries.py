@@ -127,6 +127,31 @@ def names_key(option: str) -> bool:
     return "." in name or name in _CONFIG_FILE
 
 
+def value_words(flag: str, words: Sequence[str]) -> int:
+    """Return how many of the words behind a `--section.key` flag are its value.
+
+    words: those up to the next option. A switch takes a truth value, and a list all words up to the name of a TOML
+    file. Any other key, also an unknown one, takes one word. A negated flag and one with `=` take none.
+    """
+    option, equals, _ = flag.removeprefix("--").partition("=")
+    name, negated = _flag_name(option)
+    if equals or negated or not words:
+        return 0
+    if name == "job.config_file":
+        return len(words)
+    type_ = Any if name is None else type_of_name(name)
+    kinds = [base(member) for member in members(type_)]
+    if any(get_origin(kind) is list for kind in kinds):
+        files = (place for place, word in enumerate(words) if word.endswith(".toml"))
+        return next(files, len(words))
+    if bool in kinds:
+        is_value = words[0].lower() in _TRUTH_VALUES or words[0] in choices(type_)
+        return 1 if is_value else 0
+    return 1
+
+
+#: Words behind a switch that are meant as its value, right or wrong.
+_TRUTH_VALUES = ("true", "false", "yes", "no", "on", "off", "1", "0", "none")
 _CONFIG_FILE = ("config_file", "config-file")
 #: Lists whose items may hold commas: each word is one item.
 _WITH_COMMAS = ("job.config_file", "sample.prompts")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.signatures import class_signature, names_class
 from titanlite.utils import is_dotted, resolve_as, unresolved
 
 if TYPE_CHECKING:
@@ -70,13 +71,93 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
     return function
 
 
+#: Arguments of an optimizer class that titanlite gives.
+_GIVEN = ("params", "lr")
+
+
+def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
+    """Compare `[optimizer.args]` with the class that `optimizer.name` names: (code, key, message, remedy).
+
+    Only the source of the class is read. Where it does not tell, `load_functions` finds the mistake later.
+    """
+    path, args = config.value("optimizer.name"), config.value("optimizer.args")
+    signature = class_signature(path) if is_dotted(path) else None
+    if signature is None or "settings" in signature.names:
+        return []
+    own = [name for name in signature.names if name not in _GIVEN]
+    found = []
+    for name in args:
+        if name in _GIVEN:
+            remedy = "set optimizer.lr" if name == "lr" else "remove it"
+            found.append(("conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy))
+        elif name not in own and not signature.open:
+            close = nearest(name, own)
+            remedy = f"nearest: {close[0]}" if close else f"it takes {', '.join(own)}"
+            message = f"{path!r} has no argument of this name"
+            found.append(("unknown-key", f"optimizer.args.{name}", message, remedy))
+    for name in signature.required:
+        if name not in args and name not in ("params", "lr", signature.names[0]):
+            message = f"{path!r} needs the argument {name}"
+            found.append(("missing", "optimizer.args", message, f"set optimizer.args.{name}"))
+    return found
+
+
+def not_given(config: LoadedConfig) -> list[str]:
+    """Return a line for the settings of `[optimizer]` that a class of optimizers does not get."""
+    path = config.value("optimizer.name")
+    if not is_dotted(path) or not names_class(path) or class_takes_settings(path):
+        return []
+    known = {"weight_decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
+    written = [name for name in known if config.is_given(f"optimizer.{name}")]
+    if not written:
+        return []
+    names = " and ".join(dict.fromkeys(f"optimizer.args.{known[name]}" for name in written))
+    return [f"optimizer.{', '.join(written)}: a class of optimizers gets lr and [optimizer.args] alone; set {names}"]
+
+
+def class_takes_settings(path: str) -> bool:
+    """Return whether a class asks for a section `[optimizer]` itself, as far as its source tells."""
+    signature = class_signature(path)
+    return signature is not None and "settings" in signature.names
+
+
+def is_optimizer_class(found: Any) -> bool:
+    """Return whether an object is a class of torch optimizers that does not take a section `[optimizer]` itself."""
+    if not inspect.isclass(found):
+        return False
+    bases = [f"{base.__module__}.{base.__name__}" for base in found.__mro__]
+    return "torch.optim.optimizer.Optimizer" in bases and "settings" not in inspect.signature(found).parameters
+
+
+def load_optimizer(path: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
+    """Return what `optimizer.name` names, and whether it is a class of optimizers.
+
+    Raises ValueError where it cannot be called: a class with (params, lr=…, **args), any other as in `FUNCTIONS`.
+    """
+    found = resolve_as(path, callable, "a function or a class of optimizers")
+    if not is_optimizer_class(found):
+        return load_function("optimizer.name", path), False
+    try:
+        inspect.signature(found).bind("params", lr=0.0, **args)
+    except TypeError as error:
+        raise ValueError(f"{path!r} cannot be called with (params, lr=…, **optimizer.args): {error}") from None
+    try:
+        inspect.signature(found.step).bind("self")
+    except TypeError:
+        raise ValueError(f"{path!r} computes the loss itself (its step needs a closure), which is not done") from None
+    return found, True
+
+
 def load_functions(config: LoadedConfig) -> None:
     """Import every function that a config names. Raises ConfigError with all that cannot be used."""
     problems = []
     for key, path in dotted_paths(config):
         if key in FUNCTIONS:
             try:
-                load_function(key, path)
+                if key == "optimizer.name":
+                    load_optimizer(path, config.value("optimizer.args"))
+                else:
+                    load_function(key, path)
             except ValueError as error:
                 problems.append(Problem(config.place(key), key, str(error), HINT, code="unresolved"))
     if problems:

@@ -61,8 +61,11 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon")] = "AdamW"
-    """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon", classes=True)] = "AdamW"
+    """Algorithm. Or a class of optimizers, as "torch.optim.SGD", or a dotted path to a function that makes one
+    (docs/library.md)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of a class of optimizers: it is called with (params, lr=optimizer.lr, **args)."""
     lr: NonNegative = 8e-4
     """Peak learning rate."""
     beta1: Decay = 0.9

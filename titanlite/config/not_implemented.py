@@ -72,6 +72,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW", "AdamW8bit")} for n in _KAHAN},
     **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW")} for n in _MOMENTS},
     "optimizer.momentum": {"optimizer.name": _optimizer("Muon")},
+    "optimizer.args": {"optimizer.name": is_dotted},
     "optimizer.implementation": {"optimizer.name": _optimizer("AdamW", "Adam")},
     **{f"data.{name}": _OWN_TEXT for name in _FIELDS},
     "data.subset": {"training.dataset": _not_bundled},

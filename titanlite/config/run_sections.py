@@ -39,11 +39,15 @@ Location = Annotated[str, HOME, Meta(min_length=1)]
 """A file or folder."""
 
 
-def dotted_or(*names: str) -> Meta:
-    """Limit a string to these names and to dotted paths ("package.module:name")."""
+def dotted_or(*names: str, classes: bool = False) -> Meta:
+    """Limit a string to these names and to dotted paths ("package.module:name").
+
+    classes: also to those of `import` ("package.module.Name"), which a load turns into the others.
+    """
     words = ("one of " if len(names) > 1 else "") + ", ".join(f'"{name}"' for name in names)
     extra = {"choices": names, "words": f'{words}, or a dotted path "package.module:name"'}
-    return Meta(pattern=rf"^({'|'.join(names)})$|:", extra=extra)
+    imported = r"|^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$" if classes else ""
+    return Meta(pattern=rf"^({'|'.join(names)})$|:{imported}", extra=extra)
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):

@@ -22,7 +22,7 @@ from titanlite.data import DataError
 from titanlite.data.chat import encode_chat
 from titanlite.data.sources import Record, iter_records
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, logger
+from titanlite.utils import counted, logger, progress_text
 
 #: Seconds between two lines about progress.
 REPORT_EVERY = 5.0
@@ -114,7 +114,8 @@ def tokenize(
     `vocab_size` (the model's) or more.
     """
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
-    parts, lengths, masks, read, reported = list[NDArray[Any]](), list[int](), list[NDArray[Any]](), 0, time.monotonic()
+    parts, lengths, masks, read = list[NDArray[Any]](), list[int](), list[NDArray[Any]](), 0
+    began = reported = time.monotonic()
     for documents in encode(iter_records(files) if records is None else records, tokenizer, vocab_size, workers):
         parts.append(np.concatenate([ids for _, ids, _ in documents]).astype(dtype_for(vocab_size)))
         for record, ids, mask in documents:
@@ -127,9 +128,10 @@ def tokenize(
             masks.append(mask)
         if time.monotonic() - reported > REPORT_EVERY:
             reported = time.monotonic()
+            share = progress_text(read, text_size(files), reported - began)
             logger.info(
-                f"reading text: {len(lengths):,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
-                f"one of {counted(len(files) or 1, 'files')}"
+                f"reading text: {len(lengths):,} documents, {read / 1e6:,.0f} MB so far{share and f', {share}'}; "
+                f"now in {record.file}, one of {counted(len(files) or 1, 'files')}"
             )
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Corpus(
@@ -140,6 +142,23 @@ def tokenize(
         files=tuple(files),
         targets=targets_of(offsets, masks) if any(map(len, masks)) else None,
     )
+
+
+#: Endings of files whose text is packed, and bytes of text to a byte of such a file, as a guess.
+_PACKED, _PACKING_RATIO = (".gz", ".zst", ".parquet"), 2.5
+
+
+def text_size(files: Sequence[Path]) -> float:
+    """Return about how many bytes of text some files hold, by their lengths; 0 where one cannot be asked."""
+    try:
+        return sum(file.stat().st_size * packing_ratio(file.name) for file in files)
+    except OSError:
+        return 0.0
+
+
+def packing_ratio(name: str) -> float:
+    """Return about how many bytes of text a byte of a file of this name holds."""
+    return _PACKING_RATIO if name.endswith(_PACKED) else 1.0
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:

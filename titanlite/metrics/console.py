@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
@@ -22,9 +23,9 @@ else:
     _StreamHandler = logging.StreamHandler  # on Python 3.10 it takes no subscript
 
 _RESET = "\033[0m"
-#: Key of the step line -> ANSI colour.
+#: Key of the step line -> ANSI code. The step is bold: red is for errors.
 FIELD_COLORS = {
-    "step": "31",
+    "step": "1",
     "loss": "32",
     "memory": "33",
     "tps": "34",
@@ -119,18 +120,57 @@ class ConsoleHandler(_StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if not hasattr(record, "figures"):
-            text = escape(text)
-        elif self.color:
+        stamp = f"{logging.Formatter().formatTime(record, '%Y-%m-%d %H:%M:%S')} "
+        is_step = hasattr(record, "figures")
+        if is_step and self.color:
             text = _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", text)
+        elif not is_step:
+            text = escape(text)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
+        if not is_step:
+            width = terminal_width(self.target())
+            text = folded(f"{stamp}{text}", len(stamp), width).removeprefix(stamp)
         if self.color and record.levelno in _LEVEL_COLORS:
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
-        stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
-        return f"{stamp} {text}"
+        return f"{stamp}{text}"
+
+
+#: The name of a row of the start report, and the spaces behind it.
+_ROW_NAME = re.compile(r"\S.*?\s{2,}(?=\S)")
+
+
+def folded(text: str, begin: int, width: int) -> str:
+    """Return text with its lines folded between words where they are wider than `width` columns; 0: as it is.
+
+    begin: columns of the first line before its own text. Further lines begin below the text of a row of the start
+    report, else below its name. A word that is wider than a line stays whole.
+    """
+    if not width:
+        return text
+    lines = []
+    for number, line in enumerate(text.splitlines()):
+        own = begin if number == 0 else len(line) - len(line.lstrip())
+        name = _ROW_NAME.match(line, own)
+        indent = name.end() if name else own
+        if indent > width // 2:  # too little is left for the text
+            indent = min(own, width // 2)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)
+
+
+def terminal_width(stream: TextIO) -> int:
+    """Return the columns of a person's terminal; 0 for other streams."""
+    if not is_terminal(stream):
+        return 0
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return 0
 
 
 def is_dumb() -> bool:
@@ -160,6 +200,17 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
     logger.setLevel(logging.INFO)
     # Libraries that call logging.basicConfig would otherwise print every line a second time.
     logger.propagate = False
+
+
+def ensure_console(rank: int) -> None:
+    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without a logging of its own.
+
+    A notebook's server may have a handler for warnings alone. A logger with a level is somebody's choice, and stays.
+    """
+    in_notebook = "ipykernel" in sys.modules
+    is_shown = logger.hasHandlers() and (logger.isEnabledFor(logging.INFO) or not in_notebook)
+    if logger.level == logging.NOTSET and not is_shown:
+        setup_console(rank)
 
 
 def console_handler() -> ConsoleHandler | None:

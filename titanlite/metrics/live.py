@@ -29,7 +29,7 @@ _NARROW = 80
 
 #: Title -> colour, and text of a cell; "" for a figure that is not known.
 _COLUMNS: dict[str, tuple[str, Callable[[Figures], str]]] = {
-    "step": ("red", lambda f: f"{f['step']:,}"),
+    "step": ("bold", lambda f: f"{f['step']:,}"),
     "loss": ("green", lambda f: f"{f['loss']:.4f}"),
     "grad norm": ("cyan", lambda f: f"{f['grad_norm']:.4f}"),
     "lr": ("cyan", lambda f: f"{f['lr']:.2e}"),
@@ -110,6 +110,6 @@ class LiveView:
             left = f"left {human_time(last['seconds_left'] * share)}"
         bar = ProgressBar(self._steps, self._step, 40 if wide else 10, complete_style="green", finished_style="green")
         progress = Table.grid(padding=(0, 2))
-        count = Text(f"{self._step:,}/{self._steps:,}", "red")
+        count = Text(f"{self._step:,}/{self._steps:,}", "bold")
         progress.add_row(count, bar, f"{int(100 * self._step / self._steps)}%", left)
         return Group(table, progress) if rows else Group(progress)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from titanlite.config.extensions import load_function
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.extensions import load_optimizer
 from titanlite.config.model_sections import Optimizer
 from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, block_of
 from titanlite.optim.gated import local
@@ -42,10 +43,14 @@ def build_optimizer(
     parameters: all of a model, by name. blocks: names of the model's blocks; Muon takes their matrices. Without groups
     all parameters have one weight decay, norms included, as in Llama 2's and torchtitan's training.
 
-    Raises TypeError for an object that is no optimizer.
+    Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses its arguments.
     """
     if is_dotted(settings.name):
-        optimizer = load_function("optimizer.name", settings.name)(parameters, settings, device)
+        maker, is_class = load_optimizer(settings.name, settings.args)
+        if is_class:
+            optimizer = _of_class(maker, parameter_groups(parameters, settings), settings)
+        else:
+            optimizer = maker(parameters, settings, device)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch optimizer")
         return keep_ratios(optimizer, settings.peak_lr)
@@ -70,6 +75,27 @@ def build_optimizer(
     kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
     return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr)
+
+
+def _of_class(
+    maker: Callable[..., torch.optim.Optimizer], groups: list[dict[str, Any]], settings: Optimizer
+) -> torch.optim.Optimizer:
+    """Return an optimizer of a class that knows nothing of titanlite.
+
+    Arrays of the config become tuples, which is what torch's own classes take.
+    Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
+    """
+    args = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.args.items()}
+    try:
+        optimizer = maker(groups, lr=settings.lr, **args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError([Problem("", "optimizer.args", f"{settings.name!r} refuses them: {error}")]) from error
+    for group in groups:
+        if unknown := [name for name in group if name not in ("params", *optimizer.defaults)]:
+            message = f"{settings.name!r} knows no {' and no '.join(unknown)}, which a group of parameters sets"
+            remedy = "remove it from [[optimizer.groups]], or optimizer.no_decay_on_norms"
+            raise ConfigError([Problem("", "optimizer.groups", message, remedy)])
+    return optimizer
 
 
 def state_bytes(

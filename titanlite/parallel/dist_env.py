@@ -6,14 +6,15 @@ This module imports torch inside its functions, since a config check reads some 
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import this_rank
@@ -69,7 +70,6 @@ class DistEnv:
     timeout: timedelta | None = None
 
     @classmethod
-    @contextmanager
     def open(
         cls,
         device_type: str | None = None,
@@ -79,7 +79,7 @@ class DistEnv:
         rendezvous_seconds: float = RENDEZVOUS_SECONDS,
         trace_buf_size: int = 20_000,
         trace_folder: str = "",
-    ) -> Iterator[DistEnv]:
+    ) -> AbstractContextManager[DistEnv]:
         """Enter the process group that the environment (torchrun's variables) describes; one process without them.
 
         device_type: "cpu" or "cuda"; by default CUDA when this machine has it. store: from `connect_store`.
@@ -87,7 +87,24 @@ class DistEnv:
         trace_buf_size, trace_folder: see `flight_recorder.recording`.
         Raises ParallelismError when the environment is wrong, RendezvousError when another rank does not come in time
         or cannot be reached.
+
+        A process that ends without leaving it, as a notebook's, leaves it at its end.
         """
+        return _LeftAtExit(
+            cls._opened(device_type, store, init_timeout_seconds, rendezvous_seconds, trace_buf_size, trace_folder)
+        )
+
+    @classmethod
+    @contextmanager
+    def _opened(
+        cls,
+        device_type: str | None,
+        store: dist.Store | None,
+        init_timeout_seconds: float,
+        rendezvous_seconds: float,
+        trace_buf_size: int,
+        trace_folder: str,
+    ) -> Iterator[DistEnv]:
         import torch
         import torch.distributed as dist
 
@@ -165,6 +182,27 @@ class DistEnv:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+
+class _LeftAtExit(AbstractContextManager[DistEnv]):
+    """Leaves a context at the end of the process if nobody has: later, Python has no modules to do it with."""
+
+    def __init__(self, context: AbstractContextManager[DistEnv]) -> None:
+        self._context = context
+
+    def __enter__(self) -> DistEnv:
+        world = self._context.__enter__()
+        atexit.register(self._leave)
+        return world
+
+    def __exit__(self, *error: Any) -> bool | None:
+        atexit.unregister(self._leave)
+        return self._context.__exit__(*error)
+
+    def _leave(self) -> None:
+        """Leave as after an error: the other ranks may not come to a barrier."""
+        with suppress(SystemExit):
+            self._context.__exit__(SystemExit, SystemExit(), None)
 
 
 def set_timeouts(seconds: float) -> None:

@@ -24,7 +24,7 @@ DEPTH = 4
 _NO_RUNS_INSIDE = re.compile(r"\..*|checkpoint|logs|tb|profile_traces|memory_snapshot|step-\d+|__pycache__")
 _FIGURES = (
     *("step", "time", "loss", "tps", "mfu", "memory_gib", "reserved_gib", "seconds_per_step", "tokens_seen"),
-    "validation_loss",
+    *("validation_loss", "grad_norm", "lr"),
 )
 
 Row = Mapping[str, float]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
+from titanlite.checkpoint.hf_files import holds_weights
 from titanlite.checkpoint.manifest import (
     DELETED,
     FILE,
@@ -28,11 +29,14 @@ from titanlite.checkpoint.manifest import (
     NewerFormatError,
     Progress,
     check_files,
+    describe_roots,
     find,
     parse_manifest,
     progress,
     read_manifest,
+    refuse_older,
     root_of,
+    roots_below,
     step_folder,
     step_of,
     steps_in,
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
-_PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
+_PATH = "a run, its folder of checkpoints, a folder of runs, or a URL such as s3://bucket/run/checkpoint"
 VALID, INVALID, NEWER = "valid", "invalid", "newer format"
 
 
@@ -129,11 +133,40 @@ def checkpoint_of(path: AnyPath | str) -> AnyPath:
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such checkpoint")
         return path
-    root = root_of(path)
+    roots = roots_of(path)
+    if len(roots) > 1:
+        raise CheckpointError(
+            f"{path} holds the checkpoints of {len(roots)} runs: name one of them\n{describe_roots(roots)}"
+        )
+    root = roots[0]
     manifest, passed = find(root)
     if manifest is None:
         raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
     return step_folder(root, manifest.step)
+
+
+def roots_of(path: AnyPath) -> list[AnyPath]:
+    """Return the folder of checkpoints that `path` means, or all such folders below it. Raises CheckpointError."""
+    try:
+        return [root_of(path)]
+    except CheckpointError:
+        if path.is_dir() and (below := roots_below(path)):
+            return below
+        raise
+
+
+def check_weights(path: AnyPath) -> None:
+    """Look whether a path can hold weights, without torch. Raises CheckpointError.
+
+    Weights of other programs, and files of torch's, are only looked for; their contents are read later.
+    """
+    if path.is_file() and not path.name.endswith(".toml"):
+        return
+    if path.is_dir() and holds_weights(path):
+        return
+    if path.is_dir() and step_of(path) is None:
+        refuse_older(path)
+    checkpoint_of(path)
 
 
 def verify(folder: AnyPath, show: Progress = lambda done, total: None) -> tuple[Manifest | None, list[str]]:
@@ -154,7 +187,9 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):
         if not NAMES.fullmatch(path.name) or not path.exists():
-            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
+            below = roots_below(path) if path.is_dir() else []
+            hint = f"; below it are\n{describe_roots(below)}" if below else ""
+            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N){hint}")
         found.append(inspect(path))
     for entry in [] if force else found:
         if entry.pinned:
@@ -243,7 +278,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Read every file of the checkpoints and compare it with the hash taken when it was written.",
         f"{exit_codes.CHECKPOINT} when one is damaged, ",
     )
-    argument("paths", nargs="+", **folder, help="checkpoints (step-N), or folders of them")
+    argument("paths", nargs="+", **folder, help="checkpoints (step-N), or folders of them or of runs")
 
     argument = add(
         "diff",
@@ -336,10 +371,14 @@ def _exchange(arguments: argparse.Namespace, flags: Sequence[str], _: object) ->
 
 
 def _ls(arguments: argparse.Namespace) -> str:
-    root = root_of(arguments.path)
-    found = list_checkpoints(root)
+    listed = {root: list_checkpoints(root) for root in roots_of(arguments.path)}
     if arguments.json:
-        return json.dumps([entry.to_dict() for entry in found], indent=1)
+        return json.dumps([entry.to_dict() for found in listed.values() for entry in found], indent=1)
+    return "\n\n".join(_listing(root, found) for root, found in listed.items())
+
+
+def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
+    """Return a table of the checkpoints of a folder, and below it their faults and the newest valid one."""
     rows, notes = [], []
     for entry in found:
         ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
@@ -405,9 +444,11 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
 def _verify(arguments: argparse.Namespace) -> Answer:
     folders: dict[AnyPath, None] = {}
     for path in arguments.paths:
-        root = root_of(path) if step_of(path) is None and not (path / FILE).is_file() else None
-        found = [checkpoint_of(path)] if root is None else [step_folder(root, step) for step in steps_in(root)]
-        folders.update(dict.fromkeys(found))
+        if step_of(path) is not None or (path / FILE).is_file():
+            folders[checkpoint_of(path)] = None
+            continue
+        for root in roots_of(path):
+            folders.update((step_folder(root, step), None) for step in steps_in(root))
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
     lines, bad = [], 0
@@ -430,9 +471,10 @@ def _verify(arguments: argparse.Namespace) -> Answer:
 
 
 def _diff(arguments: argparse.Namespace) -> Answer:
+    folders = [checkpoint_of(path) for path in (arguments.left, arguments.right)]
     from titanlite.tools.tensors import Contents, compare
 
-    left, right = (Contents(checkpoint_of(path)) for path in (arguments.left, arguments.right))
+    left, right = (Contents(folder) for folder in folders)
     found = list(compare(left, right))
     differing = [one for one in found if one.elements or one.left != one.right]
     head = f"--- {left.folder}\n+++ {right.folder}"
@@ -455,6 +497,7 @@ def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
 
 
 def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None = None) -> str:
+    check_weights(arguments.source)
     from titanlite.tools.convert import convert
 
     started, show = time.perf_counter(), progress(_print_progress, "")

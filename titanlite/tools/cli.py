@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from titanlite import exit_codes
-from titanlite.config.entries import begins_option, names_key
+from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError, bad_flag
-from titanlite.utils import Style, escape
+from titanlite.tools.parser import FLAGS as FLAGS
+from titanlite.tools.parser import Parser
+from titanlite.utils import Style, escape, missing_package, require
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -38,25 +41,35 @@ COMMANDS = {
     "ladder": "titanlite.tools.benchmark:add_command",
     "drill": "titanlite.tools.drill:add_command",
     "tokenizer": "titanlite.tools.tokenizer:add_commands",
+    "completion": "titanlite.tools.completion:add_command",
+    "help": "titanlite.tools.cli:add_help",
 }
 
 EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
-FLAGS = (
-    "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
-    "--no-training.compile, --model.overrides.n_layers 4."
-)
 FILES = "TOML file, or several, later ones over earlier ones; also looked up in train_configs/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (see `titanlite.exit_codes`)."""
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what a word may become
+        from titanlite.tools.completion import complete
+
+        complete()
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
-    arguments = make_parser(next((word for word in ours if word in COMMANDS), None)).parse_args(ours)
+    command = next((word for word in ours if not word.startswith("-")), None)
+    if command is not None and command not in COMMANDS:
+        _top_parser().unknown_command(command, list(COMMANDS))
+    arguments = make_parser(command).parse_args(ours)
 
     from titanlite.metrics.console import wants_color
 
     try:
         result = arguments.run(arguments, flags, Style(wants_color(sys.stdout)))
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"error: {missing_package('torch')}", file=sys.stderr)
+        return exit_codes.CONFIG
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if code is None:
@@ -81,15 +94,26 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     ours: list[str] = []
     flags: list[str] = []
-    part = ours
-    words = iter(argv)
-    for word in words:
-        if word == "--aws-fsdp":
-            word = f"{word}={next(words, '')}"  # its value looks like flags
-        if begins_option(word):
-            part = flags if names_key(word) else ours
-        part.append(word)
+    place = 0
+    while place < len(argv):
+        word = argv[place]
+        place += 1
+        if word == "--aws-fsdp":  # its value looks like flags
+            value = argv[place] if place < len(argv) else ""
+            ours.append(f"{word}={value}")
+            place += 1
+        elif begins_option(word) and names_key(word):
+            end = place + value_words(word, _plain_words(argv[place:]))
+            flags += [word, *argv[place:end]]
+            place = end
+        else:
+            ours.append(word)
     return ours, flags
+
+
+def _plain_words(words: Sequence[str]) -> list[str]:
+    """Return the words up to the next option."""
+    return list(itertools.takewhile(lambda word: not begins_option(word), words))
 
 
 def add_files(parser: argparse.ArgumentParser) -> None:
@@ -108,19 +132,40 @@ def no_flags(flags: Sequence[str]) -> None:
         raise bad_flag(flags[0], "this command takes no --section.key flags")
 
 
-def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+def make_parser(command: str | None = None) -> Parser:
     """Return the parser of one command; None: of all."""
-    parser = argparse.ArgumentParser(
-        prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="store_true", help="print the versions of titanlite, torch and Python")
-    parser.set_defaults(run=lambda arguments, *_: _versions() if arguments.version else parser.format_help().rstrip())
+    parser = _top_parser()
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for adder in dict.fromkeys(COMMANDS.values()):
         if command is None or COMMANDS[command] == adder:
             module, _, name = adder.partition(":")
             getattr(importlib.import_module(module), name)(commands)
     return parser
+
+
+def _top_parser() -> Parser:
+    """Return the parser without commands."""
+    parser = Parser(prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print the versions of titanlite, torch and Python")
+    parser.set_defaults(run=lambda arguments, *_: _versions() if arguments.version else parser.format_help().rstrip())
+    return parser
+
+
+def add_help(commands: Commands) -> None:
+    """Add `titanlite help` to argparse."""
+    parser = commands.add_parser(
+        "help",
+        help="show the help of a command",
+        description="Show the help of a command, as --help behind the command does; of all commands without one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="COMMAND", help="a command, as `config check`")
+    parser.set_defaults(run=_help)
+
+
+def _help(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    no_flags(flags)
+    return "", main([*arguments.words, "--help"])
 
 
 def _versions() -> str:
@@ -177,6 +222,8 @@ def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -
     import signal
 
     from titanlite import torchrun
+
+    require("torch")
 
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

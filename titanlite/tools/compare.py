@@ -36,13 +36,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "compare",
         help="put runs side by side: speed, memory, losses, what differs",
         description="Print the figures of several runs and the differences between them, and draw their curves as "
-        f"{PICTURE} (needs the extra `plots`) and {PAGE}, which needs nothing else and opens in any browser.",
+        f"{PAGE}, which opens in any browser. Where matplotlib is installed (the extra `plots`), also as {PICTURE}.",
         allow_abbrev=False,
     )
     compare.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file")
     compare.add_argument(
         "--out", metavar="FOLDER", type=Path, default=Path("comparison"), help="where to draw (default: ./comparison)"
     )
+    compare.add_argument("--png", action="store_true", help=f"fail where {PICTURE} cannot be drawn")
     compare.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     compare.set_defaults(run=_run)
 
@@ -62,7 +63,8 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
         draw_png(drawn, picture)
         written.append(picture)
     except PlotsMissing as error:
-        print(f"{picture} is not drawn: {error}. {PAGE} has the same curves", file=sys.stderr)
+        if arguments.png:
+            raise RunError(f"{picture} is not drawn: {error}. {page} has the same curves") from None
     except OSError as error:
         raise RunError(f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out") from None
     if arguments.json:

@@ -10,7 +10,7 @@ from typing import Any
 from titanlite.metrics.jsonl import json_value
 from titanlite.tools import render_page
 from titanlite.tools.compare import Comparison, tables
-from titanlite.tools.plots import Chart
+from titanlite.tools.plots import COLORS, DARK_COLORS, Chart, Curve
 
 #: Pixels; the left margin has room for a speed of eight digits.
 _SIZES = {"width": 960, "height": 380, "top": 14, "bottom": 46, "left": 100, "right": 48}
@@ -22,6 +22,8 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart], written: st
     return render_page(
         "comparison.html.jinja",
         **_SIZES,
+        frame=_SIZES,
+        colors=list(zip(COLORS, DARK_COLORS, strict=True)),
         title=" and ".join(labels) if len(labels) < 3 else f"{len(labels)} runs",
         tables=tables(comparison),
         runs=[curve for curve in charts[0].curves if not curve.validation],
@@ -39,8 +41,7 @@ def _finite(chart: Chart) -> list[tuple[float, float]]:
 def _plot(chart: Chart) -> dict[str, Any]:
     """Return a chart with at least one finite value as the page draws it: places in pixels, and data for its script.
 
-    Data: the points of each curve, with texts for values that are not finite; factor and summand that turn a step and a
-    value into pixels.
+    Data: the points of each curve, with texts for values that are not finite, and their tokens and seconds.
     """
     steps, values = zip(*_finite(chart), strict=True)
     columns = ticks(min(steps), max(steps), 8)
@@ -57,13 +58,23 @@ def _plot(chart: Chart) -> dict[str, Any]:
         groups = groupby(points, key=lambda point: math.isfinite(point[1]))
         return [[(place(x, step), place(y, value)) for step, value in part] for finite, part in groups if finite]
 
-    curves = [{"run": c.run, "points": [(step, json_value(value)) for step, value in c.points]} for c in chart.curves]
     return {
         "chart": chart,
         "lines": [(f"{value:,.10g}", place(y, value)) for value in lines],
         "columns": [(f"{value:,.10g}", place(x, value)) for value in columns],
         "curves": [(curve, parts(curve.points)) for curve in chart.curves],
-        "data": {"x": x, "y": y, "curves": curves},
+        "data": {"from_zero": chart.from_zero, "curves": [_data(curve) for curve in chart.curves]},
+    }
+
+
+def _data(curve: Curve) -> dict[str, Any]:
+    """Return what the page's script needs to draw a curve."""
+    return {
+        "run": curve.run,
+        "validation": curve.validation,
+        "points": [(step, json_value(value)) for step, value in curve.points],
+        "tokens": list(curve.tokens),
+        "seconds": [round(value, 3) for value in curve.seconds],
     }
 
 

@@ -116,11 +116,13 @@ def open_source(
     else:
         if step_of(path) is None:
             refuse_older(path)
-        source = (
-            _torch_file(path, origin)
-            if isinstance(path, Path) and path.is_file()
-            else _checkpoint(checkpoint_of(path), progress, ema, origin)
-        )
+        if isinstance(path, Path) and path.is_file() and path.suffix != ".toml":
+            source = _torch_file(path, origin)
+        else:
+            folder = checkpoint_of(path)
+            if step_of(path) is None:
+                refuse_older(folder.parent)
+            source = _checkpoint(folder, progress, ema, origin)
     if ema and source.manifest is None:
         raise CheckpointError(f"{path} holds no average of the weights: it is no checkpoint of titanlite")
     saved = describe(source.empty)

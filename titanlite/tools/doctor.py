@@ -1,7 +1,8 @@
-"""`titanlite doctor`: problems of this machine, with their fixes. It never fails itself, and takes under ten seconds.
+"""`titanlite doctor`: problems of this machine, with their fixes. It never fails itself.
 
-A check yields status, message and perhaps a fix. All run at once, each in its own thread: a broken driver or a
-network file system may not answer, and then the check's name is the finding.
+A check yields status, message and perhaps a fix. All run at once, each in its own thread. The command ends with the
+last of them, in some seconds; on a busy machine that takes longer, and it says what it waits for. A broken driver or
+network file system may never answer: after two minutes the check's name is the finding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -36,8 +38,11 @@ if TYPE_CHECKING:
 OK, WARNING, ERROR = "ok", "warning", "error"
 #: Version of the JSON; a field may be added without a new one.
 SCHEMA = 1
-_SECONDS = 8.0
-_COMMAND_SECONDS = 6.0
+#: Longest wait for all checks, and for a program that one of them starts. Only what hangs takes so long.
+_SECONDS = 120.0
+_COMMAND_SECONDS = 90.0
+#: Seconds between two lines about the checks that are awaited.
+_TELL_SECONDS = 8.0
 _GB = 1 << 30
 _NETWORK_TYPES = ("nfs", "nfs4", "lustre", "fuse", "cifs", "smb3", "ceph", "gpfs", "beegfs", "9p", "virtiofs", "efs")
 
@@ -60,7 +65,7 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
         help="examine this machine: versions, devices, network, folders, clock",
-        description="Examine this machine and print each finding with its fix, in under ten seconds. With CONFIG also "
+        description="Examine this machine and print each finding with its fix. With CONFIG also "
         f"what that config needs, and its folders. {FLAGS}",
         epilog="Exit status: 0, or 1 with an error among the findings, or 2 for a wrong config.",
         allow_abbrev=False,
@@ -108,7 +113,10 @@ def checks(run: RunConfig | None = None) -> dict[str, Check]:
 
 
 def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Finding]:
-    """Run checks at once; return their findings in the order of the checks."""
+    """Run checks at once; return their findings in the order of the checks when all are done.
+
+    seconds: what is not done by then becomes a finding itself.
+    """
     results: dict[str, list[Finding]] = {name: [] for name in all_checks}
 
     def work(name: str, check: Check) -> None:
@@ -118,20 +126,35 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
         except Exception as error:  # the command is for odd machines
             results[name].append(Finding(name.split()[0], WARNING, f"not examined: {type(error).__name__}: {error}"))
 
-    end = time.monotonic() + seconds
     threads = {}
     for name, check in all_checks.items():
         threads[name] = threading.Thread(target=work, args=(name, check), daemon=True)
         threads[name].start()
+    late = _wait(threads, seconds)
     found = []
-    for name, thread in threads.items():
-        thread.join(max(end - time.monotonic(), 0))
+    for name in all_checks:
         found += results[name]
-        if thread.is_alive():
+        if name in late:
             status = ERROR if name.startswith(("gpus", "folder")) else WARNING
-            fix = "the machine is busy, or a device or file system hangs: try again"
+            fix = "a device or file system hangs, or the machine is very busy: try again"
             found.append(Finding(name.split()[0], status, f"no answer within {seconds:.0f} s ({name})", fix))
     return found
+
+
+def _wait(threads: dict[str, threading.Thread], seconds: float) -> list[str]:
+    """Wait until all threads have ended, `seconds` at most; return the names of the others. Say what is awaited."""
+    began = time.monotonic()
+    tell = began + _TELL_SECONDS
+    while late := [name for name, thread in threads.items() if thread.is_alive()]:
+        now = time.monotonic()
+        if now >= began + seconds:
+            break
+        if now >= tell:
+            tell = now + _TELL_SECONDS
+            left = f"{began + seconds - now:.0f} s at most; Ctrl-C ends"
+            print(f"waiting for {', '.join(late)} ({left})", file=sys.stderr, flush=True)
+        threads[late[0]].join(min(tell, began + seconds) - now)
+    return late
 
 
 def _command(*words: str) -> str | None:

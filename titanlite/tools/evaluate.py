@@ -25,7 +25,7 @@ from titanlite.parallel.launch_env import read_launch_env
 from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.cli import FLAGS, check_ranks, start_ranks
 from titanlite.tools.runs import to_json
-from titanlite.utils import Table, logger, render
+from titanlite.utils import Table, logger, render, require
 
 if TYPE_CHECKING:
     import torch
@@ -129,15 +129,17 @@ def config_of(
 def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: bool, trust_code: bool) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
     from titanlite import main
-    from titanlite.metrics.console import setup_console
-    from titanlite.parallel.dist_env import DistEnv, connect_store
-    from titanlite.parallel.rendezvous import report_failure
-    from titanlite.preflight import check_machine
 
     try:
         env, folder = read_launch_env(), checkpoint_of(path)
         manifest = read_manifest(folder)
         run = config_of(folder, manifest, file, flags, env.world_size, trust_code)
+        require("torch")  # what follows imports it
+        from titanlite.metrics.console import setup_console
+        from titanlite.parallel.dist_env import DistEnv, connect_store
+        from titanlite.parallel.rendezvous import report_failure
+        from titanlite.preflight import check_machine
+
         setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
         store, seconds = connect_store(), run.comm.init_timeout_seconds
         with report_failure(store, env.rank, env.world_size):

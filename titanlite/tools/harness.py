@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from titanlite import exit_codes
+from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.tools import at_least
+from titanlite.tools.checkpoint import check_weights
 from titanlite.tools.cli import Commands, no_flags
 from titanlite.tools.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.runs import to_json
@@ -44,6 +46,7 @@ def add_command(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> tuple[str, int]:
     no_flags(flags)
+    check_weights(to_path(arguments.checkpoint))
     if importlib.util.find_spec(PACKAGE) is None:
         message = "lm-evaluation-harness is not installed: pip install lm_eval"
         raise ConfigError([Problem("command line", "--tasks", message, code="missing-package")])

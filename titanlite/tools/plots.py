@@ -8,11 +8,36 @@ from pathlib import Path
 
 from titanlite.runs.read import Run
 
-#: Okabe and Ito's colours (jfly.uni-koeln.de/color), which colour-blind readers can distinguish, on white and on black;
-#: then six that are far from these and from each other in CIELAB.
+#: Colours of runs on white: Okabe and Ito's (jfly.uni-koeln.de/color), which colour-blind readers can distinguish, then
+#: six that are far from these and from each other in CIELAB. Each has a contrast of 3 at least.
 COLORS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
-    *("#6000e0", "#00c000", "#e000c0", "#606000", "#c00040", "#6060e0"),
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#c674a2",
+    "#c48200",
+    "#00959f",
+    "#6000e0",
+    "#00a700",
+    "#e000c0",
+    "#606000",
+    "#c00040",
+    "#6060e0",
+)
+#: The same on the dark grey of browsers.
+DARK_COLORS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#7e2afa",
+    "#00c000",
+    "#e000c0",
+    "#6b6a0e",
+    "#c91747",
+    "#6060e0",
 )
 
 Point = tuple[float, float]
@@ -31,10 +56,18 @@ class Curve:
     run: int = 0
     #: Validation loss: dashed, and its points are marked.
     validation: bool = False
+    #: Tokens seen at each point, and seconds of training; empty where the run records none.
+    tokens: Sequence[float] = ()
+    seconds: Sequence[float] = ()
 
     @property
     def color(self) -> str:
         return COLORS[self.run % len(COLORS)]
+
+    @property
+    def style(self) -> str:
+        """The class of the page that has the colour, on white and on dark grey."""
+        return f"c{self.run % len(COLORS)}"
 
 
 @dataclass(frozen=True)
@@ -46,17 +79,54 @@ class Chart:
 
 
 def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
-    """Return the loss chart and, where the runs record it, the speed chart."""
+    """Return the chart of losses, and one for each other figure that a run records."""
+    ways = [_along(run) for run in runs]
 
     def curves(name: str, suffix: str = "", validation: bool = False) -> list[Curve]:
-        points = ([(row["step"], row[name]) for row in run.rows if name in row] for run in runs)
-        named = enumerate(zip(labels, points, strict=True))
-        return [Curve(label + suffix, found, i, validation) for i, (label, found) in named if found]
+        found = []
+        for number, (run, label) in enumerate(zip(runs, labels, strict=True)):
+            places = [place for place, row in enumerate(run.rows) if name in row]
+            if not places:
+                continue
+            points = [(run.rows[place]["step"], run.rows[place][name]) for place in places]
+            tokens, seconds = ([way[place] for place in places if way] for way in ways[number])
+            found.append(Curve(label + suffix, points, number, validation, tokens, seconds))
+        return found
 
     losses = [*curves("loss"), *curves("validation_loss", ", validation", validation=True)]
-    found = [Chart("Loss", "nats per token", losses)]
-    speeds = curves("total_tps")
-    return found + ([Chart("Speed", "tokens/s, all devices", speeds, from_zero=True)] if speeds else [])
+    reserved = any("reserved_gib" in row for run in runs for row in run.rows)
+    further = [
+        Chart("Speed", "tokens/s, all devices", curves("total_tps"), from_zero=True),
+        Chart("Gradient norm", "before clipping", curves("grad_norm")),
+        Chart("Learning rate", "", curves("lr"), from_zero=True),
+        Chart(
+            "Memory",
+            f"GiB of rank 0, {'reserved' if reserved else 'the peak'}",
+            curves("reserved_gib" if reserved else "memory_gib"),
+            from_zero=True,
+        ),
+    ]
+    return [Chart("Loss", "nats per token", losses), *(chart for chart in further if chart.curves)]
+
+
+def _along(run: Run) -> tuple[list[float], list[float]]:
+    """Return tokens seen and seconds of training at each row of a run; nothing where its training rows lack them.
+
+    The seconds are those of steps: no start, validation, save or pause is among them.
+    """
+    tokens, seconds = list[float](), list[float]()
+    step = spent = seen = 0.0
+    for row in run.rows:
+        if "loss" in row:
+            steps = max(row["step"] - step, 0.0)
+            step, seen = row["step"], row.get("tokens_seen", seen)
+            spent += steps * row.get("seconds_per_step", 0.0)
+        tokens.append(seen)
+        seconds.append(spent)
+    return (
+        tokens if all("tokens_seen" in row for row in run.training) else [],
+        seconds if all("seconds_per_step" in row for row in run.training) else [],
+    )
 
 
 def draw_png(found: Sequence[Chart], path: Path) -> None:

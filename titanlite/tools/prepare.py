@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
 from titanlite.data import DataError
-from titanlite.data.corpus import Document, dtype_for, encode, targets_of
+from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
 from titanlite.data.remote import public_name
 from titanlite.data.shards import Shards
 from titanlite.data.token_files import VERSION, fingerprint_of, read_index
@@ -38,11 +38,11 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
 from titanlite.tools.prepare_tasks import Options, Task, divide, hash_of, list_source, records_of
-from titanlite.utils import atomic_write, counted, human_bytes, human_time
+from titanlite.utils import atomic_write, counted, human_bytes, human_time, progress_text
 
 PLAN = "prepare.json"
-#: Bytes of text to a token, a high guess, and of text to a byte of a packed file.
-_HIGH, _PACKED = 6, 2.5
+#: Bytes of text to a token, a high guess.
+_HIGH = 6
 _HASH = "xxh3"
 #: Seconds for a remote source to come back, and between two lines of progress.
 _PATIENCE, _REPORT_SECONDS = 300.0, 10.0
@@ -141,10 +141,15 @@ def _reopen(folder: Path, index: dict[str, Any]) -> None:
     (folder / INDEX).unlink()
 
 
+def _text_size(tasks: Sequence[Task]) -> float:
+    """Return about how many bytes of text the tasks have."""
+    pieces = [piece for task in tasks for piece in task.pieces]
+    return sum(piece.size * packing_ratio(public_name(piece.name)) for piece in pieces)
+
+
 def _check_space(folder: Path, tasks: Sequence[Task], tokenizer: Tokenizer) -> None:
     """Raise DataError if the tokens surely do not fit on the disk."""
-    pieces = [piece for task in tasks for piece in task.pieces]
-    size = sum(piece.size * (_PACKED if public_name(piece.name).endswith((".gz", ".zst")) else 1) for piece in pieces)
+    size = _text_size(tasks)
     written = sum(file.stat().st_size for file in folder.glob("part-*"))
     needed = size / _HIGH * dtype_for(tokenizer.vocab_size).itemsize - written
     free = shutil.disk_usage(folder).free
@@ -240,6 +245,7 @@ def _run(tasks: list[Task], shards: Shards, folder: Path, options: Options, work
     processes = max(1, min(workers, len(tasks)))
     done, stop, threads = context.Array("q", 3), context.Event(), workers // processes
     worker = _Worker(shards, folder, options, threads if threads > 1 else 0, done, stop)
+    total = _text_size(tasks)
     began = reported = time.monotonic()
     with ProcessPoolExecutor(processes, context, _start, (worker,)) as pool:
         futures: list[Future[list[dict[str, Any]]]] = [pool.submit(_tokenize, task) for task in tasks]
@@ -254,8 +260,9 @@ def _run(tasks: list[Task], shards: Shards, folder: Path, options: Options, work
                     documents, text_bytes, tokens = done[:]
                     words = f"{counted(documents, 'documents')}, {tokens / 1e6:,.1f}M tokens"
                     speed = f"{text_bytes / 1e6 / (reported - began):,.1f} MB/s"
+                    share = progress_text(text_bytes, total, reported - began)
                     groups = f"{len(finished)} of {counted(len(tasks), 'groups of files')}"
-                    print(f"{groups}: {words}, {speed}", file=sys.stderr, flush=True)
+                    print(f"{groups}: {words}, {speed}{share and f', {share}'}", file=sys.stderr, flush=True)
             return [part for future in futures for part in future.result()]
         except BrokenProcessPool:
             raise DataError(

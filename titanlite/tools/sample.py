@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
+from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import bad_flag
 from titanlite.tools import at_least
+from titanlite.tools.checkpoint import check_weights
 from titanlite.tools.cli import Commands, no_flags
 from titanlite.tools.loading import LoadedModel, add_arguments, load_model
 from titanlite.tools.runs import to_json
@@ -32,7 +34,6 @@ def add_command(commands: Commands) -> None:
         "the prompt is read from standard input. The text goes to standard output, figures go to standard error.",
         allow_abbrev=False,
     )
-    parser.__class__ = _Intermixed
     add_arguments(parser)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
@@ -48,18 +49,6 @@ def add_command(commands: Commands) -> None:
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="prompts continued at once (default: 8)")
     add("--json", action="store_true", help="print a JSON object at the end instead of the text as it comes")
     parser.set_defaults(run=_run)
-
-
-class _Intermixed(argparse.ArgumentParser):
-    """Takes prompts behind options too: `sample RUN --greedy TEXT`."""
-
-    _inside = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        if self._inside:
-            return super().parse_known_args(args, namespace)
-        self._inside = True
-        return self.parse_known_intermixed_args(args, namespace)
 
 
 def _number(low: float, high: float | None) -> object:
@@ -89,6 +78,7 @@ class Row:
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> tuple[str, int]:
     no_flags(flags)
+    check_weights(to_path(arguments.checkpoint))
     prompts = read_prompts(arguments.prompts, arguments.prompt_file)
     loaded = load_model(arguments)
     from titanlite.generate import Sampling

@@ -1,0 +1,90 @@
+"""argparse for `titanlite`: words in any order, and errors that name the command and the nearest word."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from titanlite.config.entries import known_names
+from titanlite.config.errors import nearest
+
+#: What the help of a command says that takes keys of the config.
+FLAGS = (
+    "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
+    "--no-training.compile, --model.overrides.n_layers 4."
+)
+#: Keys that an error names at most.
+_KEYS_SHOWN = 3
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of `titanlite`, of a group of its commands, or of one command.
+
+    Options may stand before, between and behind the other words. An error shows the usage of the command itself.
+    """
+
+    #: Parse words in their order, which is all that argcomplete understands.
+    in_order = False
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the arguments and no words: words that belong to nothing end the process with 2."""
+        if self._inside:  # argparse calls this from below
+            return super().parse_known_args(args, namespace)
+        self._inside = True
+        try:
+            if self.in_order or self.commands():
+                known, rest = super().parse_known_args(args, namespace)
+            else:
+                known, rest = self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._inside = False
+        if rest and not self.in_order:
+            self._refuse(rest)
+        return known, rest
+
+    def commands(self) -> dict[str, Parser]:
+        """Return the commands below this one, by name."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return dict(action.choices)
+        return {}
+
+    @property
+    def takes_keys(self) -> bool:
+        """Return whether the command takes `--section.key` flags; its help says so."""
+        return FLAGS in f"{self.description} {self.epilog}"
+
+    def unknown_command(self, word: str, known: Sequence[str]) -> NoReturn:
+        """End the process: there is no such command."""
+        if word.endswith(".toml"):
+            hint = f"a config comes after a command, as in `{self.prog} train {word}`"
+        elif close := nearest(word, known):
+            hint = f"did you mean `{self.prog} {close[0]}`?"
+        else:
+            hint = f"commands: {', '.join(known)}"
+        self.error(f"unknown command {word!r}: {hint}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.unknown_command(str(value), list(action.choices))
+        super()._check_value(action, value)
+
+    def _refuse(self, words: Sequence[str]) -> NoReturn:
+        options = [word for word in words if word.startswith("-") and word != "-"]
+        if not options:
+            self.error(f"unexpected words: {' '.join(words)}")
+        self.error("\n  ".join(self._about_option(option) for option in options))
+
+    def _about_option(self, word: str) -> str:
+        option = word.partition("=")[0]
+        name = option.lstrip("-").replace("-", "_")
+        keys = sorted(key for key in known_names() if key.rpartition(".")[2] == name)
+        if self.takes_keys and keys:
+            shown = " or ".join(f"--{key}" for key in keys[:_KEYS_SHOWN])
+            return f"unknown option {option}: a key of the config has its section before it, as {shown}"
+        own = [known.lstrip("-") for known in self._option_string_actions]
+        close = nearest(option.lstrip("-"), own)
+        hint = f"the nearest is --{close[0]}" if close else f"`{self.prog} --help` lists the options"
+        return f"unknown option {option}: {hint}"
