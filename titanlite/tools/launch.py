@@ -147,9 +147,13 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
-    """Write the job's files and the resolved config. Only their owner can read them: environment may hold secrets."""
+    """Write the job's files and the resolved config. Only their owner can read them: environment may hold secrets.
+
+    The folder is closed to others, too: schedulers write logs there with the mode that they like.
+    """
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
+        job.folder.chmod(0o700)
     except OSError as error:
         raise LaunchError(f"cannot make {job.folder} ({error.strerror}); --dry-run prints the job instead") from error
     for name, text in {CONFIG: config_text(job.run.toml), **files}.items():

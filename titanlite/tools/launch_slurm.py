@@ -85,7 +85,7 @@ def submit(job: Job) -> str:
     follow = [
         f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
         f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
-        f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel --signal=USR1 {number}",
+        f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel --batch --signal=USR1 {number}",
         f"continue it later: sbatch {shlex.quote(file)}",
     ]
     return "\n".join(follow)
