@@ -45,6 +45,11 @@ RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
 INTERRUPTED = 130
 
 
+def after_signal(number: int) -> int:
+    """Return the exit code of a process that a signal ended, as shells have it. 137: killed, often for its memory."""
+    return 128 + number
+
+
 #: gloo's errors are plain RuntimeErrors, as are those of wrong shapes: only the text tells them apart.
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 #: torch's own errors where it cannot serve a store.

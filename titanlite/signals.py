@@ -210,10 +210,10 @@ def exit_on_signals(*numbers: signal.Signals) -> None:
 
     A later handler (`StopSignal`, torchrun) replaces it.
     """
-    # The file tells the launcher that this worker will write its exit code.
+    _install(numbers, _exit_now)
+    # The file tells the launcher that this worker will write its exit code, from here on by any of the signals.
     with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
         pass
-    _install(numbers, _exit_now)
 
 
 def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:

@@ -61,13 +61,18 @@ def code_after_signal(text: str | None) -> int:
 
 
 def code_for_scheduler(code: int, failed: Sequence[int]) -> int:
-    """Return TITANLITE_RESTART_CODE, if it is set, for an end after which the same command may go on.
+    """Return the exit code of torchrun. Schedulers start a run again after some codes.
 
-    failed: exit codes of the workers that failed first; all killed is such an end, too.
+    failed: exit codes of the workers that failed first, negative for signals. If signals ended all of them, and none
+    told another reason, the code is 128 and the number of the signal, as of a shell.
+    TITANLITE_RESTART_CODE, if it is set, replaces the codes after which the same command may go on.
     """
     killed = code == exit_codes.ERROR and bool(failed) and all(number < 0 for number in failed)
+    may_go_on = killed or code in exit_codes.RESTARTABLE
     wanted = os.environ.get(exit_codes.RESTART_VARIABLE)
-    return int(wanted) if wanted and (killed or code in exit_codes.RESTARTABLE) else code
+    if wanted and may_go_on:
+        return int(wanted)
+    return exit_codes.after_signal(-failed[0]) if killed else code
 
 
 def last_error(text: str) -> str:
@@ -112,6 +117,9 @@ def main() -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    from titanlite.parallel.agents import Farewell
+
+    farewell = Farewell()
     gc.freeze()
     gc.enable()
     _quiet_stops()
@@ -130,6 +138,7 @@ def main() -> NoReturn:
                 failed = [one.exitcode for one in error.failures.values()]
         for number in _SIGNALS:  # the workers have ended, and their code counts
             signal.signal(number, signal.SIG_IGN)
+        farewell.leave(good=code == exit_codes.DONE)
         text = record.read_text() if record.exists() else None
     if stopped:
         code = code_after_signal(text)

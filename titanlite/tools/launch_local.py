@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from titanlite.metrics.jsonl import FILE as METRICS_FILE
 from titanlite.runs.lock import FILE as LOCK_FILE
+from titanlite.runs.record import FILE as ATTEMPTS_FILE
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, render
 
@@ -35,6 +36,7 @@ def files(job: Job) -> dict[str, str]:
         "stopped": str(job.folder / "stopped"),
         "lock": str(job.folder.parent / LOCK_FILE),
         "metrics": str(job.folder.parent / METRICS_FILE),
+        "attempts": str(job.folder.parent / ATTEMPTS_FILE),
         "max_restarts": launch.max_restarts,
     }
     return {FILE: render("local.sh.jinja", values)}

@@ -13,26 +13,36 @@ if [ $# -ne 2 ]; then
 fi
 
 restarts=0
-failures=() # by the last step that was logged before them
+declare -A failures # by the steps that were reached
+run='' # process of the run; none before the first start and after each end
 stopped=/shared/runs/8b/launch/stopped # is there when one of the machines is asked to stop
+stop() {
+    touch "$stopped"
+    if [ -n "$run" ]; then kill -TERM "$run"; fi
+}
 rm -f "$stopped"
-trap 'touch "$stopped"; kill -TERM "$run"' TERM USR1
+trap stop TERM USR1
 trap 'touch "$stopped"' INT # Ctrl-C reaches the run, too
 while [ ! -e "$stopped" ]; do
     /shared/titanlite/.venv/bin/python -m titanlite run /shared/runs/8b/launch/config.toml --nproc 8 --nnodes 2 --node-rank "$1" --master "$2" &
     run=$!
+    if [ -e "$stopped" ]; then stop; fi # the signal came while it was started
     while kill -0 "$run" 2>/dev/null; do # a signal ends `wait`, not the run
         wait "$run"
-        code=$?
     done
+    wait "$run"
+    code=$?
+    run=''
     # 5: saved, since torchrun was killed on a machine. 7: another rank was lost. 128 and more: killed.
     if [ "$code" -ne 5 ] && [ "$code" -ne 7 ] && [ "$code" -lt 128 ]; then exit "$code"; fi
     if [ -e "$stopped" ] || [ "$restarts" -ge 50 ]; then break; fi
     step=$(tail -q -n 1 /shared/runs/8b/metrics.jsonl 2>/dev/null | grep -o '"step": [0-9]*' | grep -o '[0-9]*$')
-    step=${step:-0}
-    failures[step]=$((${failures[step]:-0} + 1))
-    if [ "${failures[step]}" -ge 3 ]; then
-        echo "== ended with code $code after step $step for the third time: no further start" >&2
+    # Progress is a new step in the metrics, or a newer checkpoint at the end of a start.
+    saved=$(grep -o '"saved_step": [0-9]*' /shared/runs/8b/attempts.jsonl 2>/dev/null | tail -n 1)
+    reached="$step $saved"
+    failures["$reached"]=$((${failures["$reached"]:-0} + 1))
+    if [ "${failures["$reached"]}" -ge 3 ]; then
+        echo "== ended with code $code after step ${step:-0} for the third time: no further start" >&2
         break
     fi
     restarts=$((restarts + 1))
