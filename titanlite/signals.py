@@ -208,12 +208,18 @@ def _ask_all(mine: bool) -> Callable[[], bool]:
 def exit_on_signals(*numbers: signal.Signals) -> None:
     """End the process at once with exit code 5 on these signals, while it only imports: nothing is lost yet.
 
-    A later handler (`StopSignal`, torchrun) replaces it.
+    A later handler (`StopSignal`, torchrun) replaces it. Signals that were blocked until now (`hold_signals`) count.
     """
     _install(numbers, _exit_now)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     # The file tells the launcher that this worker will write its exit code, from here on by any of the signals.
     with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
         pass
+
+
+def hold_signals(*numbers: signal.Signals) -> None:
+    """Keep these signals until `exit_on_signals`, also in a program that this process becomes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
 def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:

@@ -62,6 +62,16 @@ def test_sigusr1_reaches_processes_that_listen_and_kills_no_other() -> None:
     assert process.returncode == 3
 
 
+def test_sigusr1_waits_for_a_process_that_listens() -> None:
+    """As while Python starts, which takes seconds in a large image."""
+    listener = "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); time.sleep(20)"
+    with _start("sh", "-c", f'echo starts; sleep 1; exec python -c "{listener}"') as process:
+        assert process.stdout and process.stdout.readline() == "starts\n"
+        _signal(process, signal.SIGUSR1)
+        assert process.communicate(timeout=60)[0] == "heard\n"
+    assert process.returncode == 1
+
+
 def test_a_sagemaker_job_becomes_a_torchrun_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NGPU", "8")
     command, variables = sagemaker_job(_opt_ml(tmp_path, ["algo-1", "algo-2"], "algo-2"))

@@ -57,13 +57,13 @@ class Run:
                 both.append(machine.popen(words, env, stdout=out, stderr=out))
         return both
 
-    def until_step(self, step: int, seconds: float = 60) -> None:
+    def until_step(self, step: int, seconds: float = 240) -> None:
         end, file = time.monotonic() + seconds, self.folder / "metrics.jsonl"
         while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
             assert time.monotonic() < end, f"step {step} does not come: {self.output()}"
             time.sleep(0.05)
 
-    def end(self, both: list[subprocess.Popen[str]], seconds: float = 60) -> list[int]:
+    def end(self, both: list[subprocess.Popen[str]], seconds: float = 240) -> list[int]:
         """Wait for both machines; return their codes."""
         end = time.monotonic() + seconds
         return [one.wait(max(end - time.monotonic(), 0.1)) for one in both]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.parallel.process import TUNABLES
 from titanlite.tools import run
@@ -17,7 +18,8 @@ from titanlite.tools.cli import main
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Run the command up to torchrun; return its command line, or an error's code."""
-    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for name in ("signal", "pthread_sigmask"):
+        monkeypatch.setattr(f"signal.{name}", lambda *_: None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     for name in ("NGPU", "LOG_RANK", "FORCE_COLOR", "NO_COLOR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -37,6 +39,29 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             return str(started)
 
     return start
+
+
+#: In a folder of PYTHONPATH: sends SIGTERM to the process of torchrun as soon as Python has started.
+_SITE = """
+import os, signal, sys
+if "titanlite.torchrun" in sys.orig_argv:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("when", ["in the check", "while torchrun's Python starts"])
+def test_a_stop_before_torchrun_listens_ends_with_code_5(tmp_path: Path, when: str) -> None:
+    if when == "in the check":
+        program = tmp_path / "nvidia-smi"
+        program.write_text("#!/bin/sh\nkill -TERM $PPID\nsleep 0.2\n")
+        program.chmod(0o755)
+    else:
+        (tmp_path / "sitecustomize.py").write_text(_SITE)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PATH": path}
+    done = python("-m", "titanlite", "run", "debug_model.toml", f"--job.dump_folder={tmp_path}/run", env=variables)
+    assert done.returncode == exit_codes.PREEMPTED, done.stderr
+    assert done.stderr == "stopped: SIGTERM before the first step\n"
 
 
 def test_the_command_line_of_torchrun(start, monkeypatch: pytest.MonkeyPatch) -> None:

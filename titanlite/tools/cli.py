@@ -200,12 +200,14 @@ def add_train(commands: Commands) -> None:
 def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
     from titanlite import main
     from titanlite.fit import check_config
+    from titanlite.signals import SIGNALS, exit_on_signals
 
     argv = [*files_of(arguments), *flags]
     ranks = arguments.nproc_per_node
     if ranks is None:
         main.main(argv)
     check_ranks(ranks)
+    exit_on_signals(*SIGNALS)
     check_config(argv, ranks)
     start_ranks(ranks, ["train", *argv])
 
@@ -222,11 +224,13 @@ def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -
     import signal
 
     from titanlite import torchrun
+    from titanlite.signals import hold_signals
 
     require("torch")
 
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    hold_signals(signal.SIGTERM, signal.SIGINT)  # until torchrun can end by exit code 5
     os.execv(sys.executable, torchrun.command(ranks, words, options))
 
 

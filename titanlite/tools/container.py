@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from titanlite.tools.instances import network_environment
 
 #: As SageMaker's own toolkit has it.
 _PORT = 7777
+#: Seconds between two looks for a process that listens to SIGUSR1.
+_POLL_SECONDS = 0.2
 
 
 def run(words: list[str]) -> int:
@@ -34,15 +37,26 @@ def run(words: list[str]) -> int:
     except OSError as error:
         print(f"error: {words[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    notice_is_due = False
     while True:
-        number = signal.sigwait(numbers)
+        came = signal.sigtimedwait(numbers, _POLL_SECONDS) if notice_is_due else signal.sigwaitinfo(numbers)
+        number = came.si_signo if came is not None else 0
         if number == signal.SIGCHLD:
             if (code := _collect(child)) is not None:
                 return code if code >= 0 else 128 - code
-            continue
-        for pid in _listeners(child, number) if number == signal.SIGUSR1 else [child]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        elif number in (signal.SIGTERM, signal.SIGINT):
+            _send(number, [child])
+        if number == signal.SIGUSR1 or notice_is_due:
+            # While Python starts, no worker listens. The notice is kept until one does.
+            listeners = _listeners(child, signal.SIGUSR1)
+            _send(signal.SIGUSR1, listeners)
+            notice_is_due = not listeners
+
+
+def _send(number: int, processes: Iterable[int]) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _collect(child: int) -> int | None:

@@ -16,6 +16,7 @@ from titanlite.config.load import read
 from titanlite.fit import check_loaded
 from titanlite.parallel.process import TUNABLES, chose_malloc
 from titanlite.runs.provenance import REMOVED
+from titanlite.signals import SIGNALS, exit_on_signals
 from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
 from titanlite.utils import Style
 
@@ -52,6 +53,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
         from titanlite.tools.launch import launch
 
         return launch(system, argv, "submit"), exit_codes.DONE
+    exit_on_signals(*SIGNALS)
     nodes = arguments.nnodes or 1
     problems = problems or contradictions(config)  # before a variable is set
     if not problems:
