@@ -61,10 +61,15 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def _submit(slurm: Cluster, folder: Path, *more: str) -> str:
     """Submit a job; return its number."""
-    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", "--submit", *more]
+    return _launch(slurm, folder, "--submit", *more).split()[1]
+
+
+def _launch(slurm: Cluster, folder: Path, *more: str) -> str:
+    """Write a job; return the output."""
+    words = ["slurm", *RUN, *LAUNCH, f"--job.dump_folder={folder}", *more]
     done = python("-m", "titanlite", "launch", *words, env=slurm.environment)
     assert done.returncode == 0, done.stderr
-    return str(done.stdout.split()[1])
+    return str(done.stdout)
 
 
 def _log(folder: Path, job: str) -> str:
@@ -156,13 +161,102 @@ def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Pa
     assert f"code {exit_codes.CONFIG}" in _log(folder, job) and slurm.field(job, "Restarts") == "0"
 
 
+@pytest.mark.slow
+def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
+    slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The first task is asked to stop: it alone waits for a further start, while the second one goes on."""
+    folder = tmp_path / "run"
+    _launch(slurm, folder, "--launch.environment.STEP_SECONDS=0.2")
+    job = slurm.run("sbatch", "--parsable", "--array=0-1%1", str(folder / "launch" / "job.sbatch")).strip()
+    _until_step(folder, 3)
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
+    slurm.wait(f"{job}_1", "COMPLETED")
+    _completed(slurm, folder, f"{job}_0", undisturbed)
+    assert [slurm.field(f"{job}_{task}", "Restarts") for task in (0, 1)] == ["1", "0"]
+    assert "SIGUSR1: stopping" in _log(folder, slurm.field(f"{job}_0", "JobId"))
+
+
+@pytest.mark.slow
+def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(slurm: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    _launch(slurm, folder)
+    script = folder / "launch" / "job.sbatch"
+    for_gpus = tmp_path / "gpus.sbatch"  # as edited for a cluster that does not know its GPUs
+    lines = _render(*RUN, *LAUNCH, "--no-launch.cpu", f"--job.dump_folder={folder}").splitlines(keepends=True)
+    for_gpus.write_text("".join(line for line in lines if not line.startswith("#SBATCH --gpus")))
+    slurm.environment["SLURM_GPUS_ON_NODE"] = "0"
+    try:
+        jobs = {
+            slurm.run("sbatch", "--parsable", "--partition=aside", *words).strip(): said
+            for words, said in {
+                ("--nodes=1", str(script)): "for 2 nodes, and Slurm gave it 1",
+                ("--ntasks-per-node=2", str(script)): "for one task per node, and Slurm gave it 4 tasks on 2 nodes",
+                (str(for_gpus),): "for 1 GPU per node, and Slurm gave it 0",
+            }.items()
+        }
+    finally:
+        del slurm.environment["SLURM_GPUS_ON_NODE"]
+    for job, said in jobs.items():
+        assert slurm.wait(job, *ENDS) == "FAILED" and said in _log(folder, job)
+        assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0" and slurm.field(job, "Restarts") == "0"
+        assert "srun" not in _log(folder, job)
+
+
+@pytest.mark.slow
+def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_path: Path) -> None:
+    """They come before, while and after the ranks' Python starts, and none is lost."""
+    folder = tmp_path / "run"
+    job = _submit(slurm, folder)
+    for start, delay in enumerate((0.0, 1.0, 2.0)):
+        slurm.wait(job, "RUNNING")
+        end = time.monotonic() + 60
+        while f"restart {start}," not in (_log(folder, job) if start or _has_log(folder, job) else ""):
+            assert time.monotonic() < end, f"start {start} does not come"
+            time.sleep(0.05)
+        time.sleep(delay)
+        slurm.run("scancel", "--batch", "--signal=USR1", job)
+        slurm.wait(job, "PENDING", *ENDS)
+    assert slurm.wait(job, *ENDS) == "FAILED" and slurm.field(job, "ExitCode") == f"{exit_codes.PREEMPTED}:0"
+    log = _log(folder, job)
+    assert slurm.field(job, "Restarts") == "2" and log.count("with code 5") + log.count("before the ranks") == 3
+    assert "after no step, for the third time" in log and "launch.notice_seconds" in log
+    assert not (folder / "metrics.jsonl").exists()
+
+
+def _has_log(folder: Path, job: str) -> bool:
+    return (folder / "launch" / f"slurm-{job}.log").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_log(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    umask = os.umask(0o022)
+    try:
+        job = _submit(slurm, folder, "--launch.nodes=1", "--checkpoint.interval=2")
+    finally:
+        os.umask(umask)
+    _until_step(folder, 4)
+    (rank,) = _processes(f"SLURM_JOB_ID={job}", "RANK=0", "LOCAL_RANK=0")
+    os.kill(rank, signal.SIGKILL)
+    assert slurm.wait(job, *ENDS) == "COMPLETED", _log(folder, job)
+    assert slurm.field(job, "Restarts") == "1" and "ended with code 137" in _log(folder, job)
+    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
+    launch = folder / "launch"
+    modes = {file.name: file.stat().st_mode & 0o777 for file in [launch, *launch.iterdir()]}
+    names = ("config.toml", "job.sbatch", "failures.log", f"slurm-{job}.log")
+    assert modes == {"launch": 0o700, **dict.fromkeys(names, 0o600)}
+
+
 @pytest.mark.soak
 def test_a_stopped_and_a_cancelled_job_save_and_stay_so(slurm: Cluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = _submit(slurm, folder)
     _until_step(folder, 3)
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0")
-    slurm.run("scancel", "--signal=USR1", job)
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
     assert slurm.wait(job, *ENDS) == "FAILED" and slurm.field(job, "ExitCode") == "5:0"
     stopped = rows(folder)[-1][0]
     again = slurm.run("sbatch", "--parsable", str(folder / "launch" / "job.sbatch")).strip()

@@ -61,7 +61,7 @@ def test_a_scheduler_that_restarts_by_codes_gets_its_code(monkeypatch: pytest.Mo
         (6, []),
         (7, [7]),
     ]
-    assert [code_for_scheduler(*end) for end in ends] == [0, 1, 1, 1, 2, 5, 6, 7]
+    assert [code_for_scheduler(*end) for end in ends] == [0, 1, 137, 1, 2, 5, 6, 7]
     monkeypatch.setenv("TITANLITE_RESTART_CODE", "138")
     assert [code_for_scheduler(*end) for end in ends] == [0, 1, 138, 1, 2, 138, 6, 138]
 
@@ -79,6 +79,63 @@ def test_a_taken_port_is_a_wrong_setting_and_an_unreachable_store_is_not() -> No
         dist.TCPStore("localhost", other.getsockname()[1], 1, True, timeout=timedelta(seconds=1))
     assert code_of(taken.value) == CONFIG
     assert code_of(dist.DistNetworkError("The client socket has timed out")) == LOST_PEER
+
+
+def test_a_killed_only_rank_ends_as_killed() -> None:
+    """So that the scripts of `titanlite launch` start it again, as when one of several is killed."""
+    words = ["--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--no-python"]
+    done = python("-m", "titanlite.torchrun", *words, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    assert done.returncode == 128 + 9 and "Signal 9 (SIGKILL)" in done.stderr
+
+
+#: One of two torchruns on this machine; the second one is late with its last words to the store of the first.
+LATE = """
+import sys, time
+import torch.distributed.elastic.utils.store as store
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+from titanlite.torchrun import main
+
+def late(function):
+    return lambda *words, **named: (time.sleep(1), function(*words, **named))[1]
+
+if sys.argv.pop(1) == "1":
+    Handler.shutdown = late(Handler.shutdown)
+    enter = store._barrier_nonblocking
+    store._barrier_nonblocking = lambda **named: (enter(**named), time.sleep(1))[0]
+main()
+"""
+
+
+def _two_machines(kind: str, port: int) -> list[list[str]]:
+    """Return the options of torchrun for both."""
+    if kind == "static":
+        master = ["--master_addr=127.0.0.1", f"--master_port={port}"]
+        return [[f"--node_rank={node}", *master] for node in range(2)]
+    meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=x"]
+    return [[*meet, f"--rdzv_conf=is_host={1 - node}", "--local_addr=127.0.0.1"] for node in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "program", "code"),
+    [
+        ("c10d", "true", 0),
+        pytest.param("static", "true", 0, marks=pytest.mark.slow),
+        pytest.param("c10d", "exit 7", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_end_on_two_machines_prints_no_stack_of_torch(kind: str, program: str, code: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    processes = []
+    for node, options in enumerate(_two_machines(kind, port)):
+        words = [sys.executable, "-c", LATE, str(node), "--nnodes=2", "--nproc_per_node=1", *options]
+        words += ["--no-python", "sh", "-c", program]
+        processes.append(subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [code, code], said
+    for text in said:
+        assert "frame #" not in text and "TCPStore" not in text and "rendezvous" not in text.partition("Traceback")[0]
+        assert code or text == ""
 
 
 #: A worker that says that it was asked to stop, and its launcher.
