@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +24,7 @@ from titanlite.exit_codes import CONFIG
 from titanlite.metrics import throughput
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.rendezvous import interface_problem
-from titanlite.rank_checks import RankCheckError, check_ranks
+from titanlite.rank_checks import Measured, Rank, RankCheckError, check_ranks
 from titanlite.runs import provenance
 
 TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\n'
@@ -128,7 +130,7 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
         ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 10"]),
-        ("clock", ["the clock of rank 1 (node-1) is 7.5 s ahead"]),
+        ("clock", ["clocks of the hosts differ by 7.", "no majority tells which is right: rank 0 (node-0) 20"]),
         ("lo", ["rank 1 (node-1): GLOO_SOCKET_IFNAME is 'lo' and means lo", "set GLOO_SOCKET_IFNAME to one of eth0"]),
         ("folder", ["is not shared: node-0 writes there"]),
         ("paths", ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r']),
@@ -139,6 +141,24 @@ def test_an_odd_rank_is_named_in_a_warning(pool: Pools, tmp_path: Path, odd: str
     assert results[0] == results[1] and not results[0][1]
     text = "\n".join(results[0][0])
     assert [word for word in words if word not in text] == [], text
+
+
+def test_the_majority_tells_whose_clock_is_wrong(pool: Pools, tmp_path: Path) -> None:
+    warnings, _ = pool(4).run(_check, tmp_path, hosts=True, odd="clock")[0]
+    (text,) = (warning for warning in warnings if "clock of" in warning)
+    assert "the clock of rank 3 (node-3) is 7.5 s ahead of those of 3 other hosts" in text
+    theirs, others = (datetime.fromisoformat(time) for time in re.findall(r"(\d{4}-\d\d-\d\d [\d:]{8}) UTC", text))
+    assert 7 <= (theirs - others).total_seconds() <= 8
+
+
+def test_of_two_clocks_none_is_called_wrong() -> None:
+    """The host that is behind was the median of two, so the other one was named."""
+    ranks = [Rank(number, host, "", 0, {}, {}, "", "", "", {}, "") for number, host in enumerate(("a", "b"))]
+    seconds = 1_800_000_000.0
+    found = [Measured(True, 1, 1, 1, (), clock, True, []) for clock in (seconds - 300, seconds)]
+    (text,) = rank_checks._clock_warnings(ranks, found)
+    assert "differ by 300.0 s" in text and "ahead" not in text and "behind" not in text
+    assert "rank 0 (a) 2027-01-15 07:55:00 UTC, rank 1 (b) 2027-01-15 08:00:00 UTC" in text
 
 
 def test_the_clock_interface_and_folder_of_one_host_do_not_matter(pool: Pools, tmp_path: Path) -> None:

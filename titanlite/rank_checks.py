@@ -14,8 +14,10 @@ import os
 import socket
 import time
 import uuid
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timezone
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -338,15 +340,46 @@ def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
+    """Return a warning of each host whose clock most others contradict, or one of all if no majority agrees."""
     clocks = [(rank, found[rank.number].clock) for rank in firsts]
-    usual = median_low(clock for _, clock in clocks)
-    return [
-        f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {'ahead' if clock > usual else 'behind'}: times "
-        "in logs do not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
-        "set-ntp true)"
-        for rank, clock in clocks
-        if abs(clock - usual) > CLOCK_SECONDS
-    ]
+    most, usual = _common_clock([clock for _, clock in clocks])
+    if most == len(clocks):
+        return []
+    if 2 * most <= len(clocks):
+        times = sorted(clock for _, clock in clocks)
+        shown = ", ".join(f"{_named([rank])} {_time_text(clock)}" for rank, clock in clocks[:_MOST_NAMED])
+        more = ", …" if len(clocks) > _MOST_NAMED else ""
+        return [
+            f"the clocks of the hosts differ by {times[-1] - times[0]:.1f} s, and no majority tells which is right: "
+            f"{shown}{more}. {_CLOCK_ADVICE}"
+        ]
+    warnings = []
+    for rank, clock in clocks:
+        if abs(clock - usual) > CLOCK_SECONDS:
+            side = "ahead of" if clock > usual else "behind"
+            warnings.append(
+                f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {side} those of {most} other hosts: it "
+                f"says {_time_text(clock)}, they {_time_text(usual)}. {_CLOCK_ADVICE}"
+            )
+    return warnings
+
+
+_CLOCK_ADVICE = (
+    "Times in logs do not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
+    "set-ntp true)"
+)
+
+
+def _common_clock(clocks: Sequence[float]) -> tuple[int, float]:
+    """Return the size of the largest group of clocks within `CLOCK_SECONDS`, and the middle one of them."""
+    ordered = sorted(clocks)
+    spans = [(start, bisect_right(ordered, clock + CLOCK_SECONDS)) for start, clock in enumerate(ordered)]
+    start, stop = max(spans, key=lambda span: span[1] - span[0])
+    return stop - start, median_low(ordered[start:stop])
+
+
+def _time_text(clock: float) -> str:
+    return datetime.fromtimestamp(clock, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _write_probe(folder: Path) -> Path | None:

@@ -151,7 +151,8 @@ def _at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_examples_are_what_the_command_writes() -> None:
     wanted = examples()
-    assert {file.name: file.read_text() for file in SNAPSHOTS.iterdir()} == wanted, f"renew: python {__file__} --write"
+    stored = {file.name: file.read_text() for file in SNAPSHOTS.iterdir()}
+    assert stored == wanted, "renew: python -m tests.launch.test_kubernetes --write"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,6 +197,53 @@ def test_pods_get_what_the_machines_have() -> None:
     assert "FI_PROVIDER" not in names and names["TITANLITE_RESTART_CODE"] == "138"
     cpu = _pod(render("llama3_2_1b", "--launch.cpu", "--launch.gpus_per_node=1"))
     assert "resources" not in cpu["containers"][0] and "tolerations" not in cpu
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_ask_for_cpus_and_memory(kind: str) -> None:
+    _skip_without(kind)
+    asked = [f"--launch.kind={kind}", "--launch.cpu_request=90", "--launch.memory_request=1000Gi"]
+    text = render("llama3_2_1b", *asked)
+    resources = _resources(yaml.safe_load_all(text))
+    assert problems(text) == []
+    wanted = {"requests": {"cpu": "90", "memory": "1000Gi"}, "limits": {"nvidia.com/gpu": "1"}}
+    assert resources and all(one == wanted for one in resources)
+    on_cpus = render("llama3_2_1b", *asked, "--launch.cpu", "--launch.gpus_per_node=1", "--launch.memory_request=")
+    assert {str(one) for one in _resources(yaml.safe_load_all(on_cpus))} == {"{'requests': {'cpu': '90'}}"}
+
+
+def _resources(value: Any) -> list[Any]:
+    """Return all values of the field `resources`, at any depth."""
+    if isinstance(value, dict):
+        inside = [one for item in value.values() for one in _resources(item)]
+        return [value["resources"], *inside] if "resources" in value else inside
+    return [one for item in value for one in _resources(item)] if not isinstance(value, str | int | None) else []
+
+
+@pytest.mark.parametrize("key", ["cpu_request", "memory_request"])
+@pytest.mark.parametrize("value", ["90 cores", "-1", "1GB", "1000gi", "1\n2"])
+def test_a_request_that_is_no_quantity_is_refused(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"launch.{key}"):
+        render("llama3_1_8b", f"--launch.{key}={value}")
+
+
+#: Fields of a TrainJob's spec in versions 2.0 and 2.1 of the trainer. Later ones have further fields.
+TRAINER_2_0 = {"runtimeRef", "trainer", "initializer", "labels", "annotations", "suspend", "managedBy"}
+
+
+def test_a_train_job_with_a_time_limit_has_the_fields_of_trainer_2_0() -> None:
+    values = {one["kind"]: one.get("spec") for one in yaml.safe_load_all(_train_job("--launch.time_limit=2-12"))}
+    assert values["TrainJob"].keys() <= TRAINER_2_0
+    job_set = values["TrainingRuntime"]["template"]["spec"]
+    (node,) = job_set["replicatedJobs"]
+    assert node["template"]["spec"]["activeDeadlineSeconds"] == 216000
+    (rule,) = job_set["failurePolicy"]["rules"]
+    assert rule["action"] == "FailJobSet" and "DeadlineExceeded" in rule["onJobFailureReasons"]
+    assert "eadline" not in _train_job()
+
+
+def _train_job(*flags: str) -> str:
+    return render("llama3_1_8b", "--launch.kind=TrainJob", *flags)
 
 
 def test_names_stay_texts_and_two_run_folders_have_two_jobs() -> None:

@@ -162,9 +162,7 @@ def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
-    slurm: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_the_tasks_of_a_job_array_do_one_run_after_the_other(slurm: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     """The first task is asked to stop: it alone waits for a further start, while the second one goes on."""
     folder = tmp_path / "run"
     _launch(slurm, folder, "--launch.environment.STEP_SECONDS=0.2")

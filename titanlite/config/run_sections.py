@@ -250,6 +250,11 @@ class Launch(Section, frozen=True):
     volumes: dict[str, str] = {}
     """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One must hold
     job.dump_folder."""
+    cpu_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?|\d+m)?$")] = ""
+    """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: none, so other pods may take them."""
+    memory_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")] = ""
+    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: none; pods without a request are
+    the first to be evicted."""
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
     role: str = ""

@@ -65,6 +65,7 @@ def files(job: Job) -> dict[str, str]:
             **launch.environment,
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
+        "requests": _requests(job),
         "deadline": limit_seconds(launch.time_limit),
         "volumes": [(claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()],
         "config_folder": _CONFIG_FOLDER,
@@ -91,6 +92,12 @@ def _name(job: Job) -> str:
     name = re.sub(r"[^a-z0-9-]+", "-", job.name)
     start = (name if name[0].isalpha() else f"run-{name}")[:33].strip("-")
     return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
+
+
+def _requests(job: Job) -> dict[str, str]:
+    """Return what each pod asks for beside GPUs and network devices."""
+    asked = {"cpu": job.launch.cpu_request, "memory": job.launch.memory_request}
+    return {resource: amount for resource, amount in asked.items() if amount}
 
 
 def _rendezvous(job: Job) -> list[str]:
