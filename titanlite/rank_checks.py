@@ -341,7 +341,8 @@ def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
     """Return a warning of each host whose clock most others contradict, or one of all if no majority agrees."""
-    clocks = [(rank, found[rank.number].clock) for rank in firsts]
+    hosts = sorted(firsts, key=lambda rank: rank.number)
+    clocks = [(rank, found[rank.number].clock) for rank in hosts]
     most, usual = _common_clock([clock for _, clock in clocks])
     if most == len(clocks):
         return []
