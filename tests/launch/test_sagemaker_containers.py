@@ -18,6 +18,7 @@ from tests.launch import namespaces
 from tests.launch.sagemaker_container import SDK, TOOLKIT, make_folder, python_with
 from tests.processes import ROOT, python
 from titanlite import exit_codes
+from titanlite.config.toml import loads
 from titanlite.runs.record import read_entries
 
 _TORCHRUN = {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
@@ -34,6 +35,7 @@ _VALUES = {
     "data.skip_steps": [2],
     "float8.filter_fqns": ["output"],
     "optimizer.lr": 1e-3,
+    "launch.environment": {"A_B": "1", "C": "x,y"},
 }
 
 
@@ -60,6 +62,7 @@ def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[nam
     assert (ml / "output" / "success").exists() and not (ml / "output" / "failure").exists()
     config = (ml / "checkpoints" / "config.toml").read_text()
     assert f'dataset_path = "{ml}/input/data/train/text.jsonl"' in config
+    assert loads(config)["launch"]["environment"] == {"A_B": "1", "C": "x,y"}
     # The same words on a command line of ours give the same losses.
     flags = [
         "--config_file=run.toml",

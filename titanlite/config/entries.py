@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -195,10 +197,12 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
         except _BadWords as error:
             problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
             continue
-        # A table given as one word is as good as a flag for each of its entries.
         given = {name: value}
-        if isinstance(value, dict) and name in keys() and keys()[name].is_table:
-            given = {f"{name}.{quote_key(k)}": v for k, v in value.items()}
+        if name in keys() and keys()[name].is_table:
+            if isinstance(value, str):
+                value = _table_of_pairs(name, value)
+            if isinstance(value, dict):  # as good as a flag for each of its entries
+                given = {f"{name}.{quote_key(k)}": v for k, v in value.items()}
         for written, item in given.items():
             entries.pop(written, None)
             entries[written] = Entry(written, item, Source("command line", written=written))
@@ -261,7 +265,7 @@ def _read_one(type_: Any, text: str) -> Any:
     if type(None) in members(type_) and (unset or not (text or fits(type_, text))):  # "": null as a hyperparameter
         return None
     readings: list[Any] = [text.lower() == "true"] if text.lower() in ("true", "false") else []
-    for read in (_literal, _json, int, float):
+    for read in (_literal, _json, _python, int, float):
         try:
             readings.append(read(text))
         except (ValueError, RecursionError):
@@ -269,6 +273,40 @@ def _read_one(type_: Any, text: str) -> Any:
     if type_ is not Any:  # quotes of a text are part of it
         readings = [value for value in readings if not isinstance(value, str)]
     return next((value for value in [*readings, text] if fits(type_, value)), readings[0] if readings else text)
+
+
+#: The name before a value of `_table_of_pairs`.
+_PAIR_NAME = re.compile(r"\s*([A-Za-z_][\w-]*)=")
+_DEPTHS = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
+
+
+def _table_of_pairs(table: str, text: str) -> Any:
+    """Return the table that SageMaker's toolkit writes as `dim=64,n_heads=4`; the text itself if it has another form.
+
+    A comma divides two entries if a name and `=` follow it outside of brackets. An empty table is an empty text.
+    """
+    depth, starts = 0, [0]
+    for position, character in enumerate(text):
+        depth += _DEPTHS.get(character, 0)
+        if character == "," and depth == 0 and _PAIR_NAME.match(text, position + 1):
+            starts.append(position + 1)
+    entries: dict[str, Any] = {}
+    for start, stop in zip(starts, [*(start - 1 for start in starts[1:]), len(text)], strict=True):
+        name = _PAIR_NAME.match(text, start, stop)
+        if name is None:
+            return text if text.strip() else {}
+        entries[name[1]] = _read_one(type_of(f"{table}.{name[1]}"), text[name.end() : stop])
+    return entries
+
+
+def _python(text: str) -> Any:
+    """Return a list or a dict as Python prints it, and so SageMaker's toolkit. Raises ValueError."""
+    if not text.lstrip().startswith(("[", "{")):
+        raise ValueError
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))  # without tuples and sets
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError from error
 
 
 def _json(text: str) -> Any:
