@@ -13,8 +13,9 @@ import pytest
 
 from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host
-from tests.processes import ROOT, python
+from tests.processes import ROOT, environment, python
 from titanlite import exit_codes
+from titanlite.runs.record import read_entries
 from titanlite.tools import launch_local
 from titanlite.tools.launch import prepare
 from titanlite.utils import read_lines
@@ -97,17 +98,68 @@ def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_third_failure_without_a_new_logged_step_is_the_last(tmp_path: Path, monkeypatch) -> None:
     """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends with 7."""
-    fails, folder = tmp_path / "fails", tmp_path / "run"
+    folder = tmp_path / "run"
     count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
-    fails.write_text(f"#!/bin/bash\ncd {folder}\necho start >>starts\n{count}\nexit 7\n")
-    fails.chmod(0o755)
-    folder.mkdir()
-    monkeypatch.setattr(sys, "executable", str(fails))
-    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--job.dump_folder={folder}"]
-    (tmp_path / "run.sh").write_text(launch_local.files(prepare(flags))[launch_local.FILE])
+    _script(tmp_path, monkeypatch, f"{count}\nexit 7")
     done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
     assert done.returncode == exit_codes.LOST_PEER and "after step 3 for the third time" in done.stderr
     assert (folder / "starts").read_text().count("start") == 5
+
+
+def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Path:
+    """Write run.sh for one rank with a stand-in for Python, which runs in the run's folder."""
+    stand_in, folder = tmp_path / "stand-in", tmp_path / "run"
+    folder.mkdir()
+    stand_in.write_text(f"#!/bin/bash\ncd {folder}\necho start >>starts\n{program}\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--job.dump_folder={folder}"]
+    script = tmp_path / "run.sh"
+    script.write_text(launch_local.files(prepare(flags))[launch_local.FILE])
+    (folder / "launch").mkdir()
+    return script
+
+
+def test_a_newer_checkpoint_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with metrics.log_freq = 100, where a start may log nothing. The only rank is killed each time."""
+    save = 'n=$(wc -l <starts); [ $n -gt 4 ] || echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" >>attempts.jsonl'
+    script = _script(tmp_path, monkeypatch, f"{save}\nexit 137")
+    done = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert done.returncode == 137 and "restart 5 of" in done.stderr and "for the third time" in done.stderr
+    assert (tmp_path / "run" / "starts").read_text().count("start") == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    program = "trap 'exit 5' TERM\necho ready\nfor i in {1..200}; do sleep 0.1; done"
+    script = _script(tmp_path, monkeypatch, program)
+    with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(60) == exit_codes.PREEMPTED
+    assert (tmp_path / "run" / "starts").read_text() == "start\n"
+
+
+@pytest.mark.slow
+def test_a_killed_only_rank_is_started_again(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["launch", "local", *FLAGS, "--launch.nodes=1", f"--job.dump_folder={folder}"]
+    done = python("-m", "titanlite", *words, "--checkpoint.interval=2")
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "output", "w") as out:
+        words = ["bash", str(folder / "launch" / "run.sh")]
+        process = subprocess.Popen(words, stdout=out, stderr=out, env=environment(STEP_SECONDS="0.5"))
+    end, file = time.monotonic() + 240, folder / "metrics.jsonl"
+    while not file.exists() or not any(row.get("step", 0) >= 4 for row in read_lines(file)):
+        assert time.monotonic() < end and process.poll() is None, (tmp_path / "output").read_text()
+        time.sleep(0.05)
+    (start,) = (entry for entry in read_entries(folder) if entry["event"] == "start")
+    os.kill(start["pid"], signal.SIGKILL)
+    assert process.wait(240) == exit_codes.DONE, (tmp_path / "output").read_text()
+    assert "ended with code 137; restart 1 of 1" in (tmp_path / "output").read_text()
+    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.soak
