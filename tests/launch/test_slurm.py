@@ -183,18 +183,18 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(slur
     for_gpus = tmp_path / "gpus.sbatch"  # as edited for a cluster that does not know its GPUs
     lines = _render(*RUN, *LAUNCH, "--no-launch.cpu", f"--job.dump_folder={folder}").splitlines(keepends=True)
     for_gpus.write_text("".join(line for line in lines if not line.startswith("#SBATCH --gpus")))
-    slurm.environment["SLURM_GPUS_ON_NODE"] = "0"
+    slurm.environment |= {"SLURM_GPUS_ON_NODE": "0", "SLURM_NTASKS": "7"}  # 7: of a job that submits this one
     try:
         jobs = {
             slurm.run("sbatch", "--parsable", "--partition=aside", *words).strip(): said
             for words, said in {
                 ("--nodes=1", str(script)): "for 2 nodes, and Slurm gave it 1",
-                ("--ntasks-per-node=2", str(script)): "for one task per node, and Slurm gave it 4 tasks on 2 nodes",
+                ("--ntasks-per-node=2", str(script)): "for one task per node, and Slurm gave it 2",
                 (str(for_gpus),): "for 1 GPU per node, and Slurm gave it 0",
             }.items()
         }
     finally:
-        del slurm.environment["SLURM_GPUS_ON_NODE"]
+        del slurm.environment["SLURM_GPUS_ON_NODE"], slurm.environment["SLURM_NTASKS"]
     for job, said in jobs.items():
         assert slurm.wait(job, *ENDS) == "FAILED" and said in _log(folder, job)
         assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0" and slurm.field(job, "Restarts") == "0"
@@ -344,9 +344,12 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path: Path, capsys: pyt
     said = capsys.readouterr()
     assert "#SBATCH --nodes=2\n" in said.out and not (tmp_path / "run").exists()
     assert said.err == ""
+    launch = tmp_path / "run" / "launch"
+    launch.mkdir(parents=True, mode=0o755)
     assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == exit_codes.DONE
     assert "begins at step 0" in capsys.readouterr().err
-    assert (tmp_path / "run/launch/job.sbatch").stat().st_mode & 0o777 == 0o600
+    assert (launch / "job.sbatch").stat().st_mode & 0o777 == 0o600
+    assert launch.stat().st_mode & 0o777 == 0o700  # Slurm's log in it has the mode of the submitting shell at first
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
