@@ -23,6 +23,7 @@ from titanlite.signals import exit_on_signals, line_break
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CLOSED = "error: the machines met at the rendezvous of an earlier start, which is about to end. Start again\n"
 
 
 def command(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
@@ -138,9 +139,13 @@ def main() -> NoReturn:
                 failed = [one.exitcode for one in error.failures.values()]
         for number in _SIGNALS:  # the workers have ended, and their code counts
             signal.signal(number, signal.SIG_IGN)
-        farewell.leave(good=code == exit_codes.DONE)
+        # Where machines are replaced one by one, a new one must not meet the store of a failed start.
+        if code == exit_codes.DONE or exit_codes.RESTART_VARIABLE not in os.environ:
+            farewell.leave(good=code == exit_codes.DONE)
         text = record.read_text() if record.exists() else None
-    if stopped:
+    if farewell.was_closed and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
+        code, failure = exit_codes.LOST_PEER, _CLOSED
+    elif stopped:
         code = code_after_signal(text)
     elif code and text is not None:
         code = worst_code(text, failed) or code

@@ -75,7 +75,7 @@ class Operator:
 
     def run(self, *disturbances: Any) -> str:
         """Run the job to its end; return its condition. disturbances: called one after another until they are true."""
-        waiting, end = list(disturbances), time.monotonic() + 120
+        waiting, end = list(disturbances), time.monotonic() + 300
         while True:
             assert time.monotonic() < end, self.log()
             if waiting and waiting[0](self):

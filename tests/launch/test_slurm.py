@@ -101,9 +101,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Submit a job that reaches its time limit while other tests run: Slurm looks for such jobs each 30 s."""
     folder = tmp_path_factory.mktemp("limited") / "run"
-    return folder, _submit(
-        slurm, folder, "--launch.time_limit=1:00", "--launch.notice_seconds=29", "--launch.queue=aside"
-    )
+    # The notice may come up to a minute sooner than asked for, and a start takes long on a busy machine.
+    limits = ["--launch.time_limit=2:00", "--launch.notice_seconds=29", "--launch.environment.STEP_SECONDS=6"]
+    return folder, _submit(slurm, folder, *limits, "--launch.queue=aside")
 
 
 @pytest.mark.slow

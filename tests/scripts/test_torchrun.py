@@ -8,8 +8,11 @@ import pty
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +139,42 @@ def test_an_end_on_two_machines_prints_no_stack_of_torch(kind: str, program: str
     for text in said:
         assert "frame #" not in text and "TCPStore" not in text and "rendezvous" not in text.partition("Traceback")[0]
         assert code or text == ""
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated(is_full: bool) -> None:
+    """As a new pod whose peers have not ended yet. is_full: it waited beside them, and torch forgot to return a result.
+
+    That was an AttributeError, and its code 1 failed the job.
+    """
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    earlier = [
+        get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "x", 2, 2, is_host=is_host))
+        for is_host in (True, False)
+    ]
+    if is_full:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(lambda handler: handler.next_rendezvous(), earlier))
+    else:
+        earlier[0].set_closed()
+    words = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=x", "--no-python"]
+    words += [f"--rdzv_endpoint={endpoint}", "--rdzv_conf=is_host=0", "true"]
+    command = [sys.executable, "-m", "titanlite.torchrun", *words]
+    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as late:
+        end = time.monotonic() + 120
+        states: Any = earlier[0]
+        while is_full and not states._state_holder.state.redundancy_list:
+            states._state_holder.sync()
+            assert time.monotonic() < end and late.poll() is None, "it does not come"
+            time.sleep(0.05)
+        earlier[0].set_closed()
+        said = late.communicate(timeout=120)[1]
+    assert late.returncode == LOST_PEER and said.endswith("which is about to end. Start again\n"), said
+    assert "AttributeError" not in said
 
 
 #: A worker that says that it was asked to stop, and its launcher.

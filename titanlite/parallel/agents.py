@@ -34,6 +34,8 @@ class Farewell:
         #: Whether torchrun closes the rendezvous after failures, too: only that of c10d.
         self._is_closed = False
         self._store: Any = None
+        #: Whether this start met the rendezvous of an earlier one, whose machines are about to end.
+        self.was_closed = False
         self._watch_rendezvous()
         self._watch_stores()
 
@@ -45,9 +47,23 @@ class Farewell:
         def noted_handler(parameters: Any) -> Any:
             if parameters.min_nodes == parameters.max_nodes:
                 self._machines = parameters.max_nodes
-            return make_handler(parameters)
+            handler = make_handler(parameters)
+            handler.next_rendezvous = self._noting_closed(handler.next_rendezvous)
+            return handler
 
         registry.get_rendezvous_handler = noted_handler
+
+    def _noting_closed(self, meet: Callable[[], Any]) -> Callable[[], Any]:
+        closed: Any = import_module(f"{_RENDEZVOUS}.api")
+
+        def noted_meet() -> Any:
+            try:
+                return meet()
+            except (closed.RendezvousClosedError, closed.RendezvousGracefulExitError):
+                self.was_closed = True
+                raise
+
+        return noted_meet
 
     def _watch_stores(self) -> None:
         """Note the store that torchrun opens. A torch that opens it in another way leaves as it likes."""
