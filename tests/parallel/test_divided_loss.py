@@ -61,9 +61,7 @@ def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, to
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)], ids=["plain", "z-loss and smoothing"])
-def test_value_and_gradient_are_those_of_the_whole_loss(
-    pool: Pools, ranks: int, z: float, smoothing: float
-) -> None:
+def test_value_and_gradient_are_those_of_the_whole_loss(pool: Pools, ranks: int, z: float, smoothing: float) -> None:
     value, gradient = _expected(z, smoothing, torch.float32)
     for found in pool(ranks).run(_figures, z, smoothing, torch.float32):
         assert found["loss"] == found["again"] == pytest.approx(value, rel=1e-6)

@@ -76,7 +76,14 @@ WHOLE = {**TP, "training.enable_loss_parallel": "false"}
 COMPILED = {**TP, "training.compile": "true"}
 FLOAT = {"training.mixed_precision_param": "float32"}
 PENALTY, CHUNKS = {"training.z_loss": 1e-4}, {"training.loss_chunks": 2}
-SLOW_LOSSES = [TP | FLOAT, COMPILED | FLOAT, COMPILED | CHUNKS, WHOLE | FLOAT, WHOLE | PENALTY | CHUNKS, PENALTY | CHUNKS]
+SLOW_LOSSES = [
+    TP | FLOAT,
+    COMPILED | FLOAT,
+    COMPILED | CHUNKS,
+    WHOLE | FLOAT,
+    WHOLE | PENALTY | CHUNKS,
+    PENALTY | CHUNKS,
+]
 
 
 @pytest.mark.parametrize(

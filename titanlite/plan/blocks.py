@@ -341,9 +341,10 @@ def embedding(s: Shape) -> ModuleMemory:
     if s.tp == 1:
         return ModuleMemory(0, 0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
     # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result. The backward
-    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it.
+    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it. Of a tied table the sum is
+    # a tensor beside both.
     ordered = 2 * s.whole + s.hidden
-    backward = max(ordered, table * s.tp + max(s.whole, table * (not s.args.tied)))
+    backward = max(ordered, table * s.tp + max(s.whole, table))
     return ModuleMemory(0, 0, Peak(ordered), Peak(backward), table, s.hidden)
 
 
@@ -418,8 +419,8 @@ def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
         # The tensor in float32, and the gradient; in float32 it takes the place of that tensor.
         logits = part * (s.size + (4 + s.size if low else 4))
     elif loss.divided == "compiled":
-        # The copy in float32 and probabilities; one tensor is the gradient of both, and takes the place of the copy.
-        logits = part * (s.size + 8)
+        # Probabilities, and one tensor that is the gradient of both; in the end that of the logits.
+        logits = part * (s.size + 8 + (s.size if low else 0))
     else:
         # The copy in float32, or in float32 the logits of all ranks; probabilities, and the gradients of both.
         # A penalty has its peak in the forward, where one more takes the gradients' place beside the whole logits.

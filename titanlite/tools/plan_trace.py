@@ -235,8 +235,10 @@ class _CompiledLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         gradient, dtype = torch.empty_like(ctx.probabilities), ctx.kept.dtype
-        del ctx.probabilities, ctx.kept
-        return gradient.to(dtype)
+        del ctx.kept
+        result = gradient.to(dtype)
+        del ctx.probabilities
+        return result
 
 
 class _FusedNorm(torch.autograd.Function):
