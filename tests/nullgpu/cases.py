@@ -103,7 +103,9 @@ CASES: dict[str, Case] = {
     "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
     "70B on 64": Case(FULL, 64, "llama3_70b", layers=8),
     "70B on 64, compiled": Case(COMPILE + FULL, 64, "llama3_70b"),
-    "70B on 64, TP 8, batch 16": Case(TP_8 + FULL + "training.batch_size=16", 64, "llama3_70b", layers=8, allowed=GROWS),
+    "70B on 64, TP 8, batch 16": Case(
+        TP_8 + FULL + "training.batch_size=16", 64, "llama3_70b", layers=8, allowed=GROWS
+    ),
     "70B on 64, TP 8, compiled": Case(COMPILE + FULL + TP_8, 64, "llama3_70b"),
     "405B on 512": Case(FULL, 512, "llama3_1_405b", "h200-141g"),
 }

@@ -507,6 +507,8 @@ class _Step:
         if self.in_float8:
             found.append("the MFU is of the peak in bf16, though products run in float8")
         low, high = (f"{100 * (share - 1):+.0f} %" for share in self.unseen)
-        found.append(f"the range of speeds is {low} to {high}: so far were published runs that no constant was fitted on")
+        found.append(
+            f"the range of speeds is {low} to {high}: so far were published runs that no constant was fitted on"
+        )
         found.append("data, checkpoints and validation take no time")
         return tuple(found)

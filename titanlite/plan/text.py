@@ -16,7 +16,7 @@ from titanlite.utils import Style, Table, counted, escape, human_bytes, human_co
 
 _BAR = 24
 #: Retries of the allocator in a step of runs on the null GPU that had exactly the memory that they need.
-FEWEST_RETRIES, MOST_RETRIES = 3, 13
+FEWEST_RETRIES, MOST_RETRIES = 2, 13
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
 #: GiB of host memory for each GPU that AWS's largest machines have: a plan that needs more says so first.
 _HOST_PER_GPU = 256
