@@ -278,7 +278,8 @@ def test_published_runs_lie_in_the_range(gpu: str, world: int, flags: tuple[str,
 KEMPNER = "activation_checkpoint.mode=full training.compile training.seq_len=4096 training.dtype=bfloat16 "
 
 
-#: Of KempnerForge on machines with 4 H200 (2026-04), tokens/s per GPU: no constant was fitted on them. Two micro-batches.
+#: Of KempnerForge on machines with 4 H200 (2026-04), tokens/s per GPU, in two micro-batches. No constant was fitted
+#: on them.
 @pytest.mark.parametrize(
     "world, tensor, published, error",
     [

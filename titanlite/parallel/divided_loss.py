@@ -24,7 +24,7 @@ def divided_cross_entropy(logits: DTensor, labels: Tensor, objective: Objective)
     logits: [..., vocab], on a one-dimensional mesh whose ranks hold equal parts of the vocabulary. labels: [...] int64
     of the whole vocabulary, `IGNORE` where there is no target; the same on every rank. Every rank of the mesh calls it.
     """
-    loss: Tensor = _DividedCrossEntropy.apply(logits, labels, objective)  # type: ignore[no-untyped-call]
+    loss: Tensor = _DividedCrossEntropy.apply(logits, labels, objective)
     return loss
 
 

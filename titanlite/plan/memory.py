@@ -311,6 +311,8 @@ class _Step:
     def _whole(self, group: Group, copied: bool = False) -> int:
         """Return the bytes of gathered weights. copied: of those that are put in order by a copy."""
         weights = (weight for weight in group.weights if weight.copied or not copied)
+        if self.run.mesh.world_size == self.run.mesh.tensor and self.master == self.low and not self.offloads:
+            weights = (weight for weight in weights if weight.float8)  # products take the others as they are
         return sum(weight.padded * (1 if weight.float8 else self.low) for weight in weights)
 
     def _free(self, group: Group) -> None:

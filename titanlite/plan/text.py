@@ -123,9 +123,10 @@ def _reserved(plan: Plan) -> str:
     if plan.margin < 0:
         return f"{shown}, if the GPU had the room"
     if plan.tight:
+        retries = f"{FEWEST_RETRIES} to {MOST_RETRIES} times with no more than needed"
         return (
-            f"{shown} where there is room. This GPU has less: it fits by what is needed, but tightly. Each step the "
-            f"allocator gives blocks back and asks again, {FEWEST_RETRIES} to {MOST_RETRIES} times with no more than needed"
+            f"{shown} where there is room. This GPU has less: it fits by what is needed, but tightly. "
+            f"Each step the allocator gives blocks back and asks again, {retries}"
         )
     return f"{shown}, since the allocator keeps freed blocks; the fit is judged by what is needed"
 
