@@ -217,7 +217,7 @@ def _like_gpu() -> Iterator[None]:
 
 
 def _compiled_loss(logits: DTensor, labels: torch.Tensor, objective: Any) -> torch.Tensor:
-    loss: torch.Tensor = _CompiledLoss.apply(logits)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _CompiledLoss.apply(logits)
     return loss
 
 
