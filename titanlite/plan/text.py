@@ -126,7 +126,7 @@ def _reserved(plan: Plan) -> str:
         retries = f"{FEWEST_RETRIES} to {MOST_RETRIES} times with no more than needed"
         return (
             f"{shown} where there is room. This GPU has less: it fits by what is needed, but tightly. "
-            f"Each step the allocator gives blocks back and asks again, {retries}"
+            f"In each step the allocator may give blocks back and ask again, {retries}"
         )
     return f"{shown}, since the allocator keeps freed blocks; the fit is judged by what is needed"
 
