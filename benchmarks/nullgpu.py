@@ -66,7 +66,8 @@ Settings are below the table.
   can run. **waits**: of the host for the compute stream or the device. **pageable**: copies that stop the loop.
 - **malloc**: cudaMalloc and cudaFree. **host**: processor seconds of one step on a busy machine without a GPU:
   an upper bound of the cost of launches.
-- **peak**: GiB of the caching allocator, allocated and reserved; **plan**: the tensors that `titanlite plan` expects.
+- **peak**: GiB of the caching allocator, allocated and reserved; **plan**: the tensors that `titanlite plan` expects, and
+  its error against **peak**. Formulas know eager code: of a compiled run they give an upper bound.
 - **products**: FLOPs of the matrix products in the log over those of the model's formula, without attention: 1 without
   recomputation; in brackets the plan's figure.
 - **MFU**: expected by `titanlite/plan/speed.py` from products, bytes and links, not measured. Its constants are fitted
@@ -177,7 +178,7 @@ def row(name: str, case: Case, found: dict[str, Any]) -> str:
     expected = found.get("plan")
     if expected:
         cells += [
-            f"{expected['peak']:.1f}",
+            f"{expected['peak']:.1f} ({expected['peak'] / found['peak_allocated_gib'] - 1:+.1%})",
             f"{found['gemm_tflop'] / expected['tflop']:.2f} ({expected['products']:.2f})",
             f"{expected['mfu']:.1%}",
         ]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,21 @@ from titanlite.data.rows import IGNORE
 
 #: (logits [batch, seq, vocab], labels [batch, seq] int64) → the loss summed over valid tokens, a scalar.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+class Objective(NamedTuple):
+    """What the gradient of cross-entropy has beside it, see `regularized`."""
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+def objective_of(loss: LossFunction) -> Objective | None:
+    """Return the objective of `cross_entropy_sum` or of a result of `regularized`; None: of another function."""
+    if loss is cross_entropy_sum:
+        return Objective()
+    found: Objective | None = getattr(loss, "objective", None)
+    return found
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,6 +61,7 @@ def regularized(z_loss: float, label_smoothing: float) -> LossFunction:
         objective = (1 - label_smoothing) * entropy + more.where(labels != IGNORE, 0.0).sum()
         return entropy.detach() + (objective - objective.detach())
 
+    cross_entropy.objective = Objective(z_loss, label_smoothing)  # type: ignore[attr-defined]
     return cross_entropy
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+from tests.allocated import peak_bytes
 from tests.tiny import KEPT_TOKENS
 from titanlite.build import build
-from titanlite.data.loader import to_device
+from titanlite.data.loader import Batch, to_device
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, load_config
 from titanlite.parallel.dist_env import DistEnv
@@ -35,6 +38,9 @@ _OPTIMIZER, _GLOBAL, _CHUNKS = "optimizer.name", "training.global_batch_size", "
 _EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": 1e9}
 _FLOAT8 = {"float8.enable_float8_linear": "true", "float8.emulate": "true"}
 _MIXTRAL = {"model.name": "mixtral", "model.overrides.ffn_dim": 256}
+#: Where the logits are most of a step.
+_LARGE = {"model.vocab_size": 16384}
+_PENALTY = {"training.z_loss": 1e-4}
 _BF16 = {"training.dtype": "bfloat16"}
 
 #: Name → ranks, and flags beside those of every row.
@@ -52,6 +58,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank, Muon": (1, {_OPTIMIZER: "Muon"}),
     "1 rank, fused AdamW": (1, {"optimizer.implementation": "fused"}),
     "1 rank, step in backward": (1, _EARLY),
+    "1 rank, z-loss": (1, _PENALTY),
     "1 rank, loss in 4 chunks": (1, {_CHUNKS: 4}),
     "1 rank, float8 tensorwise": (1, _FLOAT8),
     "1 rank, float8 rowwise, AC op": (
@@ -80,6 +87,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 2, step in backward": (2, _EARLY),
     "ddp 2": (2, {_REPLICAS: 2, _SHARD: 1}),
     "tp 2": (2, {_TP: 2}),
+    "tp 2, AC full, large vocabulary": (2, {_TP: 2, _MODE: "full", **_LARGE}),
+    "tp 2, AC full, large vocabulary, z-loss": (2, {_TP: 2, _MODE: "full", **_LARGE, **_PENALTY}),
+    "tp 2, two chunks, large vocabulary": (2, {_TP: 2, _MODE: "full", **_LARGE, _CHUNKS: 2}),
     "tp 2, whole logits": (2, {_TP: 2, "training.enable_loss_parallel": "false"}),
     "cp 2": (2, {_CP: 2}),
     "pp 2, 1F1B": (2, {_PP: 2, _SCHEDULE: "1F1B"}),
@@ -110,22 +120,32 @@ def planned(case: str) -> RunConfig:
 
 def measure(world: DistEnv, case: str) -> RankMemory:
     """Train two steps of a run with its real components, and measure the second. Every rank calls it."""
+    with second_step(world, case) as (run, parts, batches):
+        meter = MemoryMeter(parts.model, parts.optimizer, run.spec.block_names(parts.args), run.spec.head)
+        parts.train_step.phase = meter.phase
+        for tensor in (t for batch in batches for t in batch if t is not None):
+            meter.track(tensor)
+        meter.restart()
+        with meter:
+            parts.train_step(batches, 2, 1e-3)
+        return RankMemory(world.rank, meter.moments())
+
+
+def allocated(world: DistEnv, case: str) -> int:
+    """Return the most bytes that the allocator hands out in the second step beyond those from before it."""
+    with second_step(world, case) as (_, parts, batches):
+        return peak_bytes(lambda: parts.train_step(batches, 2, 1e-3))
+
+
+@contextlib.contextmanager
+def second_step(world: DistEnv, case: str) -> Iterator[tuple[RunConfig, Any, list[Batch]]]:
+    """Train one step of a run, and give the run, its components and the batches of the next step."""
     with tempfile.TemporaryDirectory() as folder:
-        run = load_config(
-            "debug_model.toml", world.size, [*config_of(case)[1], f"--job.dump_folder={world.broadcast(folder)}"]
-        )
+        own = f"--job.dump_folder={world.broadcast(folder)}"
+        run = load_config("debug_model.toml", world.size, [*config_of(case)[1], own])
         parts = build(run, world)
         try:
-            step = parts.train_step
-            step(to_device(parts.loader.next_step(), world.device), 1, 1e-3)
-            meter = MemoryMeter(parts.model, parts.optimizer, run.spec.block_names(parts.args), run.spec.head)
-            step.phase = meter.phase
-            batches = to_device(parts.loader.next_step(), world.device)
-            for tensor in (t for batch in batches for t in batch if t is not None):
-                meter.track(tensor)
-            meter.restart()
-            with meter:
-                step(batches, 2, 1e-3)
-            return RankMemory(world.rank, meter.moments())
+            parts.train_step(to_device(parts.loader.next_step(), world.device), 1, 1e-3)
+            yield run, parts, to_device(parts.loader.next_step(), world.device)
         finally:
             parts.close()

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.plan.measured import CASES, measure, planned
+from tests.plan.measured import CASES, allocated, measure, planned
+from tests.pool import Pools
 from titanlite.config.errors import ConfigError
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
@@ -68,6 +69,63 @@ def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
     formula, traced = estimate(run, 0).peak, trace(run).peak
     for part in PARTS:
         assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
+
+
+TP = {"training.tensor_parallel_degree": 2}
+WHOLE = {**TP, "training.enable_loss_parallel": "false"}
+COMPILED = {**TP, "training.compile": "true"}
+FLOAT = {"training.mixed_precision_param": "float32"}
+PENALTY, CHUNKS = {"training.z_loss": 1e-4}, {"training.loss_chunks": 2}
+SLOW_LOSSES = [
+    TP | FLOAT,
+    COMPILED | FLOAT,
+    COMPILED | CHUNKS,
+    WHOLE | FLOAT,
+    WHOLE | PENALTY | CHUNKS,
+    PENALTY | CHUNKS,
+]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(TP, TP | CHUNKS, TP | PENALTY, COMPILED, WHOLE | CHUNKS, PENALTY, WHOLE | PENALTY),
+        *(pytest.param(flags, marks=pytest.mark.slow) for flags in SLOW_LOSSES),
+    ],
+    ids=str,
+)
+def test_formula_and_trace_agree_on_every_kind_of_loss(flags: dict[str, Any]) -> None:
+    run = config(8, **{"activation_checkpoint.mode": "full", "model.overrides.n_layers": 1, **flags})
+    formula, traced = estimate(run, 0).peak, trace(run).peak
+    assert formula.total == pytest.approx(traced.total, rel=0.003)
+
+
+def test_one_rank_gathers_no_weights_that_need_no_cast() -> None:
+    run = config(1, **{"model.overrides.n_layers": 1, "training.dtype": "bfloat16"})
+    formula, traced = estimate(run, 0).peak, trace(run).peak
+    assert formula.total == pytest.approx(traced.total, rel=0.003)
+    assert formula.parts.get("gathered weights", 0) == traced.parts["gathered weights"] == 0
+
+
+#: Temporary buffers of the CPU's kernels, and numbers of each token, are in neither count.
+BELOW_OPERATORS = 0.03
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tp 2, AC full, large vocabulary",
+        pytest.param("tp 2, AC full, large vocabulary, z-loss", marks=pytest.mark.slow),
+        pytest.param("fsdp 2", marks=pytest.mark.slow),
+        pytest.param("1 rank, z-loss", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(pool: Pools, case: str) -> None:
+    ranks = CASES[case][0]
+    real = pool(ranks).run(allocated, case)[ranks - 1]
+    traced = trace(planned(case), ranks - 1, "cpu")
+    before = sum(traced.moments[0].parts[part] for part in ("parameters", "optimizer"))
+    assert traced.peak.total - before == pytest.approx(real, rel=BELOW_OPERATORS)
 
 
 @pytest.mark.parametrize("flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}])

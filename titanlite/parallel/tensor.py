@@ -27,9 +27,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.loss import LossFunction
+from titanlite.loss import LossFunction, objective_of
 from titanlite.loss_chunks import ChunkedHead
 from titanlite.parallel import ParallelismError
+from titanlite.parallel.divided_loss import divided_cross_entropy
 from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
 
 #: Dimension of the sequence in activations [batch, seq, …].
@@ -154,14 +155,19 @@ def _tie(model: nn.Module, first: str, name: str) -> None:
 def tensor_loss(loss: LossFunction) -> LossFunction:
     """Return `loss` for logits [batch, seq, vocab] that are a DTensor. Logits divided by vocabulary are never gathered.
 
-    loss: made of `cross_entropy`; also compiled. The result is a plain scalar, the same on every rank of the mesh.
+    loss: `cross_entropy_sum` or a result of `regularized`, which `divided_cross_entropy` computes in place. Or another
+    function made of `cross_entropy`, also a compiled one, by the operators of torch's `loss_parallel`.
+    The result is a plain scalar, the same on every rank of the mesh.
     """
+    objective = objective_of(loss)
 
     def divided(logits: Tensor, labels: Tensor) -> Tensor:
         if not isinstance(logits, DTensor):
             raise TypeError("logits of a model under tensor parallelism are a DTensor, these are a plain tensor")
         if all(placement.is_replicate() for placement in logits.placements):
             return loss(logits.to_local(), labels)
+        if objective is not None:
+            return divided_cross_entropy(logits, labels, objective)
         return _ShardedLoss.apply(logits, labels, loss)
 
     return divided

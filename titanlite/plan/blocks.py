@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
@@ -341,42 +341,95 @@ def embedding(s: Shape) -> ModuleMemory:
     if s.tp == 1:
         return ModuleMemory(0, 0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
     # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result. The backward
-    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it.
+    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it. Of a tied table the sum is
+    # a tensor beside both.
     ordered = 2 * s.whole + s.hidden
-    backward = max(ordered, table * s.tp + max(s.whole, table * (not s.args.tied)))
+    backward = max(ordered, table * s.tp + max(s.whole, table))
     return ModuleMemory(0, 0, Peak(ordered), Peak(backward), table, s.hidden)
 
 
-def head_ops(s: Shape, chunks: int, holds_logits: bool, divided: bool = True) -> tuple[list[Op], dict[str, int]]:
-    """Return the operators of last norm, head and loss, and the size of their input "x".
+@dataclass(frozen=True)
+class Loss:
+    """How a run computes its loss."""
 
-    holds_logits: the logits live until the backward, as the result of a pipeline stage. divided: tensor-parallel ranks
-    keep their part of the logits, and do not gather them.
-    """
-    vocab, dim, size, n = s.args.n_vocab // s.tp, s.args.dim, s.size, "n"
-    whole = vocab if divided else s.args.n_vocab
-    ops = [s.norm("n", "x", s.tokens // s.tp, dim)]
+    #: Pieces of the tokens.
+    chunks: int = 1
+    #: How it takes the logits of tensor-parallel ranks: each has all of them, or its part of the vocabulary, whose loss
+    #: works in place, or is a graph of torch's operators.
+    divided: Literal["whole", "in place", "compiled"] = "in place"
+    #: It has a z-loss or label smoothing.
+    penalized: bool = False
+    #: The logits live until the backward, as the result of a pipeline stage.
+    holds_logits: bool = False
+
+
+def head_ops(s: Shape, loss: Loss) -> tuple[list[Op], dict[str, int]]:
+    """Return the operators of last norm, head and loss, and the size of their input "x"."""
+    n = "n"
+    ops = [s.norm("n", "x", s.tokens // s.tp, s.args.dim)]
     if s.tp > 1:
         ops += s.gather(n := "n whole", "n")
-    if chunks > 1:
-        rows, table = -(-s.tokens // chunks), vocab * dim
-        # Of one chunk: logits, their float32 copy, probabilities, the gradients of both, in the end that of logits.
-        # With divided logits one tensor is the gradient of both, and takes the place of the copy.
-        logits = rows * whole * (8 + size if s.tp > 1 and divided else size + 12 if size == 2 else 12)
-        kept = s.whole + table * size
-        # A chunk's gradient and its product with x; or the sum and its copy in the dtype of the weight.
-        forward = max(4 * table + max(logits, rows * vocab * size + table * size) - table * size, 4 * table)
-        return [*ops, Op("loss", 4, (n,), (), kept, forward, 0, table * size, holds=("x", "n"))], {"x": s.hidden}
-    logits = s.tokens * whole
-    ops.append(s.linear(last := "logits", n, vocab, dim))
-    if whole > vocab:  # received by rank, then put in order
-        ops.append(Op(last := "whole", logits * size, ("logits",), forward=logits * size))
-    if size == 2:
-        ops.append(Op("float", 4 * logits, (last,)))
-        last = "float"
-    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
-    sharded = s.tp > 1 and divided
-    own = ("p", "logits") if sharded or holds_logits else ("p",)
-    ops.append(Op("p", 4 * logits, (last,), own, passes=sharded))
-    ops.append(Op("loss", 4, ("p",), holds=("logits", last, "x", "n")))
+    else:
+        loss = replace(loss, divided="whole")
+    if loss.chunks > 1:
+        ops.append(chunked_loss(s, loss, n))
+        return ops, {"x": s.hidden}
+    ops.append(s.linear("logits", n, s.args.n_vocab // s.tp, s.args.dim))
+    if loss.divided == "in place":
+        ops.append(loss_in_place(s, loss))
+    else:
+        ops += loss_of_torch(s, loss)
     return ops, {"x": s.hidden}
+
+
+def loss_in_place(s: Shape, loss: Loss) -> Op:
+    """Return `divided_cross_entropy`: a tensor in float32, which becomes the gradient of logits in float32."""
+    values = 4 * s.tokens * s.args.n_vocab // s.tp
+    saves = ("logits",) if loss.holds_logits else ()
+    instead = -values if s.size == 4 else 0
+    return Op("loss", 4, ("logits",), saves, values, 0, instead, holds=("logits",))
+
+
+def loss_of_torch(s: Shape, loss: Loss) -> list[Op]:
+    """Return the operators of `torch.nn.functional.cross_entropy` in float32."""
+    whole = loss.divided == "whole"
+    logits = s.tokens * (s.args.n_vocab if whole else s.args.n_vocab // s.tp)
+    ops, given = list[Op](), "logits"
+    if whole and s.tp > 1:  # received by rank, then put in order
+        ops.append(Op(given := "whole", logits * s.size, ("logits",), forward=logits * s.size))
+    last = given
+    if s.size == 2:
+        ops.append(Op(last := "float", 4 * logits, (given,)))
+    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
+    saves = ("p", "logits") if not whole or loss.holds_logits else ("p",)
+    ops.append(Op("p", 4 * logits, (last,), saves, passes=not whole))
+    if not (loss.penalized and whole):
+        return [*ops, Op("loss", 4, ("p",), holds=("logits", last))]
+    # A sum beside cross-entropy: of the exponentials of the logits less the largest.
+    shifted = Op("shifted", 4 * logits, (last,), passes=True)
+    ops += [Op("entropy", 4, ("p",)), shifted, Op("sum", 4, ("shifted",), keeps=4 * logits)]
+    return [*ops, Op("loss", 4, ("entropy", "sum"), holds=(last, given) if s.tp > 1 else (last,))]
+
+
+def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
+    """Return head and loss of `titanlite.loss_chunks`. x: name of the hidden states."""
+    rows, vocab = -(-s.tokens // loss.chunks), s.args.n_vocab // s.tp
+    part, table, low = rows * vocab, vocab * s.args.dim, s.size == 2
+    if loss.divided == "in place":
+        # The tensor in float32, and the gradient; in float32 it takes the place of that tensor.
+        logits = part * (s.size + (4 + s.size if low else 4))
+    elif loss.divided == "compiled":
+        # Probabilities, and one tensor that is the gradient of both; in the end that of the logits.
+        logits = part * (s.size + 8 + (s.size if low else 0))
+    else:
+        # The copy in float32, or in float32 the logits of all ranks; probabilities, and the gradients of both.
+        # A penalty has its peak in the forward, where one more takes the gradients' place beside the whole logits.
+        penalty = 4 + (s.size if low and s.tp > 1 else 0)
+        in_float = rows * s.args.n_vocab * (12 + penalty * loss.penalized)
+        logits = in_float + (part * s.size if low or s.tp > 1 else 0)
+    # A chunk's gradient, and its product with x, which float32 adds to the sum at once.
+    product = part * s.size + (table * s.size if low else 0)
+    # In the end the sum becomes the gradient: by a copy in the dtype of the weight.
+    kept, sums, copied = s.whole + table * s.size, 4 * table, 4 * table if low else 0
+    forward = max(sums + max(logits, product) - table * s.size, copied)
+    return Op("loss", 4, (x,), (), kept, forward, 0, table * s.size, holds=("x", "n"))

@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from msgspec.structs import replace as replace_fields
 
@@ -17,7 +18,7 @@ from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.pipeline_split import split_stages
-from titanlite.plan.blocks import ModuleMemory, Peak, Shape, block_ops, embedding, head_ops, measure
+from titanlite.plan.blocks import Loss, ModuleMemory, Peak, Shape, block_ops, embedding, head_ops, measure
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
 
@@ -310,6 +311,8 @@ class _Step:
     def _whole(self, group: Group, copied: bool = False) -> int:
         """Return the bytes of gathered weights. copied: of those that are put in order by a copy."""
         weights = (weight for weight in group.weights if weight.copied or not copied)
+        if self.run.mesh.world_size == self.run.mesh.tensor and self.master == self.low and not self.offloads:
+            weights = (weight for weight in weights if weight.float8)  # products take the others as they are
         return sum(weight.padded * (1 if weight.float8 else self.low) for weight in weights)
 
     def _free(self, group: Group) -> None:
@@ -362,8 +365,7 @@ class _Step:
     def _cost(self, module: str) -> ModuleMemory:
         """Return the needs of a module; the last norm counts with the head."""
         if module == "output":
-            t = self.run.training
-            return _head(self.shape, t.loss_chunks, self.run.mesh.pipeline > 1, t.enable_loss_parallel)
+            return _head(self.shape, loss_of(self.run))
         if module == "tok_embeddings":
             return embedding(self.shape)
         return _block(self.shape, self._mode(self._position(module)))
@@ -413,6 +415,17 @@ class _Step:
         return {"logits and loss" if module == "output" else "working memory": size}
 
 
+def loss_of(run: RunConfig) -> Loss:
+    """Return how the run computes its loss."""
+    t = run.training
+    divided: Literal["whole", "in place", "compiled"] = "in place"
+    if not t.enable_loss_parallel or t.loss != "cross_entropy":  # a function of the user takes whole logits
+        divided = "whole"
+    elif t.compile and "loss" in run.compile.components:
+        divided = "compiled"
+    return Loss(t.loss_chunks, divided, bool(t.z_loss or t.label_smoothing), run.mesh.pipeline > 1)
+
+
 def _block_weights(a: LlamaArgs, mesh: MeshSizes, float8: Collection[str]) -> Iterator[Weight]:
     tp, shards = mesh.tensor, mesh.weight_shards
     heads, groups, width = a.n_heads * a.head_dim // tp, a.kv_heads * a.head_dim // tp, a.ffn_width // tp
@@ -441,8 +454,8 @@ def _block(shape: Shape, mode: str) -> ModuleMemory:
 
 
 @functools.cache
-def _head(shape: Shape, chunks: int, holds_logits: bool, divided: bool) -> ModuleMemory:
-    return measure(*head_ops(shape, chunks, holds_logits, divided or shape.tp == 1))
+def _head(shape: Shape, loss: Loss) -> ModuleMemory:
+    return measure(*head_ops(shape, loss))
 
 
 def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:

@@ -15,7 +15,7 @@ from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, Weight, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
-from titanlite.plan.parts import CONTEXT, FRAGMENTATION, GIB, RankMemory, needed_bytes
+from titanlite.plan.parts import CONTEXT, FRAGMENTATION, GIB, RankMemory, Reserved, needed_bytes, reserved_bytes
 from titanlite.plan.speed import Speed, predict
 
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's libraries.
@@ -63,6 +63,17 @@ class Plan:
     def needed(self) -> int:
         """Bytes of GPU memory at the peak."""
         return needed_bytes(self.memory)
+
+    @property
+    def reserved(self) -> Reserved:
+        """Bytes that nvidia-smi shows, if the GPU has the room: needed memory, and blocks that the allocator keeps."""
+        mesh = self.run.mesh
+        return reserved_bytes(self.memory, mesh.weight_shards * mesh.dp_replicate > 1)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the run fits, but the allocator will likely have to give blocks back and ask for others."""
+        return self.margin >= 0 and self.reserved.typical > self.cluster.gpu.memory
 
     @property
     def margin(self) -> int:
@@ -123,6 +134,9 @@ class Plan:
             "parts": in_gib(peak.parts),
             "overhead_gib": self.overhead / GIB,
             "needed_gib": self.needed / GIB,
+            "reserved_gib": self.reserved.typical / GIB,
+            "reserved_range_gib": [self.reserved.low / GIB, self.reserved.high / GIB],
+            "tight": self.tight,
             "usable_gib": self.cluster.gpu.memory / GIB,
             "margin_gib": self.margin / GIB,
             "margin_percent": 100 * self.margin / self.cluster.gpu.memory,

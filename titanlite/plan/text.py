@@ -15,6 +15,8 @@ from titanlite.plan.plan import Plan, make_plan
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
 _BAR = 24
+#: Retries of the allocator in a step of runs on the null GPU that had exactly the memory that they need.
+FEWEST_RETRIES, MOST_RETRIES = 2, 13
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
 #: GiB of host memory for each GPU that AWS's largest machines have: a plan that needs more says so first.
 _HOST_PER_GPU = 256
@@ -90,6 +92,7 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     speed, run, nodes, peak = plan.speed, plan.run, plan.cluster.nodes, plan.memory.peak
     host = plan.cluster.host
     yield "peak", f"in the {peak.place}"
+    yield "reserved", _reserved(plan)
     mfu, low, high = (f"{100 * share:.1f}" for share in (speed.mfu, *plan.mfu_range))
     rates = f"{speed.tokens_per_second:,.0f} tokens/s per GPU ({speed.low:,.0f} to {speed.high:,.0f})"
     yield "speed", f"{rates}, MFU {mfu} % ({low} to {high})"
@@ -111,6 +114,21 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         most = "" if disk.total is None else f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
         most += "" if run.checkpoint.keep_latest_k else " (keep_latest_k = 0 keeps all)"
         yield "checkpoints", f"{human_bytes(disk.checkpoint)} each{most}"
+
+
+def _reserved(plan: Plan) -> str:
+    """Return what nvidia-smi will show, and what the fit is judged by."""
+    typical, low, high = (f"{size / GIB:.1f}" for size in plan.reserved)
+    shown = f"about {typical} GiB in nvidia-smi ({low} to {high})"
+    if plan.margin < 0:
+        return f"{shown}, if the GPU had the room"
+    if plan.tight:
+        retries = f"{FEWEST_RETRIES} to {MOST_RETRIES} times with no more than needed"
+        return (
+            f"{shown} where there is room. This GPU has less: it fits by what is needed, but tightly. "
+            f"In each step the allocator may give blocks back and ask again, {retries}"
+        )
+    return f"{shown}, since the allocator keeps freed blocks; the fit is judged by what is needed"
 
 
 def _largest(plan: Plan) -> str:

@@ -12,16 +12,19 @@ its whole life is known: what outlives its module in the forward was kept for th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +32,8 @@ from titanlite.plan.parts import PARTS, Moment
 
 #: More moments than these are merged with their neighbours.
 MOST_MOMENTS = 1000
+#: The method of `ShardingPropagator` that runs operators on tensors without data.
+_SHAPES = "_propagate_tensor_meta_non_cached"
 _FLOAT8 = {dtype for name, dtype in vars(torch).items() if name.startswith("float8_")}
 
 
@@ -79,6 +84,9 @@ class MemoryMeter(TorchDispatchMode):
         self._events: list[tuple[_Storage, int]] = []
         #: Phase, module, and number of events before it.
         self._marks: list[tuple[str, str, int]] = [("forward", "", 0)]
+        #: DTensor runs an operator without data at the size of all ranks, to learn the shape of its result.
+        self._shapes_alone = False
+        self._patches = contextlib.ExitStack()
         for tensor in (*self._parameters, *model.buffers()):
             self.track(tensor, "parameters")
         for name, module in _units(model, blocks):
@@ -167,11 +175,17 @@ class MemoryMeter(TorchDispatchMode):
         self.host[life.host] = max(self.host[life.host], self._on_host[life.host])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._shapes_alone:
+            return func(*args, **(kwargs or {}))
+        if any(map(_holds_others, types)):
+            return NotImplemented  # what it does with the tensors inside of it comes here, operator by operator
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # most calls of a run without data; to dispatch it further takes its time
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             kind = args[0].dtype
             return True if kind == torch.bool else self._integer if kind == torch.int64 else 1
+        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+            return args[0]  # as with data; without data it would be a tensor beside the one that it waits for
         given = kwargs or {}
         out = func(*args, **given)
         if given.get("pin_memory"):
@@ -195,10 +209,22 @@ class MemoryMeter(TorchDispatchMode):
         self._count(copies, -copies.nbytes)
 
     def __enter__(self) -> MemoryMeter:
-        self._resize: Any = torch.UntypedStorage.resize_
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resizing()))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, _SHAPES, self._unmetered()))
+        self._track_state()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+        self._track_state()
+
+    def _resizing(self) -> Any:
+        """Return `UntypedStorage.resize_`, which no operator shows, with a note of what it did."""
+        real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, nbytes: int) -> Any:
-            life, result = self._live.get(storage._cdata), self._resize(storage, nbytes)
+            life, result = self._live.get(storage._cdata), real(storage, nbytes)
             if life is None:
                 self._add(storage, nbytes, "gathered weights")
             else:
@@ -206,14 +232,20 @@ class MemoryMeter(TorchDispatchMode):
                 life.nbytes, life.part = nbytes, "gathered weights"
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment,method-assign]
-        self._track_state()
-        return super().__enter__()
+        return resize
 
-    def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*error)
-        self._track_state()
+    def _unmetered(self) -> Any:
+        """Return the method `_SHAPES` of DTensor, whose operators are not counted: its tensors have no bytes."""
+        real = getattr(ShardingPropagator, _SHAPES)
+
+        def propagate(*args: Any) -> Any:
+            self._shapes_alone = True
+            try:
+                return real(*args)
+            finally:
+                self._shapes_alone = False
+
+        return propagate
 
     def _track_state(self) -> None:
         for state in self._optimizer.state.values():
@@ -259,6 +291,12 @@ class MemoryMeter(TorchDispatchMode):
             return "logits and loss"
         kept = phase == "forward" and life.died != life.born
         return "activations" if kept else "working memory"
+
+
+@functools.cache
+def _holds_others(kind: type) -> bool:
+    """Return whether tensors of a class do their work on tensors inside of them, as a DTensor."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 @functools.cache

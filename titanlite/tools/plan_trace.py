@@ -29,11 +29,12 @@ from titanlite.data.loader import Batch
 from titanlite.derive import RunConfig
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, context, float8, parallelize
+from titanlite.parallel import activation_checkpoint, context, float8, parallelize, tensor
 from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
+from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.tools.memory_meter import MemoryMeter
 
@@ -48,9 +49,15 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
     """
     if dist.is_initialized():
         raise RuntimeError("a trace makes a process group of its own, and this process has one: take another process")
+    compiled_loss = loss_of(run).divided == "compiled"
     run = _traced(run, device)
     offloaded = device == "cuda" and run.training.enable_cpu_offload
-    with _fake_group(run.mesh.world_size, rank, device), _like_gpu() if device == "cuda" else contextlib.nullcontext():
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_fake_group(run.mesh.world_size, rank, device))
+        if device == "cuda":
+            patches.enter_context(_like_gpu())
+        if compiled_loss:
+            patches.enter_context(mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss))
         fake = _QuickFake(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
 
@@ -207,6 +214,31 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):
         yield
+
+
+def _compiled_loss(logits: DTensor, labels: torch.Tensor, objective: Any) -> torch.Tensor:
+    loss: torch.Tensor = _CompiledLoss.apply(logits)
+    return loss
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """The memory of a compiled loss on divided logits: it keeps them and probabilities, beside a gradient in float32.
+
+    The loss in place, which eager code takes, needs less.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: DTensor) -> torch.Tensor:
+        ctx.kept, ctx.probabilities = logits, logits.to(torch.float32, copy=True)
+        return ctx.probabilities.to_local().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gradient, dtype = torch.empty_like(ctx.probabilities), ctx.kept.dtype
+        del ctx.kept
+        result = gradient.to(dtype)
+        del ctx.probabilities
+        return result
 
 
 class _FusedNorm(torch.autograd.Function):

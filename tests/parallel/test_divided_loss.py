@@ -1,0 +1,127 @@
+"""Cross-entropy in place on logits divided by vocabulary: values, gradients, collectives and bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.allocated import peak_bytes
+from tests.pool import Pools
+from tests.training.compare import relative
+from titanlite.loss import regularized
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.tensor import tensor_loss
+
+IGNORE = -100
+ROWS, SEQ, VOCAB = 3, 17, 240
+
+
+def _batch(vocab: int = VOCAB, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits as large as an untrained model's worst, and labels with padding and both ends of each part."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 8 * torch.randn(rows, SEQ, vocab, generator=generator)
+    labels = torch.randint(0, vocab, (rows, SEQ), generator=generator)
+    labels[0, :8] = torch.arange(8) * (vocab // 4) // 2
+    labels[1, :4] = torch.arange(1, 5) * (vocab // 4) - 1
+    labels[2, 5:] = IGNORE
+    return logits, labels
+
+
+def _divided(world: DistEnv, logits: torch.Tensor) -> DTensor:
+    mesh = world.build_mesh(dp_shard=1, tp=world.size)["tp"]
+    part = logits.chunk(world.size, -1)[world.rank].clone()
+    return DTensor.from_local(part, mesh, [Shard(-1)], run_check=False).requires_grad_()
+
+
+def _figures(world: DistEnv, z: float, smoothing: float, dtype: torch.dtype) -> dict[str, Any]:
+    whole, labels = _batch()
+    logits = _divided(world, whole.to(dtype))
+    loss = tensor_loss(regularized(z, smoothing))(logits, labels)
+    (3 * loss).backward()
+    with torch.no_grad():
+        again = tensor_loss(regularized(z, smoothing))(logits, labels)
+    assert isinstance(logits.grad, DTensor)
+    return {"loss": loss.item(), "again": again.item(), "gradient": logits.grad.full_tensor().cpu()}
+
+
+def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, torch.Tensor]:
+    """Return value and gradient in float64, from the formulas alone."""
+    logits, labels = _batch()
+    exact = logits.to(dtype).double().requires_grad_()
+    rows, targets = exact.flatten(0, 1), labels.flatten()
+    objective = F.cross_entropy(rows, targets, label_smoothing=smoothing, reduction="sum")
+    (3 * (objective + z * rows[targets != IGNORE].logsumexp(-1).square().sum())).backward()
+    assert exact.grad is not None
+    return F.cross_entropy(rows, targets, reduction="sum").item(), exact.grad
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)], ids=["plain", "z-loss and smoothing"])
+def test_value_and_gradient_are_those_of_the_whole_loss(pool: Pools, ranks: int, z: float, smoothing: float) -> None:
+    value, gradient = _expected(z, smoothing, torch.float32)
+    for found in pool(ranks).run(_figures, z, smoothing, torch.float32):
+        assert found["loss"] == found["again"] == pytest.approx(value, rel=1e-6)
+        assert relative(found["gradient"].double(), gradient) < 1e-6
+        torch.testing.assert_close(found["gradient"].double(), gradient, rtol=1e-5, atol=3e-7)
+
+
+def test_logits_in_bfloat16_get_a_gradient_in_bfloat16_rounded_once(pool: Pools) -> None:
+    value, gradient = _expected(0.0, 0.0, torch.bfloat16)
+    for found in pool(2).run(_figures, 0.0, 0.0, torch.bfloat16):
+        assert found["loss"] == pytest.approx(value, rel=1e-6)
+        assert found["gradient"].dtype == torch.bfloat16
+        torch.testing.assert_close(found["gradient"].double(), gradient, rtol=2**-8, atol=1e-7)
+
+
+def _spoiled(world: DistEnv) -> tuple[float, float]:
+    whole, labels = _batch()
+    whole[0, 2, -1] = float("inf")
+    poisoned = tensor_loss(regularized(0.0, 0.0))(_divided(world, whole), labels)
+    logits = _divided(world, whole.nan_to_num(posinf=0.0))
+    padding = tensor_loss(regularized(0.0, 0.0))(logits, torch.full_like(labels, IGNORE))
+    padding.backward()
+    assert isinstance(logits.grad, DTensor)
+    return poisoned.item(), padding.item() + logits.grad.to_local().abs().max().item()
+
+
+def test_infinities_show_on_every_rank_and_padding_alone_is_zero(pool: Pools) -> None:
+    for poisoned, padding in pool(2).run(_spoiled):
+        assert poisoned != poisoned  # NaN, as of `cross_entropy`
+        assert padding == 0.0
+
+
+def _bytes(world: DistEnv) -> tuple[float, float]:
+    """Return bytes a logit beside the logits: at the peak of the forward, and of the backward."""
+    whole, labels = _batch(8192, rows=4)
+    logits = _divided(world, whole.bfloat16())
+    numbers = logits.to_local().numel()
+    found: list[torch.Tensor] = []
+    loss = tensor_loss(regularized(0.0, 0.0))
+    loss(_divided(world, whole.bfloat16()), labels).backward()  # what is made once
+    forward = peak_bytes(lambda: found.append(loss(logits, labels)))
+    backward = peak_bytes(found[0].backward)
+    return forward / numbers, backward / numbers
+
+
+def test_the_loss_takes_four_bytes_a_logit_and_its_backward_the_gradient(pool: Pools) -> None:
+    """By the CPU allocator. Numbers of each token take one part in eighty more."""
+    for forward, backward in pool(2).run(_bytes):
+        assert forward == pytest.approx(4, rel=0.02)
+        assert backward == pytest.approx(2, rel=0.03)
+
+
+def _twice(world: DistEnv) -> str:
+    whole, labels = _batch()
+    loss = tensor_loss(regularized(0.0, 0.0))(_divided(world, whole), labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_a_second_backward_is_an_error_and_no_wrong_gradient(pool: Pools) -> None:
+    assert all(pool(2).run(_twice))
