@@ -70,6 +70,15 @@ class WeightsError(BadStepError):
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
 
 
+def check_statistics(state: dict[str, Any]) -> None:
+    """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
+    steps, losses = state.get("bad_steps", []), state.get("losses", [])
+    if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
+        raise ValueError(f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps")
+    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+        raise ValueError(f"the guard's losses in its train state are {losses!r:.60}, and should be numbers")
+
+
 class FiniteGuard:
     """Checks each step's loss and gradient norm on the device, and does what `policy` says.
 

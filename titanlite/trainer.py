@@ -14,11 +14,13 @@ from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.load import LEFT_OUT, LoadedState
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
+from titanlite.checkpoint.resume_check import STATE as RESUME
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Progress
-from titanlite.guard import BadStepError, WeightsError
+from titanlite.data.state import StateError, check_loader
+from titanlite.guard import BadStepError, WeightsError, check_statistics
 from titanlite.nonfinite import find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.utils import human_time, logger
@@ -27,8 +29,11 @@ from titanlite.validation import ValidationResult
 if TYPE_CHECKING:
     from titanlite.build import TrainingComponents
 
-#: Entries of a checkpoint's train state that the loop needs, and their types.
-_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict}
+#: Entries of a checkpoint's train state that the loop reads, and their types.
+_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
+#: Those that count from 0.
+_COUNTS = ("tokens_seen", "schedule_began")
+_ONLY_WEIGHTS = "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
 
 
 class Trainer:
@@ -135,10 +140,19 @@ class Trainer:
         anew = "lr_scheduler" in loaded.left_out
         parts.learning_rate.began = loaded.step if anew else int(loaded.train.get("schedule_began", 0))
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
-        anew = "dataloader" in loaded.left_out
-        load_text(self, {"next_sequence": 0} if anew else loaded.train["data"])
+        if "dataloader" in loaded.left_out:
+            load_text(self, {"next_sequence": 0})
+        else:
+            self.restore_data(loaded)
         # Earlier steps may have been of another size. A mixture has a length of its own.
         _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
+
+    def restore_data(self, loaded: LoadedState) -> None:
+        """Go on at the place in the text that a checkpoint has. Raises CheckpointError for a place that cannot be."""
+        try:
+            load_text(self, loaded.train["data"])
+        except StateError as error:
+            raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
@@ -338,8 +352,12 @@ class Trainer:
 
 
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
-    """Let the loader go on from its state in a checkpoint, and find again where phases begin from there."""
-    parts = trainer.parts
+    """Let the loader go on from its state in a checkpoint, and find again where phases begin from there.
+
+    Raises StateError for a state that cannot be.
+    """
+    check_loader(data)
+    parts, data = trainer.parts, {name: value for name, value in data.items() if name != "phases"}
     if parts.phases is not None:
         done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
         parts.learning_rate.phases = parts.phases.rates(done)
@@ -372,11 +390,16 @@ def _check_state(loaded: LoadedState) -> None:
     needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
-        if type(value) is not kind and (name in needed or name in loaded.train):
+        is_wrong = type(value) is not kind or name in _COUNTS and value < 0
+        if is_wrong and (name in needed or name in loaded.train):
             raise CheckpointError(
-                f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. Only "
-                "its weights can be used: name it as checkpoint.initial_load_path of another run"
+                f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. "
+                f"{_ONLY_WEIGHTS}"
             )
+    try:
+        check_statistics(loaded.train.get("guard", {}))
+    except ValueError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
 
 
 def _end_with_text(trainer: Trainer, later: bool = False) -> None:
