@@ -148,6 +148,8 @@ def run(argv: Sequence[str]) -> int:
             if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
                 print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
             return exit_codes.code_of(error)
+        except SystemExit as error:
+            raise exit_codes.ExitCallError("code that the config names", error) from error
         except Exception as error:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from titanlite import exit_codes
 from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.load import LEFT_OUT, LoadedState
@@ -71,26 +72,9 @@ class Trainer:
         """
         with self.stop:
             try:
-                self.start()
-                while True:
-                    try:
-                        while self.step < self.steps and not self.stopping:
-                            self.step += 1
-                            batches = self.fetch()
-                            with self.stop.shield_children():
-                                lr = self.parts.learning_rate(self.step)
-                                result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
-                            self.check_step()
-                            self.phase("log")
-                            self.callbacks("on_step_end", self, result)
-                            self.poll_saves()
-                            self.validate()
-                            self.save()
-                        self.phase("end")
-                        self.sync_guard()
-                        break
-                    except BadStepError as bad:
-                        self.roll_back(bad)
+                with exit_codes.no_exit("the code of the run"):
+                    self.start()
+                    self.run_steps()
                 if self.stopping and (self.step < self.steps or self.validation_owed):
                     raise _stopped(self)
             except BaseException as error:
@@ -98,6 +82,32 @@ class Trainer:
                 raise
             self.end()
         logger.info(f"training done at step {self.step}")
+
+    def run_steps(self) -> None:
+        """Do all steps, also those after a rollback. Raises BadStepError when the guard ends the run."""
+        while True:
+            try:
+                while self.step < self.steps and not self.stopping:
+                    self.run_step()
+                self.phase("end")
+                self.sync_guard()
+                return
+            except BadStepError as bad:
+                self.roll_back(bad)
+
+    def run_step(self) -> None:
+        """Do the next step, and what is due after it. Raises BadStepError when the guard finds a step bad."""
+        self.step += 1
+        batches = self.fetch()
+        with self.stop.shield_children():
+            lr = self.parts.learning_rate(self.step)
+            result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
+        self.check_step()
+        self.phase("log")
+        self.callbacks("on_step_end", self, result)
+        self.poll_saves()
+        self.validate()
+        self.save()
 
     def start(self) -> None:
         """Load a checkpoint, if there is one, and tell the callbacks that the run begins."""
