@@ -23,7 +23,7 @@ import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -215,8 +215,7 @@ class _Files(FileSystemBase):
         self.written[path.name] = hashing.written()
 
     def rename(self, path: Any, new_path: Any) -> None:
-        path.rename(new_path)
-        self.written[new_path.name] = self.written.pop(path.name)
+        raise NotImplementedError("no file of a checkpoint is renamed")
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -279,8 +278,22 @@ class HashingWriter(FileSystemWriter):
         for rank, result in enumerate(results):
             files = cast("dict[str, Written]", result.pop())
             self.written.update((name, file._replace(rank=rank)) for name, file in files.items())
-        super().finish(metadata, results)
+        self._write_index(metadata, results)
         self.written.update(self._files.written)  # with the index
+
+    def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do the rest of what torch's `finish` does, but write the index under its own name at once.
+
+        torch renames it at the end. A store does that by a copy and a deletion, which a run may have no right to. The
+        manifest alone makes files a checkpoint, so that the index needs no other name before.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {one.index: one.storage_data for result in results for one in result}
+        metadata.storage_meta = self.storage_meta()
+        with self._files.create_stream(self.path / INDEX, "wb") as stream:
+            pickle.dump(metadata, stream)
+            if self.sync_files:
+                os.fsync(stream.fileno())
 
 
 class CheckedReader(FileSystemReader):

@@ -31,6 +31,8 @@ RENEW_SECONDS = 15.0
 #: A lock that was not renewed for so long is abandoned, where its process cannot be looked up.
 LEASE_SECONDS = 180.0
 _POLL_SECONDS = 0.5
+#: Entry of a lock whose holder could not delete it.
+_RELEASED = "released"
 
 
 class LockedError(RuntimeError):
@@ -85,7 +87,16 @@ class RunLock:
             self._thread.join()
         with suppress(OSError):
             if (_read(self.path) or {}).get("token") == self._token:
-                self.path.unlink()
+                self._release()
+
+    def _release(self) -> None:
+        """Delete the lock; in a store that forbids it, note in it that it is released."""
+        try:
+            self.path.unlink()
+        except OSError:
+            if isinstance(self.path, Path):
+                raise
+            self.path.write_bytes(json.dumps({**json.loads(self._content), _RELEASED: True}).encode())
 
     def _take(self, path: Path | StorePath) -> None:
         """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
@@ -105,12 +116,22 @@ class RunLock:
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
-                now = _read(path)
-                if now is not None and now.get("token") == holder.get("token"):
-                    path.unlink(missing_ok=True)
-                    logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
+                if self._take_over(path, holder):
+                    return
             finally:
-                claim.unlink(missing_ok=True)
+                _remove(claim)
+
+    def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
+        """Delete the abandoned lock of `holder`; return True where it had to be overwritten, and is this run's now."""
+        now = _read(path)
+        if now is None or now.get("token") != holder.get("token"):
+            return False
+        if not holder.get(_RELEASED):
+            logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
+        if _remove(path):
+            return False
+        path.write_bytes(self._content)
+        return True
 
     def _create(self, path: Path | StorePath) -> bool:
         """Create a lock file; False where one exists."""
@@ -131,6 +152,8 @@ class RunLock:
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
         """Return whether a lock's holder lives; a lock that is released meanwhile counts as dead."""
+        if holder.get(_RELEASED):
+            return False
         if (alive := _process_is_alive(holder)) is not None:
             return alive
         probe = self.folder / f".{FILE}.now.{self._token}"  # tells the time of the file system or the store
@@ -138,7 +161,7 @@ class RunLock:
             probe.write_bytes(b"")
             now, seen = _modified(probe), _modified(path)
         finally:
-            probe.unlink(missing_ok=True)
+            _remove(probe)
         if now is None or seen is None:
             return False
         deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
@@ -195,9 +218,20 @@ def last_sign_of_life(folder: Path) -> float | None:
     with suppress(OSError):
         holder, renewed = _read(folder / FILE), _modified(folder / FILE)
         if holder is not None and renewed is not None:
-            alive = _process_is_alive(holder)
+            alive = False if holder.get(_RELEASED) else _process_is_alive(holder)
             return renewed if alive or (alive is None and time.time() - renewed <= LEASE_SECONDS) else None
     return None
+
+
+def _remove(path: Path | StorePath) -> bool:
+    """Delete a file or an object; return False where a store forbids it. Raises OSError for a file."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if isinstance(path, Path):
+            raise
+        return False
+    return True
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:
