@@ -29,7 +29,7 @@ from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
-from titanlite.utils import MissingPackageError, escape, logger, require
+from titanlite.utils import MissingPackageError, atomic_write, escape, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -297,7 +297,7 @@ def _show_config(job: Job, toml: str) -> None:
         path = Path(job.save_config_file)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(toml, encoding="utf-8")
+            atomic_write(path, toml)
         except OSError as error:
             raise _not_writable("job.save_config_file", path, error) from None
         logger.info(f"config written to {path}")
