@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
@@ -51,7 +52,7 @@ from titanlite.checkpoint.manifest import (
     progress,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
-from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
+from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.utils import logger
@@ -414,9 +415,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=KEEPS_TIMEOUT)
+    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it.
+
+    To make it takes no longer than other collectives may: `timeout` holds from then on.
+    """
+    meet()
+    group = dist.new_group(backend="gloo", group_desc=KEEPS_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
+    _set_pg_timeout(timeout, group)
     return group
 
 
