@@ -14,7 +14,7 @@ from titanlite import exit_codes
 from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.load import LEFT_OUT, LoadedState
-from titanlite.checkpoint.manifest import CheckpointError, steps_in
+from titanlite.checkpoint.manifest import HELD_OUT, CheckpointError, steps_in
 from titanlite.checkpoint.resume_check import STATE as RESUME
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
@@ -94,6 +94,25 @@ class Trainer:
                 return
             except BadStepError as bad:
                 self.roll_back(bad)
+                if self.step >= self.steps:
+                    self.close_at_checkpoint()
+
+    def close_at_checkpoint(self) -> None:
+        """Do what belongs to the last step, where a rollback has left no text for another one.
+
+        The checkpoint is there. Only weights for `transformers` have a folder of their own.
+        """
+        texts, saver = self.parts.validation, self.parts.checkpointer
+        if texts is not None and self.step % texts.freq:  # else it was done before this checkpoint was written
+            self.validate()
+        if saver is not None and saver.config.last_save_in_hf and not self.validation_owed:
+            self.save()
+        elif self.parts.last_save_dtype is not None:
+            _log_once(
+                logging.WARNING,
+                f"the text ends with the checkpoint of step {self.step}, which the run went back to. It is a full one: "
+                "no save of the weights alone follows it (checkpoint.model_weights_only)",
+            )
 
     def run_step(self) -> None:
         """Do the next step, and what is due after it. Raises BadStepError when the guard finds a step bad."""
@@ -330,6 +349,8 @@ class Trainer:
             state["guard"] = statistics
         if self.validation_owed:
             state["validation_owed"] = True
+        if parts.validation is not None:
+            state[HELD_OUT] = parts.validation.fingerprint
         self.callbacks.add_state(self, state)
         return state
 

@@ -329,8 +329,8 @@ def prune(
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
     files are not whole takes no place among the latest. These stay: the latest `keep_latest_k` (0: all), multiples of
-    `keep_every`, milestones, the `keep_best` of lowest validation loss, `keep`, pinned ones, folders without a good
-    manifest, and checkpoints of weights only, from which no run could resume.
+    `keep_every`, milestones, the `keep_best` of lowest validation loss on each held-out text that the run had, `keep`,
+    pinned ones, folders without a good manifest, and checkpoints of weights only, from which no run could resume.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss was measured
     (`Manifest.validation_loss`), else the one before it: the steps since then have shown it.
@@ -351,13 +351,20 @@ def prune(
             manifest = read(step_folder(root, step))
             if manifest.can_be_resumed_by(fingerprints):
                 valid[step] = manifest
-    losses = sorted((m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None)
-    best: list[int] = []  # of equal losses the earlier
-    for _, step in losses:
-        if len(best) < config.keep_best and is_valid(step_folder(root, step)):
-            best.append(step)
-    stay, every = {*keep, *sorted(valid)[-latest:], *best}, config.keep_every
+    stay = {*keep, *sorted(valid)[-latest:], *_best(root, valid, config.keep_best)}
+    every = config.keep_every
     stay |= {step for step in valid if (every and step % every == 0) or is_milestone(step, config.milestones)}
     going = (step_folder(root, step) for step in sorted(valid.keys() - stay))
     marks = [unpublish(folder) for folder in going if not is_pinned(folder)]
     return [mark for mark in marks if mark is not None]
+
+
+def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
+    """Return the `count` steps of lowest validation loss on each held-out text; of equal losses the earlier."""
+    losses = sorted((m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None)
+    best: dict[str, list[int]] = {}
+    for _, step in losses:
+        found = best.setdefault(valid[step].held_out, [])
+        if len(found) < count and is_valid(step_folder(root, step)):
+            found.append(step)
+    return {step for found in best.values() for step in found}

@@ -138,9 +138,9 @@ def _check_shares(shares: object, name: str, sources: int) -> None:
 
 
 def _check_segment(entry: object, name: str, before: int, slots: int, sources: int) -> int:
-    """Check one segment, which begins after `before`, the first one (-1) with sequence 0. Return where it begins."""
+    """Check one segment. It begins with `before` or later, the first one (-1) with sequence 0. Return where it does."""
     start, weights, base = sequence(entry, name, 3)
-    whole_number(start, f"{name}, start", least=before + 1, end=1 if before < 0 else _MOST)
+    whole_number(start, f"{name}, start", least=max(before, 0), end=1 if before < 0 else _MOST)
     _check_shares(weights, name, sources)
     for turns in sequence(base, f"{name}, turns", slots):
         for turn in sequence(turns, f"{name}, turns", sources):
