@@ -122,7 +122,8 @@ def run(argv: Sequence[str]) -> int:
             share = partial(share_from_rank_0, store, rank, size, patience=seconds)
             with report_failure(store, rank, size), contextlib.ExitStack() as held:
                 check_machine(config.training, config.compile, config.float8)
-                share("the run's folder", lambda: held.enter_context(_lock(folder, config.checkpoint)))
+                locked = _lock(folder, config.checkpoint, lambda: stop.requested)
+                share("the run's folder", lambda: held.enter_context(locked))
                 if rank == 0:
                     _show_config(config.job, config.toml)
                 datasets = read_datasets(config, share)
@@ -243,8 +244,10 @@ def _log_files(files: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
+def _lock(run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
+
+    ending: whether this run was asked to stop.
 
     Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
     CheckpointError where that of the checkpoints, or a store, cannot be used.
@@ -272,7 +275,7 @@ def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
                 if isinstance(folder, StorePath):
                     folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
                 if key != "checkpoint.initial_load_path":
-                    stack.enter_context(RunLock(folder, key))
+                    stack.enter_context(RunLock(folder, key, ending))
             except StoreError as error:
                 raise CheckpointError(f"{key}: {error}") from None
             except OSError as error:

@@ -17,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
+from tests import processes
 from tests.pool import Pools, free_port
-from tests.processes import ROOT, environment, python
+from tests.processes import ROOT, python
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.parallel.launch_env import LaunchEnv, read_launch_env
@@ -224,7 +225,7 @@ def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path:
         subprocess.Popen(
             [sys.executable, "-c", _OWN_LOOP, *flags],
             cwd=ROOT,
-            env=environment(**address, RANK=str(rank), LOCAL_RANK=str(rank)),
+            env=processes.environment(**address, RANK=str(rank), LOCAL_RANK=str(rank)),
             stderr=subprocess.PIPE,
             text=True,
         )
