@@ -30,10 +30,8 @@ from titanlite.validation import ValidationResult
 if TYPE_CHECKING:
     from titanlite.build import TrainingComponents
 
-#: Entries of a checkpoint's train state that the loop reads, and their types.
+#: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
 _STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
-#: Those that count from 0.
-_COUNTS = ("tokens_seen", "schedule_began")
 _ONLY_WEIGHTS = "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
 
 
@@ -421,7 +419,7 @@ def _check_state(loaded: LoadedState) -> None:
     needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
-        is_wrong = type(value) is not kind or name in _COUNTS and value < 0
+        is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
         if is_wrong and (name in needed or name in loaded.train):
             raise CheckpointError(
                 f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. "

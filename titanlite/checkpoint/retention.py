@@ -180,7 +180,7 @@ def _put_back(leftover: AnyPath) -> bool:
     folder = marked_folder(leftover)
     if folder is None or not leftover.name.startswith(DELETED):
         return False
-    if isinstance(leftover, Path):
+    if isinstance(leftover, Path) and isinstance(folder, Path):
         if not leftover.is_dir() or not is_pinned(leftover):
             return False
         leftover.rename(folder)

@@ -291,7 +291,7 @@ class HashingWriter(FileSystemWriter):
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {one.index: one.storage_data for result in results for one in result}
         metadata.storage_meta = self.storage_meta()
-        with self._files.create_stream(self.path / INDEX, "wb") as stream:
+        with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
             pickle.dump(metadata, stream)
             if self.sync_files:
                 os.fsync(stream.fileno())

@@ -298,8 +298,11 @@ def _places(file: Path) -> dict[str, int]:
     """Return tensor name → the byte where its values begin in a file of torch's."""
     with FakeTensorMode():
         state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)[STATE]
-    found = {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in state.items()}
-    assert all(isinstance(place, int) and place > 0 for place in found.values()), "torch has told no places"
+    found: dict[str, int] = {}
+    for name, tensor in state.items():
+        place = tensor.untyped_storage()._checkpoint_offset
+        assert place, "torch has told no places"
+        found[name] = place
     return found
 
 
