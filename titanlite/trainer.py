@@ -72,7 +72,27 @@ class Trainer:
             try:
                 with exit_codes.no_exit("the code of the run"):
                     self.start()
-                    self.run_steps()
+                    while True:
+                        try:
+                            while self.step < self.steps and not self.stopping:
+                                self.step += 1
+                                batches = self.fetch()
+                                with self.stop.shield_children():
+                                    lr = self.parts.learning_rate(self.step)
+                                    result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
+                                self.check_step()
+                                self.phase("log")
+                                self.callbacks("on_step_end", self, result)
+                                self.poll_saves()
+                                self.validate()
+                                self.save()
+                            self.phase("end")
+                            self.sync_guard()
+                            break
+                        except BadStepError as bad:
+                            self.roll_back(bad)
+                            if self.step >= self.steps:
+                                _close_at_checkpoint(self)
                 if self.stopping and (self.step < self.steps or self.validation_owed):
                     raise _stopped(self)
             except BaseException as error:
@@ -80,51 +100,6 @@ class Trainer:
                 raise
             self.end()
         logger.info(f"training done at step {self.step}")
-
-    def run_steps(self) -> None:
-        """Do all steps, also those after a rollback. Raises BadStepError when the guard ends the run."""
-        while True:
-            try:
-                while self.step < self.steps and not self.stopping:
-                    self.run_step()
-                self.phase("end")
-                self.sync_guard()
-                return
-            except BadStepError as bad:
-                self.roll_back(bad)
-                if self.step >= self.steps:
-                    self.close_at_checkpoint()
-
-    def close_at_checkpoint(self) -> None:
-        """Do what belongs to the last step, where a rollback has left no text for another one.
-
-        The checkpoint is there. Only weights for `transformers` have a folder of their own.
-        """
-        texts, saver = self.parts.validation, self.parts.checkpointer
-        if texts is not None and self.step % texts.freq:  # else it was done before this checkpoint was written
-            self.validate()
-        if saver is not None and saver.config.last_save_in_hf and not self.validation_owed:
-            self.save()
-        elif self.parts.last_save_dtype is not None:
-            _log_once(
-                logging.WARNING,
-                f"the text ends with the checkpoint of step {self.step}, which the run went back to. It is a full one: "
-                "no save of the weights alone follows it (checkpoint.model_weights_only)",
-            )
-
-    def run_step(self) -> None:
-        """Do the next step, and what is due after it. Raises BadStepError when the guard finds a step bad."""
-        self.step += 1
-        batches = self.fetch()
-        with self.stop.shield_children():
-            lr = self.parts.learning_rate(self.step)
-            result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
-        self.check_step()
-        self.phase("log")
-        self.callbacks("on_step_end", self, result)
-        self.poll_saves()
-        self.validate()
-        self.save()
 
     def start(self) -> None:
         """Load a checkpoint, if there is one, and tell the callbacks that the run begins."""
@@ -170,16 +145,9 @@ class Trainer:
         if "dataloader" in loaded.left_out:
             load_text(self, {"next_sequence": 0})
         else:
-            self.restore_data(loaded)
+            _restore_text(self, loaded)
         # Earlier steps may have been of another size. A mixture has a length of its own.
         _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
-
-    def restore_data(self, loaded: LoadedState) -> None:
-        """Go on at the place in the text that a checkpoint has. Raises CheckpointError for a place that cannot be."""
-        try:
-            load_text(self, loaded.train["data"])
-        except StateError as error:
-            raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
@@ -378,6 +346,32 @@ class Trainer:
                     explain(error, self.parts.model, self.parts.train_step.runner, self.recent[error.step])
                 end.reason = str(error)
                 self.parts.anomalies.stopped(error, self.recent[error.step])
+
+
+def _close_at_checkpoint(trainer: Trainer) -> None:
+    """Do what belongs to the last step, where a rollback has left no text for another one.
+
+    The checkpoint is there. Only weights for `transformers` have a folder of their own.
+    """
+    texts, saver = trainer.parts.validation, trainer.parts.checkpointer
+    if texts is not None and trainer.step % texts.freq:  # else it was done before this checkpoint was written
+        trainer.validate()
+    if saver is not None and saver.config.last_save_in_hf and not trainer.validation_owed:
+        trainer.save()
+    elif trainer.parts.last_save_dtype is not None:
+        _log_once(
+            logging.WARNING,
+            f"the text ends with the checkpoint of step {trainer.step}, which the run went back to. It is a full one: "
+            "no save of the weights alone follows it (checkpoint.model_weights_only)",
+        )
+
+
+def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
+    """Go on at the place in the text that a checkpoint has. Raises CheckpointError for a place that cannot be."""
+    try:
+        load_text(trainer, loaded.train["data"])
+    except StateError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
 
 
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
