@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import platform
 import sys
 import types
@@ -24,6 +25,7 @@ from titanlite._version import __version__
 from titanlite.anomalies import AnomalyLog
 from titanlite.callbacks import Callback, Callbacks, load_callbacks
 from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import StorePath, to_path
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
@@ -259,13 +261,17 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
     """Build this rank's part of the held-out texts, see `read_held_out`."""
     section, rank, ranks = run.validation, data_parallel_rank(mesh), run.mesh.dp_degree
     size, pin = section.batch_size or run.batch.micro_batch_size, _pins(run, mesh)
-    loaders = {}
+    loaders, measured = {}, []
     for name, rows in texts.items():
         passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
         if run.mesh.context > 1:
             passes = CPLoader(passes, mesh)
         loaders[name] = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
-    return ValidationSet(loaders, section.freq, section.first)
+        # A part of the text depends on the size of a batch over all ranks; all of it does not.
+        part = None if section.steps == -1 else section.steps * size * ranks
+        measured.append([name, rows.fingerprint, rows.settings, part])
+    fingerprint = digest_of(json.dumps([measured, section.ema], sort_keys=True, default=str).encode())
+    return ValidationSet(loaders, section.freq, section.first, fingerprint=fingerprint)
 
 
 def _pins(run: RunConfig, mesh: DeviceMesh) -> bool:
@@ -345,7 +351,8 @@ def build(
         files = functools.partial(hf_files, tokenizer)
         averages = average.tensors if average else None
         checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)
-        save_schedule = SaveSchedule(run.checkpoint, world, prints)
+        held_out_text = validation.fingerprint if validation else ""
+        save_schedule = SaveSchedule(run.checkpoint, world, prints, held_out=held_out_text)
 
     # Callbacks
     in_float8 = run.float8.enable_float8_linear

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import HINT
-from titanlite.exit_codes import is_of_collectives
+from titanlite.exit_codes import is_of_collectives, no_exit, own_code
 from titanlite.utils import logger, module_name, resolve_as
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.all = list(callbacks)
+        #: The callback whose `on_end` is running.
+        self.ending = ""
         points = [name for name, value in vars(Callback).items() if callable(value) and not name.startswith("__")]
         #: Those that implement a point: the others cost nothing.
         self._at = {
@@ -135,21 +137,24 @@ class Callbacks:
         """Call `on_end` of all, whatever one of them raises. The run's own error takes precedence over theirs."""
         failed: Exception | None = None
         for callback in self._at["on_end"]:
+            self.ending = _name(callback)
             try:
                 self._call(callback, "on_end", trainer, end)
             except Exception as error:
                 failed = failed or error
                 logger.error(str(error))
+        self.ending = ""
         if failed is not None and end.error is None:
             raise failed
 
     @staticmethod
     def _call(callback: Callback, point: str, *args: Any) -> Any:
         try:
-            return getattr(callback, point)(*args)
+            with no_exit(_name(callback)):
+                return getattr(callback, point)(*args)
         except Exception as error:
             # A callback may lead to a point of others, as the metrics do to `on_log`.
-            if isinstance(error, CallbackError) or hasattr(error, "exit_code") or is_of_collectives(error):
+            if isinstance(error, CallbackError) or own_code(error) is not None or is_of_collectives(error):
                 raise
             raise CallbackError(f"{_name(callback)} failed in {point}: {type(error).__name__}: {error}") from error
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from typing import NoReturn
 
 #: Names the file in which `titanlite.torchrun` expects the workers' exit codes.
@@ -43,6 +44,7 @@ RESTARTABLE = (PREEMPTED, LOST_PEER)
 RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
+_PACKAGE = __name__.partition(".")[0]
 
 
 def after_signal(number: int) -> int:
@@ -90,12 +92,48 @@ def code_of(error: BaseException) -> int:
     """Return the exit code of a run that ends by `error`; titanlite's own errors carry it as `exit_code`."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    code = OUT_OF_MEMORY if memory_error_of(error) else getattr(error, "exit_code", None)
+    code = OUT_OF_MEMORY if memory_error_of(error) else own_code(error)
     if code is None:
         if type(error).__module__.startswith("torch.") and _PORT_TAKEN.search(str(error)):
             return CONFIG
         return LOST_PEER if is_of_collectives(error) else ERROR
-    return int(code)
+    return code
+
+
+def own_code(error: BaseException) -> int | None:
+    """Return the exit code that titanlite gives an error of its own, or of a class derived from one; else None.
+
+    Schedulers act on these codes. So an attribute of the same name in a class from elsewhere has no effect.
+    """
+    for kind in type(error).__mro__:
+        if kind.__module__.partition(".")[0] != _PACKAGE:
+            continue
+        code = vars(kind).get("exit_code")
+        if isinstance(code, property):
+            code = code.fget and code.fget(error)
+        if code is not None:
+            return int(code)
+    return None
+
+
+class ExitCallError(RuntimeError):
+    """Code that the run called has called `sys.exit`. Its number is none of the codes here."""
+
+    def __init__(self, where: str, error: SystemExit) -> None:
+        called = "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
+        super().__init__(
+            f"{where} called {called}. That ends no run: raise an exception, or call "
+            'trainer.stop.request("why") in a callback, which saves and ends all ranks'
+        )
+
+
+@contextlib.contextmanager
+def no_exit(where: str) -> Iterator[None]:
+    """Turn `sys.exit` in this block, which would end a run by a code of its choice, into an ExitCallError."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ExitCallError(where, error) from error
 
 
 def report_code(code: int, error: str = "") -> bool:

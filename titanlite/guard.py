@@ -31,7 +31,8 @@ class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied, unless `applied` says so.
 
     step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient norm) or "spike".
-    ranks: where the loss was not finite. done: the last step whose update is in the weights.
+    ranks: where the loss was not finite. done: the last step before it. updated: the last step whose update is in the
+    weights; an earlier one than `done` after steps that were skipped.
     """
 
     exit_code = exit_codes.GUARD
@@ -45,10 +46,11 @@ class BadStepError(RuntimeError):
         kind: str = "spike",
         ranks: Sequence[int] = (),
         applied: bool = False,
+        updated: int | None = None,
     ) -> None:
         self.step, self.norm, self.loss, self.kind, self.ranks, self.done = step, norm, loss, kind, ranks, step - 1
-        self.applied = applied
-        then = f"The update was not applied: the weights are those after step {step - 1}"
+        self.applied, self.updated = applied, step - 1 if updated is None else updated
+        then = f"The update was not applied: the weights are those after step {self.updated}"
         if applied:
             then = "Its update is in the weights (optimizer.early_step_in_backward), and they are not saved"
         super().__init__(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. {then}")
@@ -66,8 +68,17 @@ class WeightsError(BadStepError):
 
     def __init__(self, step: int, done: int, where: str, then: str) -> None:
         super().__init__(step, math.nan, math.nan, "", "weights not finite")
-        self.done = done
+        self.done = self.updated = done
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
+
+
+def check_statistics(state: dict[str, Any]) -> None:
+    """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
+    steps, losses = state.get("bad_steps", []), state.get("losses", [])
+    if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
+        raise ValueError(f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps")
+    if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
+        raise ValueError(f"the guard's losses in its train state are {losses!r:.60}, and should be numbers")
 
 
 class FiniteGuard:
@@ -217,7 +228,7 @@ class FiniteGuard:
         if spike:
             limit = f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} * {deviation:.3g}"
             why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
-            return BadStepError(step, norm, loss, why, applied=self.applied)
+            return BadStepError(step, norm, loss, why, applied=self.applied, updated=self._updated_before(step))
         # Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
         losses: list[float] = [share] * dist.get_world_size()
         dist.all_gather_object(losses, share)
@@ -225,4 +236,11 @@ class FiniteGuard:
         why = "the loss was finite on every rank, so it arose in the backward pass"
         if ranks:
             why = f"the loss was not finite on {name_ranks(ranks)}"
-        return BadStepError(step, norm, loss, why, "not finite", ranks, self.applied)
+        return BadStepError(step, norm, loss, why, "not finite", ranks, self.applied, self._updated_before(step))
+
+    def _updated_before(self, step: int) -> int:
+        """Return the last step before `step` whose update was not skipped."""
+        updated = step - 1
+        while self.policy == "skip" and updated in self._spent:
+            updated -= 1
+        return updated

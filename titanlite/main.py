@@ -29,7 +29,7 @@ from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
-from titanlite.utils import MissingPackageError, escape, logger, require
+from titanlite.utils import MissingPackageError, atomic_write, escape, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -122,7 +122,8 @@ def run(argv: Sequence[str]) -> int:
             share = partial(share_from_rank_0, store, rank, size, patience=seconds)
             with report_failure(store, rank, size), contextlib.ExitStack() as held:
                 check_machine(config.training, config.compile, config.float8)
-                share("the run's folder", lambda: held.enter_context(_lock(folder, config.checkpoint)))
+                locked = _lock(folder, config.checkpoint, lambda: stop.requested)
+                share("the run's folder", lambda: held.enter_context(locked))
                 if rank == 0:
                     _show_config(config.job, config.toml)
                 datasets = read_datasets(config, share)
@@ -148,6 +149,8 @@ def run(argv: Sequence[str]) -> int:
             if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
                 print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
             return exit_codes.code_of(error)
+        except SystemExit as error:
+            raise exit_codes.ExitCallError("code that the config names", error) from error
         except Exception as error:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
@@ -241,8 +244,10 @@ def _log_files(files: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
+def _lock(run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
+
+    ending: whether this run was asked to stop.
 
     Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
     CheckpointError where that of the checkpoints, or a store, cannot be used.
@@ -270,7 +275,7 @@ def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
                 if isinstance(folder, StorePath):
                     folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
                 if key != "checkpoint.initial_load_path":
-                    stack.enter_context(RunLock(folder, key))
+                    stack.enter_context(RunLock(folder, key, ending))
             except StoreError as error:
                 raise CheckpointError(f"{key}: {error}") from None
             except OSError as error:
@@ -295,7 +300,7 @@ def _show_config(job: Job, toml: str) -> None:
         path = Path(job.save_config_file)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(toml, encoding="utf-8")
+            atomic_write(path, toml)
         except OSError as error:
             raise _not_writable("job.save_config_file", path, error) from None
         logger.info(f"config written to {path}")

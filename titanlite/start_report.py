@@ -385,6 +385,10 @@ def began(section: Checkpoint, loaded: LoadedState | None) -> str:
     return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
 
 
+#: What a schedule of a later version, or a damaged one, leads to. It only serves a comparison.
+_DAMAGED = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError)
+
+
 def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
     """Return how learning rates differ from those of the run that wrote the checkpoint; None if they do not."""
     before, now = loaded.train.get("schedule"), {"phases": [], **rate.record()}
@@ -398,7 +402,7 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
         if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
             return None
         rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
-    except (TypeError, ValueError, KeyError):  # of a later version, or damaged: it only serves this comparison
+    except _DAMAGED:
         return f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: {changed!r:.200}"
     words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
     total = changed.get("total_steps")

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from titanlite import exit_codes
 from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.load import LEFT_OUT, LoadedState
-from titanlite.checkpoint.manifest import CheckpointError, steps_in
+from titanlite.checkpoint.manifest import HELD_OUT, CheckpointError, steps_in
+from titanlite.checkpoint.resume_check import STATE as RESUME
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Progress
-from titanlite.guard import BadStepError, WeightsError
+from titanlite.data.state import StateError, check_loader
+from titanlite.guard import BadStepError, WeightsError, check_statistics
 from titanlite.nonfinite import find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.utils import human_time, logger
@@ -27,8 +30,9 @@ from titanlite.validation import ValidationResult
 if TYPE_CHECKING:
     from titanlite.build import TrainingComponents
 
-#: Entries of a checkpoint's train state that the loop needs, and their types.
-_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict}
+#: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
+_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
+_ONLY_WEIGHTS = "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
 
 
 class Trainer:
@@ -66,26 +70,29 @@ class Trainer:
         """
         with self.stop:
             try:
-                self.start()
-                while True:
-                    try:
-                        while self.step < self.steps and not self.stopping:
-                            self.step += 1
-                            batches = self.fetch()
-                            with self.stop.shield_children():
-                                lr = self.parts.learning_rate(self.step)
-                                result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
-                            self.check_step()
-                            self.phase("log")
-                            self.callbacks("on_step_end", self, result)
-                            self.poll_saves()
-                            self.validate()
-                            self.save()
-                        self.phase("end")
-                        self.sync_guard()
-                        break
-                    except BadStepError as bad:
-                        self.roll_back(bad)
+                with exit_codes.no_exit("the code of the run"):
+                    self.start()
+                    while True:
+                        try:
+                            while self.step < self.steps and not self.stopping:
+                                self.step += 1
+                                batches = self.fetch()
+                                with self.stop.shield_children():
+                                    lr = self.parts.learning_rate(self.step)
+                                    result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
+                                self.check_step()
+                                self.phase("log")
+                                self.callbacks("on_step_end", self, result)
+                                self.poll_saves()
+                                self.validate()
+                                self.save()
+                            self.phase("end")
+                            self.sync_guard()
+                            break
+                        except BadStepError as bad:
+                            self.roll_back(bad)
+                            if self.step >= self.steps:
+                                _close_at_checkpoint(self)
                 if self.stopping and (self.step < self.steps or self.validation_owed):
                     raise _stopped(self)
             except BaseException as error:
@@ -135,8 +142,10 @@ class Trainer:
         anew = "lr_scheduler" in loaded.left_out
         parts.learning_rate.began = loaded.step if anew else int(loaded.train.get("schedule_began", 0))
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
-        anew = "dataloader" in loaded.left_out
-        load_text(self, {"next_sequence": 0} if anew else loaded.train["data"])
+        if "dataloader" in loaded.left_out:
+            load_text(self, {"next_sequence": 0})
+        else:
+            _restore_text(self, loaded)
         # Earlier steps may have been of another size. A mixture has a length of its own.
         _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
 
@@ -306,6 +315,8 @@ class Trainer:
             state["guard"] = statistics
         if self.validation_owed:
             state["validation_owed"] = True
+        if parts.validation is not None:
+            state[HELD_OUT] = parts.validation.fingerprint
         self.callbacks.add_state(self, state)
         return state
 
@@ -337,9 +348,39 @@ class Trainer:
                 self.parts.anomalies.stopped(error, self.recent[error.step])
 
 
+def _close_at_checkpoint(trainer: Trainer) -> None:
+    """Do what belongs to the last step, where a rollback has left no text for another one.
+
+    The checkpoint is there. Only weights for `transformers` have a folder of their own.
+    """
+    texts, saver = trainer.parts.validation, trainer.parts.checkpointer
+    if texts is not None and trainer.step % texts.freq:  # else it was done before this checkpoint was written
+        trainer.validate()
+    if saver is not None and saver.config.last_save_in_hf and not trainer.validation_owed:
+        trainer.save()
+    elif trainer.parts.last_save_dtype is not None:
+        _log_once(
+            logging.WARNING,
+            f"the text ends with the checkpoint of step {trainer.step}, which the run went back to. It is a full one: "
+            "no save of the weights alone follows it (checkpoint.model_weights_only)",
+        )
+
+
+def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
+    """Go on at the place in the text that a checkpoint has. Raises CheckpointError for a place that cannot be."""
+    try:
+        load_text(trainer, loaded.train["data"])
+    except StateError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
+
+
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
-    """Let the loader go on from its state in a checkpoint, and find again where phases begin from there."""
-    parts = trainer.parts
+    """Let the loader go on from its state in a checkpoint, and find again where phases begin from there.
+
+    Raises StateError for a state that cannot be.
+    """
+    check_loader(data)
+    parts, data = trainer.parts, {name: value for name, value in data.items() if name != "phases"}
     if parts.phases is not None:
         done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
         parts.learning_rate.phases = parts.phases.rates(done)
@@ -372,11 +413,16 @@ def _check_state(loaded: LoadedState) -> None:
     needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
     for name, kind in _STATE.items():
         value = loaded.train.get(name)
-        if type(value) is not kind and (name in needed or name in loaded.train):
+        is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
+        if is_wrong and (name in needed or name in loaded.train):
             raise CheckpointError(
-                f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. Only "
-                "its weights can be used: name it as checkpoint.initial_load_path of another run"
+                f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. "
+                f"{_ONLY_WEIGHTS}"
             )
+    try:
+        check_statistics(loaded.train.get("guard", {}))
+    except ValueError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
 
 
 def _end_with_text(trainer: Trainer, later: bool = False) -> None:

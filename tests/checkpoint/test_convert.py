@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
-from tests.processes import python
+from tests.processes import environment, python
 from titanlite.checkpoint.hf import config_differences, open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
@@ -245,3 +247,49 @@ def test_metas_params_json_without_a_theta_has_that_of_llama_2(tmp_path: Path) -
     weights = open_weights(tmp_path, get_spec("llama3"), ARGS)
     assert config_differences(weights, get_spec("llama3"), ARGS) == ["rope_theta is 10000.0 there, 500000.0 by [model]"]
     assert not config_differences(weights, get_spec("llama3"), replace(ARGS, rope_theta=1e4))
+
+
+_FULL = """
+import shutil, sys
+from collections import namedtuple
+from pathlib import Path
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.tools import convert
+
+def tried(to):
+    try:
+        convert.convert(Path(source), disk / "out", to)
+    except CheckpointError as error:
+        print(f"{to}|{error}|{sorted(path.name for path in disk.iterdir())}")
+
+source, disk = sys.argv[1], Path(sys.argv[2])
+for to in ("torch", "hf", "checkpoint"):
+    tried(to)
+Usage = namedtuple("Usage", "total used free")
+convert.shutil.disk_usage = lambda path: Usage(1 << 50, 0, 1 << 50)  # as it was when the command began
+for to in ("torch", "hf", "checkpoint"):
+    tried(to)
+"""
+
+
+def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """A real one, of 64 KB: a file of torch's that is mapped to memory would end the process by SIGBUS."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$4" "$1"'
+    words = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, "sh", disk, sys.executable, _FULL]
+    done = subprocess.run(
+        [*map(str, words), str(saved["plain"])], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no disk can be mounted here: {done.stderr}")
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    before, after = [line.split("|") for line in done.stdout.splitlines()][:3], done.stdout.splitlines()[3:]
+    for to, said, left in before:
+        assert "its weights take " in said and "has 64.0 KiB left. Nothing was written" in said and left == "[]", to
+    assert len(after) == 3
+    for line in after:
+        to, said, left = line.split("|")
+        assert "No space left on device" in said and (left == "[]" or to == "checkpoint" and left == "['out']"), line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from titanlite.checkpoint.retention import (
     quarantine,
     unpublish,
 )
+from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.tools.checkpoint import list_checkpoints, remove
 
 
@@ -207,6 +209,19 @@ def test_the_best_by_validation_stay(root: AnyPath) -> None:
     (root / "step-4" / "shard").unlink()  # the lowest, but nobody can load it
     assert _pruned(root, 9, keep_latest_k=2, keep_best=2) == [2, 6, 7, 8, 9], "of equal ones both have a place here"
     assert _pruned(root, 9, keep_latest_k=2, keep_best=1) == [2, 7, 8, 9], "of equal ones the earlier"
+
+
+def test_losses_on_another_held_out_text_are_not_compared(tmp_path: Path) -> None:
+    """The best on each text stay; a version that noted no text is one more."""
+    for step, text, loss in ((1, None, 1.5), (2, "a", 2.0), (3, "a", 1.0), (4, "b", 7.0), (5, "b", 6.0), (6, "b", 8.0)):
+        train = {**MANIFEST.train, **({} if text is None else {"held_out": text})}
+        write(tmp_path, step, validation_loss=loss, train=train)
+    assert _pruned(tmp_path, 6, keep_latest_k=1, keep_best=1) == [1, 3, 5, 6]
+    for text, loss, due in (("b", 6.5, False), ("b", 5.5, True), ("a", 5.5, False), ("c", 99.0, True)):
+        world: Any = SimpleNamespace(rank=0, broadcast=lambda value: value)
+        section = options(tmp_path, keep_latest_k=1, keep_best=1, interval=1000)
+        schedule = SaveSchedule(section, world, MANIFEST.fingerprints, held_out=text)
+        assert schedule.due(7, loss) is due, text
 
 
 def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:

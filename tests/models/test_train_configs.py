@@ -12,6 +12,7 @@ from titanlite.config.not_implemented import not_implemented
 from titanlite.derive import RunConfig
 from titanlite.fit import fitted
 from titanlite.models import LlamaArgs, count_parameters
+from titanlite.plan.plan import kept_at_once
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SIZES = {
@@ -62,3 +63,16 @@ def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
     assert f"{count_parameters(args):,} parameters" in comments
     batch = run.batch
     assert f"{batch.global_batch_size} * {batch.seq_len:,} = {batch.tokens_per_step:,} tokens" in comments
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem))
+def test_a_large_model_keeps_few_checkpoints(name: str) -> None:
+    """All saves of a 70B would take 77 TiB of disk. The newest stay, and about ten over the whole run."""
+    run, _, _ = described(name)
+    section, steps = run.checkpoint, run.steps
+    assert steps is not None
+    if not section.enable_checkpoint:
+        return
+    kept = kept_at_once(section, steps, 1.0, validated=False)
+    assert kept is not None and section.keep_latest_k == 3 and kept <= 15
+    assert not section.keep_every or section.keep_every % section.interval == 0

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from tests.pool import Pools
-from tests.processes import python
+from tests import processes
+from tests.pool import Pools, free_port
+from tests.processes import ROOT, python
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.parallel.launch_env import LaunchEnv, read_launch_env
@@ -195,3 +199,42 @@ print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
 """
     done = python("-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 True\ngroup at the end: False\n", "")
+
+
+_OWN_LOOP = """
+import os, sys
+import titanlite.build
+from titanlite import DistEnv, build, load_config
+
+def fail(*_):
+    raise ValueError("only on this rank")
+
+if os.environ["RANK"] == "1":
+    titanlite.build.fingerprints = fail  # before the checkpoints' process group is made
+with DistEnv.open() as world:
+    build(load_config("debug_model.toml", world.size, sys.argv[1:]), world)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
+    """A loop without a watchdog and without torchrun. The group for saves waits for its ranks for half an hour."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    flags = [f"--job.dump_folder={tmp_path}", "--training.steps=1", "--checkpoint.enable_checkpoint"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _OWN_LOOP, *flags],
+            cwd=ROOT,
+            env=processes.environment(**address, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert "ValueError: only on this rank" in said[1]
+    assert ranks[0].returncode and "Connection closed by peer" in said[0]

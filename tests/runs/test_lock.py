@@ -329,3 +329,32 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
         _lock(run / "checkpoint" / "x", config.checkpoint),
     ):
         pytest.fail("it was not looked at")
+
+
+def test_the_next_start_waits_for_a_run_that_is_ending(
+    place: AnyPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its launcher was killed, and it is in its last save."""
+    monkeypatch.setattr(lock_module, "_NOTICE_SECONDS", 0.02)
+    asked = threading.Event()
+    first = RunLock(place, ending=asked.is_set)
+    first.__enter__()
+    with pytest.raises(LockedError, match="is alive"):
+        RunLock(place).__enter__()
+    asked.set()
+    deadline = time.monotonic() + 30
+    while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    lock_module.OwnershipCheck(place, first._token).look()  # it still owns the folder
+    began = time.monotonic()
+    threading.Timer(1.0, first.__exit__).start()
+    with RunLock(place):
+        assert time.monotonic() - began > 0.9
+    assert "was asked to stop and is ending" in caplog.text
+    monkeypatch.setattr(lock_module, "ENDING_SECONDS", 0.1)
+    with RunLock(place, ending=asked.is_set):
+        while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
+            time.sleep(0.02)
+        with pytest.raises(LockedError, match="is alive"):
+            RunLock(place).__enter__()

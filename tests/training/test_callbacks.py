@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tests.pool import Pools
-from tests.training.test_run import _trainer
+from tests.processes import python
+from tests.training.test_run import TINY, _trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
 from titanlite.checkpoint.manifest import read_manifest
@@ -22,6 +24,7 @@ from titanlite.config.load import load_file
 from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
+from titanlite.signals import StopRequested
 from titanlite.trainer import Trainer
 from titanlite.utils import resolve
 
@@ -265,3 +268,81 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
 def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
     for made in pool(2).run(_groups_made, str(tmp_path)):
         assert len(made) >= 2 and set(made) == {-1}, "those of saves, among others, before the trainer exists"
+
+
+class Exits(Callback):
+    def __init__(self, code: object = 0) -> None:
+        self.code = code
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        sys.exit(self.code)  # type: ignore[arg-type]
+
+    def on_end(self, trainer: Any, end: RunEnd) -> None:
+        sys.exit(self.code)  # type: ignore[arg-type]
+
+
+class ForeignError(RuntimeError):
+    exit_code = 0
+
+
+class DerivedError(BadStepError):
+    exit_code = 0
+
+
+def test_exit_codes_are_those_of_the_table_alone() -> None:
+    """Schedulers act on them: 0 of a foreign error would mean that the run is done, 5 that it may go on."""
+    assert exit_codes.code_of(ForeignError("x")) == exit_codes.ERROR
+    assert exit_codes.code_of(DerivedError(1, 1.0, 2.0, "why")) == exit_codes.GUARD
+    assert exit_codes.code_of(StopRequested("x", 3, True)) == exit_codes.PREEMPTED
+    assert exit_codes.code_of(StopRequested("x", 3, False)) == exit_codes.PREEMPTED_UNSAVED
+
+
+@pytest.mark.parametrize(("code", "said"), [(0, "sys.exit(0)"), (7, "sys.exit(7)"), (None, "sys.exit()")])
+def test_an_exit_of_a_callback_is_an_error_that_names_it(code: object, said: str) -> None:
+    callbacks: Any = Callbacks([Exits(code)])
+    for call in (lambda: callbacks("on_step_end", None, None), lambda: callbacks.end(None, RunEnd("done", 3))):
+        with pytest.raises(CallbackError, match=f"Exits called {re.escape(said)}. That ends no run") as caught:
+            call()
+        assert exit_codes.code_of(caught.value) == exit_codes.ERROR
+
+    class Foreign(Callback):
+        def on_start(self, trainer: Any) -> None:
+            raise ForeignError("mine")
+
+    with pytest.raises(CallbackError, match="Foreign failed in on_start: ForeignError: mine"):
+        Callbacks([Foreign()])("on_start", None)
+
+
+_ENDINGS = """
+import sys, time
+from titanlite.callbacks import Callback
+
+class Exits(Callback):
+    def on_step_end(self, trainer, result):
+        sys.exit(0)
+
+class Hangs(Callback):
+    def on_end(self, trainer, end):
+        time.sleep(3600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "state", "words"),
+    [
+        ("Exits", "failed", "Exits called sys.exit(0). That ends no run"),
+        ("Hangs", "done", "Hangs has not come to its end in 4 s"),
+    ],
+)
+def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(tmp_path: Path, kind: str, state: str, words: str) -> None:
+    """One process. A scheduler takes 0 for done; a process that hangs keeps the folder locked."""
+    (tmp_path / "mine.py").write_text(_ENDINGS)
+    flags = [*TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=2", "--comm.init_timeout_seconds=2"]
+    flags += ["--stall.deadline_seconds=2", f"--job.callbacks={tmp_path}/mine.py:{kind}"]
+    done = python("train.py", "--job.config_file=debug_model.toml", *flags)
+    assert done.returncode == exit_codes.ERROR, done.stderr
+    assert words in done.stdout + done.stderr
+    end = read_entries(tmp_path / "run")[-1]
+    assert (end["event"], end["state"]) == ("end", state)
+    assert end["exit_code"] == (exit_codes.ERROR if state == "failed" else exit_codes.DONE)

@@ -150,6 +150,27 @@ def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: 
     assert steps_in(tmp_path / "checkpoint")[-1] == left
 
 
+def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    trainer = _trainer(world, folder, *flags)
+    model, last = trainer.parts.model, trainer.steps
+    model.register_forward_hook(lambda _, __, out: out * NAN if model.training and trainer.step == last else out)
+    return {**_outcome(trainer, folder), "last": last}
+
+
+def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(pool: Pools, tmp_path: Path) -> None:
+    """No text is left behind the bad step: the run ends at the checkpoint, with all that belongs to its end."""
+    text = write_texts(tmp_path / "a.jsonl", [f"text {n} " * 9 for n in range(60)])
+    flags = [f"--training.dataset_path={text}", "--training.epochs=1", "--validation.freq=1000"]
+    flags += ["--checkpoint.interval=2", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    found = pool(1).run(_with_a_nan_in_the_last_step, str(tmp_path / "run"), *flags, ROLLBACK)[0]
+    end = (found["last"] - 1) // 2 * 2
+    assert found["error"] == "" and (found["step"], end > 0) == (end, True)
+    assert [(event["action"], event["back_to_step"]) for event in found["events"]] == [("rollback", end)]
+    measured = [row for row in found["rows"] if "validation_loss" in row]
+    assert [row["step"] for row in measured] == [end] and math.isfinite(measured[0]["validation_loss"])
+    assert (tmp_path / "run" / "checkpoint" / f"step-{end}-hf" / "model.safetensors").is_file()
+
+
 @pytest.mark.slow
 def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_run, str(tmp_path / "a"), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, ASYNC)[0]

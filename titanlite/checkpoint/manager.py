@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
 from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, hf_folder, step_folder
+from titanlite.checkpoint.manifest import INDEX, PIN, CheckpointError, Manifest, find, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -30,6 +30,7 @@ from titanlite.checkpoint.retention import (
     marks_of,
     prune,
     publish,
+    put_back_pinned,
     quarantine,
 )
 from titanlite.checkpoint.storage import (
@@ -119,12 +120,20 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
         not fit the model, or when there are checkpoints and none is good.
         """
-        self._on_rank_0(self._owner.look)
+        self._on_rank_0(self._look_around)
         loaded = self._loader.load(model, optimizer, expected)
         self._on_rank_0(lambda: self._deleter.delete(leftovers(self.root)))
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
         return loaded
+
+    def _look_around(self) -> None:
+        """On rank 0: see whose the folder is, and which deletions must be undone."""
+        self._owner.look()
+        try:
+            put_back_pinned(self.root)
+        except OSError as error:
+            logger.warning(f"a pinned checkpoint cannot be put back: {error}")
 
     def load_newest(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, suspect: Callable[[int], str] | None = None
@@ -313,7 +322,8 @@ class Checkpointer:
 
     def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
         """On rank 0: return all files of a save by name. Raises CheckpointError when the folder holds others."""
-        found = {name: file.st_size for name, file in files_in(folder).items()}
+        # A user may pin a checkpoint while it is being written.
+        found = {name: file.st_size for name, file in files_in(folder).items() if name != PIN}
         files = {name: file.size for name, file in writer.written.items()}
         if found != files:
             wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))

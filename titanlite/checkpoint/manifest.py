@@ -45,6 +45,8 @@ _DEPTH_OF_STORE = 2
 _MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
 #: Names of all folders and marks of checkpoints.
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
+#: Entry of the train state: hash of the held-out text that `validation_loss` was measured on.
+HELD_OUT = "held_out"
 #: The manifest's entry with the hash of all others.
 _DIGEST = "digest"
 #: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing; SHA-256 is for the
@@ -115,6 +117,11 @@ class Manifest:
     def size(self) -> int:
         """Bytes of all its files, without the manifest."""
         return sum(self.files.values())
+
+    @property
+    def held_out(self) -> str:
+        """Hash of the text that `validation_loss` was measured on; "" where that was not noted."""
+        return str(self.train.get(HELD_OUT, ""))
 
     def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
         """Return whether a run with these fingerprints (None: any) could resume from it."""

@@ -239,15 +239,33 @@ def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
         folder.fs.copy([f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part])
 
 
-def remove_folder(folder: AnyPath) -> None:
-    """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError."""
+def remove_folder(folder: AnyPath, last: str = "") -> None:
+    """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError.
+
+    last: name of a file that stays as long as any other does.
+    """
     with contextlib.suppress(FileNotFoundError):
         if isinstance(folder, StorePath):
-            folder.fs.rm(folder.key, recursive=True)
-            if names := folder.listing():  # clients do not report objects that they may not delete
-                raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
+            _remove_objects(folder)
+        elif folder.is_symlink():
+            folder.unlink()
         else:
-            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+            for path in [path for path in folder.iterdir() if path.name != last]:
+                _remove_entry(path)
+            shutil.rmtree(folder)
+
+
+def _remove_objects(folder: StorePath) -> None:
+    folder.fs.rm(folder.key, recursive=True)
+    if names := folder.listing():  # clients do not report objects that they may not delete
+        raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
+
+
+def _remove_entry(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _stat(info: Mapping[str, Any]) -> Stat:

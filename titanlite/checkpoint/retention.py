@@ -1,13 +1,18 @@
 """How a checkpoint is published and deleted, and which ones stay. No torch here.
 
-A save marks the folder `step-N`, writes all files into it, and the manifest last (`begin`, `publish`). A deletion marks
-the folder and removes the manifest first (`unpublish`, `delete`). So a process that is killed at any moment leaves
-either a whole checkpoint, or a marked folder without a manifest, which is a leftover for the next start or save. One
-rank does all this.
+A save marks the folder `step-N`, writes all files into it, and the manifest last (`begin`, `publish`). A deletion
+renames the folder first; in a store, which cannot rename, it writes a mark and removes the manifest (`unpublish`,
+`delete`). So a process that is killed at any moment leaves either a whole checkpoint, or a leftover for the next start
+or save. One rank does all this.
+
+A user may pin a checkpoint at any moment, also while it is being deleted: by a file KEEP. In a folder either that file
+comes first and the checkpoint stays, or nobody can make the file any more (`_forbid_pin`). A store accepts an object at
+any time; there the deletion looks twice, and writes the manifest back.
 """
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Collection, Mapping
@@ -79,13 +84,17 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
     return final
 
 
+def _mark_path(kind: str, folder: AnyPath) -> AnyPath:
+    return folder.parent / f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
+
+
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
     """Write the mark of a save or a deletion beside the folder. It is empty: a full disk has room for that.
 
     It is not made durable, which could take long beside a save: after a crash of the machine a folder without a mark is
     reported, and not deleted.
     """
-    mark = folder.parent / f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
+    mark = _mark_path(kind, folder)
     mark.write_bytes(b"")
     return mark
 
@@ -102,15 +111,105 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
     sync_folder(folder.parent)
 
 
-def unpublish(folder: AnyPath) -> AnyPath:
-    """Make a folder no checkpoint any more; return the mark, for `delete`."""
-    mark = _mark(DELETED, folder)
-    if isinstance(folder, Path) and folder.is_symlink():
+def unpublish(folder: AnyPath, pinned_too: bool = False) -> AnyPath | None:
+    """Make a folder no checkpoint any more; return its leftover, for `delete`. None: it is pinned, and stays."""
+    if isinstance(folder, StorePath):
+        return _unpublish_object(folder, pinned_too)
+    if folder.is_symlink():
+        mark = _mark(DELETED, folder)
         folder.unlink()  # its target belongs to someone else
-    else:
-        (folder / FILE).unlink(missing_ok=True)
-        sync_folder(folder)
-    return mark
+        return mark
+    aside = _mark_path(DELETED, folder)
+    assert isinstance(aside, Path)
+    folder.rename(aside)
+    sync_folder(folder.parent)
+    if pinned_too or _forbid_pin(aside):
+        return aside
+    _put_back(aside)
+    return None
+
+
+def _unpublish_object(folder: StorePath, pinned_too: bool) -> AnyPath | None:
+    """Do `unpublish` in a store. The mark holds the manifest: a checkpoint that is pinned meanwhile gets it back."""
+    try:
+        content = (folder / FILE).read_bytes()
+    except FileNotFoundError:
+        content = b""
+    # A store that forbids deletions would get one more mark with each save.
+    known = [mark for mark in marks_of(folder) if mark.name.startswith(DELETED)]
+    mark = known[0] if known else _mark_path(DELETED, folder)
+    mark.write_bytes(content)
+    (folder / FILE).unlink(missing_ok=True)
+    return None if not pinned_too and _put_back(mark) else mark
+
+
+#: Where a name KEEP that this module makes leads to: a place in a folder that does not exist.
+_NOWHERE = "being-deleted/nothing"
+
+
+def is_pinned(folder: AnyPath) -> bool:
+    """Return whether a folder holds something named KEEP that this module did not make."""
+    pin = folder / PIN
+    if isinstance(pin, StorePath):
+        return pin.is_file()
+    return os.path.lexists(pin) and not _is_forbidden(pin)
+
+
+def _is_forbidden(pin: Path) -> bool:
+    return pin.is_symlink() and os.readlink(pin) == _NOWHERE
+
+
+def _forbid_pin(folder: Path) -> bool:
+    """Take the name KEEP in a renamed folder, so that nobody can use it any more; return False where it is in use.
+
+    A process that had found the folder under its old name can still make a file in it; over NFS for seconds. A link
+    takes the name in one atomic step. It leads nowhere, so that `touch` fails too.
+    """
+    pin = folder / PIN
+    try:
+        pin.symlink_to(_NOWHERE)
+    except FileExistsError:
+        return _is_forbidden(pin)
+    except OSError:  # a file system without links
+        return not is_pinned(folder)
+    return True
+
+
+def _put_back(leftover: AnyPath) -> bool:
+    """Make a leftover of a deletion a checkpoint again if it is pinned; return whether it is. Raises OSError."""
+    folder = marked_folder(leftover)
+    if folder is None or not leftover.name.startswith(DELETED):
+        return False
+    if isinstance(leftover, Path) and isinstance(folder, Path):
+        if not leftover.is_dir() or not is_pinned(leftover):
+            return False
+        leftover.rename(folder)
+        sync_folder(folder.parent)
+    elif not _put_back_object(leftover, folder):
+        return False
+    logger.warning(f"{folder} is not deleted: its file {PIN} came while the deletion began")
+    return True
+
+
+def _put_back_object(mark: AnyPath, folder: AnyPath) -> bool:
+    """Write the manifest in a store's mark back if the folder is pinned and whole; return whether it was."""
+    if not is_pinned(folder):
+        return False
+    content = mark.read_bytes()
+    if not content:
+        return False
+    write_new(folder / FILE, content)
+    if not is_valid(folder):  # a part of it is gone already
+        (folder / FILE).unlink()
+        return False
+    mark.unlink(missing_ok=True)
+    return True
+
+
+def put_back_pinned(root: AnyPath) -> None:
+    """Make pinned checkpoints again of leftovers of a deletion that was killed as it began. Raises OSError."""
+    for leftover in leftovers(root):
+        _put_back(leftover)
 
 
 def leftovers(root: AnyPath) -> list[AnyPath]:
@@ -133,12 +232,30 @@ def leftover_folder(leftover: AnyPath) -> AnyPath | None:
     return None if (folder / FILE).is_file() else folder
 
 
-def delete(leftover: AnyPath) -> None:
-    """Delete the folder of a mark, unless it is a checkpoint, and then the mark. Raises OSError."""
+def delete(leftover: AnyPath, pinned_too: bool = False) -> bool:
+    """Delete a leftover with its files; return whether it is gone. A checkpoint, or a pinned one, stays.
+
+    Raises OSError.
+    """
     folder = leftover_folder(leftover)
     if folder is not None and folder.is_dir():
-        remove_folder(folder)
+        if not pinned_too and _stays(leftover, folder):
+            return False
+        remove_folder(folder, last=PIN)
     leftover.unlink(missing_ok=True)
+    return True
+
+
+def _stays(leftover: AnyPath, folder: AnyPath) -> bool:
+    """Return whether the folder of a deletion is pinned; then it is a checkpoint again, where that can be."""
+    if not leftover.name.startswith(DELETED):
+        return False  # of a save that has not ended: nothing can be loaded from it
+    if folder == leftover and isinstance(folder, Path):
+        if _forbid_pin(folder):
+            return False
+        _put_back(leftover)
+        return True
+    return _put_back(leftover)
 
 
 def quarantine(folder: AnyPath, reason: str) -> AnyPath:
@@ -154,7 +271,9 @@ def quarantine(folder: AnyPath, reason: str) -> AnyPath:
         copy_folder(folder, folder.parent / name, last=FILE)
         (aside / REASON).write_bytes(content)
         begun.unlink(missing_ok=True)
-        delete(unpublish(folder))
+        mark = unpublish(folder, pinned_too=True)  # the copy is pinned as it was
+        assert mark is not None
+        delete(mark, pinned_too=True)
     else:
         with suppress(OSError):
             (folder / REASON).write_bytes(content)
@@ -210,8 +329,8 @@ def prune(
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
     files are not whole takes no place among the latest. These stay: the latest `keep_latest_k` (0: all), multiples of
-    `keep_every`, milestones, the `keep_best` of lowest validation loss, `keep`, pinned ones, folders without a good
-    manifest, and checkpoints of weights only, from which no run could resume.
+    `keep_every`, milestones, the `keep_best` of lowest validation loss on each held-out text that the run had, `keep`,
+    pinned ones, folders without a good manifest, and checkpoints of weights only, from which no run could resume.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss was measured
     (`Manifest.validation_loss`), else the one before it: the steps since then have shown it.
@@ -232,12 +351,20 @@ def prune(
             manifest = read(step_folder(root, step))
             if manifest.can_be_resumed_by(fingerprints):
                 valid[step] = manifest
-    losses = sorted((m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None)
-    best: list[int] = []  # of equal losses the earlier
-    for _, step in losses:
-        if len(best) < config.keep_best and is_valid(step_folder(root, step)):
-            best.append(step)
-    stay, every = {*keep, *sorted(valid)[-latest:], *best}, config.keep_every
+    stay = {*keep, *sorted(valid)[-latest:], *_best(root, valid, config.keep_best)}
+    every = config.keep_every
     stay |= {step for step in valid if (every and step % every == 0) or is_milestone(step, config.milestones)}
     going = (step_folder(root, step) for step in sorted(valid.keys() - stay))
-    return [unpublish(folder) for folder in going if not (folder / PIN).exists()]
+    marks = [unpublish(folder) for folder in going if not is_pinned(folder)]
+    return [mark for mark in marks if mark is not None]
+
+
+def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
+    """Return the `count` steps of lowest validation loss on each held-out text; of equal losses the earlier."""
+    losses = sorted((m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None)
+    best: dict[str, list[int]] = {}
+    for _, step in losses:
+        found = best.setdefault(valid[step].held_out, [])
+        if len(found) < count and is_valid(step_folder(root, step)):
+            found.append(step)
+    return {step for found in best.values() for step in found}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, cast
 
-from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.paths import to_path
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SaveSchedule:
     interval's steps at most. The first interval begins with the first question.
 
     fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those to beat.
-    clock: seconds, for tests.
+    clock: seconds, for tests. held_out: hash of the held-out text; losses on another one are not compared.
     """
 
     def __init__(
@@ -46,8 +46,9 @@ class SaveSchedule:
         world: DistEnv,
         fingerprints: dict[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        held_out: str = "",
     ) -> None:
-        self.config = config
+        self.config, self._held_out = config, held_out
         self._world, self._fingerprints, self._clock = world, fingerprints, clock
         #: Start of the interval; None before the first question.
         self._begun: float | None = None
@@ -98,6 +99,12 @@ class SaveSchedule:
         ahead = int(min(left, self.config.interval / _SYNCS) / pace) if pace > 0 else 1
         return better or left <= 0, step + max(ahead, 1)
 
+    def _compares(self, manifest: Manifest) -> bool:
+        """Return whether a checkpoint of this run has a loss on the same held-out text."""
+        if manifest.validation_loss is None or not manifest.can_be_resumed_by(self._fingerprints):
+            return False
+        return manifest.held_out == self._held_out
+
     def _is_among_best(self, loss: float) -> bool:
         """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is as low."""
         root, lower = to_path(self.config.folder), 0
@@ -105,8 +112,7 @@ class SaveSchedule:
             for step in steps_in(root):
                 with suppress(CheckpointError):
                     manifest = parse_manifest(step_folder(root, step))
-                    other = manifest.validation_loss if manifest.can_be_resumed_by(self._fingerprints) else None
-                    lower += other is not None and other <= loss
+                    lower += self._compares(manifest) and cast("float", manifest.validation_loss) <= loss
         except OSError:
             return True  # the folder cannot be read: the save will say why
         return lower < self.config.keep_best

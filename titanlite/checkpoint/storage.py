@@ -23,7 +23,7 @@ import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
@@ -51,7 +52,7 @@ from titanlite.checkpoint.manifest import (
     progress,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
-from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
+from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.utils import logger
@@ -215,8 +216,7 @@ class _Files(FileSystemBase):
         self.written[path.name] = hashing.written()
 
     def rename(self, path: Any, new_path: Any) -> None:
-        path.rename(new_path)
-        self.written[new_path.name] = self.written.pop(path.name)
+        raise NotImplementedError("no file of a checkpoint is renamed")
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -279,8 +279,22 @@ class HashingWriter(FileSystemWriter):
         for rank, result in enumerate(results):
             files = cast("dict[str, Written]", result.pop())
             self.written.update((name, file._replace(rank=rank)) for name, file in files.items())
-        super().finish(metadata, results)
+        self._write_index(metadata, results)
         self.written.update(self._files.written)  # with the index
+
+    def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Do the rest of what torch's `finish` does, but write the index under its own name at once.
+
+        torch renames it at the end. A store does that by a copy and a deletion, which a run may have no right to. The
+        manifest alone makes files a checkpoint, so that the index needs no other name before.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {one.index: one.storage_data for result in results for one in result}
+        metadata.storage_meta = self.storage_meta()
+        with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
+            pickle.dump(metadata, stream)
+            if self.sync_files:
+                os.fsync(stream.fileno())
 
 
 class CheckedReader(FileSystemReader):
@@ -401,9 +415,14 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=KEEPS_TIMEOUT)
+    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it.
+
+    To make it takes no longer than other collectives may: `timeout` holds from then on.
+    """
+    meet()
+    group = dist.new_group(backend="gloo", group_desc=KEEPS_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
+    _set_pg_timeout(timeout, group)
     return group
 
 

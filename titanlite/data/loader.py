@@ -17,6 +17,7 @@ import torch.distributed as dist
 from titanlite.data import DataError, EndOfData, skip_ranges
 from titanlite.data.rows import Rows, max_documents
 from titanlite.data.skip_ranges import Range
+from titanlite.data.state import check_loader
 from titanlite.utils import counted
 
 
@@ -136,14 +137,13 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, also of another number of ranks. Raises DataError if it is not a loader's state.
+        """Continue from `state`, also of another number of ranks. Raises StateError if it is not a loader's state.
 
         Ranges of this loader that lie before the position have no effect: see `served_already`.
         `phases` in the state, if it is there: where the shares of a mixture change from here on.
         """
-        position = state.get("next_sequence")
-        if not isinstance(position, int) or position < 0:
-            raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
+        check_loader(state)
+        position = state["next_sequence"]
         self.dataset.load_state_dict(state.get("rows", {}), position, state.get("phases"))
         self.position = self._loaded = position
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from titanlite.data import DataError, EndOfData
 from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import Row, Rows
+from titanlite.data.state import check_mixture
 
 #: Turns after which shares are exact; a source gets at least one of them.
 _SCHEDULE = 4096
@@ -146,6 +147,8 @@ class MixedRows:
         phases: as of the constructor; None: those. The shares that they have at `position` hold from there on, and the
         sequences before it stay what they were.
         """
+        if state:
+            check_mixture(state)
         if phases is not None:
             self._planned = self._in_order(phases)
         self._restart(state.get("slots", self.slots))

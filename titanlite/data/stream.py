@@ -29,8 +29,9 @@ from titanlite.data.packing import Window, make_row
 from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import Row
 from titanlite.data.shards import Shards
+from titanlite.data.state import StateError, check_stream
 from titanlite.data.threads import Pool
-from titanlite.utils import counted
+from titanlite.utils import counted, logger
 
 #: Characters of text that are tokenized at once, and threads that read.
 _CHUNK, _READERS = 1 << 18, 8
@@ -39,6 +40,8 @@ _CHUNK, _READERS = 1 << 18, 8
 _KEPT_BYTES, _NAMED_TOKENS = 64 << 20, 32 << 20
 #: Least number of lanes, so that a few ranks more or less do not share lanes.
 _LANES = 8
+#: Sequences that a lane passes over at most: to read more takes days.
+_FURTHEST = 1 << 24
 #: Gives each lane its own order.
 _LANE_KEY = 0x9E3779B1
 
@@ -175,11 +178,9 @@ class StreamRows:
         self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
     ) -> None:
         """Go on from these places; {}: from the start. Raises DataError if they cannot be of this stream."""
-        try:
-            lanes = state.get("lanes", self.lanes)
-            places = {number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())}
-        except (TypeError, ValueError) as error:
-            raise DataError(f"the places of the stream in the checkpoint are not valid: {error}") from None
+        check_stream(state, self.lanes, len(self.shards.names))
+        lanes = state.get("lanes", self.lanes)
+        places = {number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())}
         if self.given_lanes not in (None, lanes):
             raise DataError(f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}")
         if ("packing" in state) != self.best_fit:  # it counts documents or packed rows
@@ -206,6 +207,8 @@ class StreamRows:
             lane = self._open.get(number)
             if lane is None or lane.count > count:
                 lane = self._reopen(number, count, lane)
+            if count - lane.count > _FURTHEST:
+                raise lane.outside(f"the next sequence, {index:,}, lies {count - lane.count:,} of its sequences ahead")
             try:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
@@ -259,21 +262,37 @@ class _Lane:
         self.count += 1
         return served
 
+    def outside(self, reason: str) -> StateError:
+        """Return the error for a place that the files do not have."""
+        return StateError(
+            f"lane {self.number} of the stream cannot go on from its place in the checkpoint: {reason}. The files have "
+            'changed since then, or the checkpoint is damaged. checkpoint.exclude_from_loading = ["dataloader"] '
+            "begins the text again"
+        )
+
+    def _warn(self, place: str, then: str) -> None:
+        """Report a place within a file that is not there."""
+        logger.warning(
+            f"lane {self.number} of the stream should go on with {place}, and goes on with {then}: text or data.buffer "
+            "have changed since the checkpoint, or it is damaged"
+        )
+
     def _packed(self) -> _Served:
         while not self._queue:
-            self._queue += self._next()
-            self._next = self._ahead()
+            self._fetch()
         served, place = self._queue.popleft()
         self._start = place._replace(document=place.document + 1)
         return served
 
     def _split(self) -> _Served:
+        while not self._queue:
+            self._fetch()
+        if self._served >= len(self._queue[0].ids):  # the text has changed, or the checkpoint is damaged
+            self._warn(f"token {self._served} of a document of {len(self._queue[0].ids)}", "the document's begin")
+            self._served = 0
         missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
         while missing > 0:
-            chunk = self._next()
-            self._next = self._ahead()
-            self._queue += chunk
-            missing -= sum(len(document.ids) for document in chunk)
+            missing -= sum(len(document.ids) for document in self._fetch())
         parts, begin, missing = list[tuple[_Document, int, int]](), self._served, self.rows.seq_len + 1
         for document in self._queue:
             end = min(len(document.ids), begin + missing)
@@ -291,6 +310,13 @@ class _Lane:
         window = Window(tokens, targets, np.cumsum(lengths) - lengths)
         row = make_row([window], self.rows.seq_len, self.rows.pad_id, self.rows.mask_documents)
         return _Served(row, [(document.name, end - begin) for document, begin, end in parts])
+
+    def _fetch(self) -> list[Any]:
+        """Put the next documents, or packed rows, into the queue, and return them."""
+        chunk = self._next()
+        self._next = self._ahead()
+        self._queue += chunk
+        return chunk
 
     def _ahead(self) -> Callable[[], list[Any]]:
         """Start to tokenize the next documents, if there are threads for it; return a function that waits for them."""
@@ -323,10 +349,13 @@ class _Lane:
             for place in range(shard, len(own)):
                 number, part, parts = own[place]
                 records = (record for record in rows.shards.records(number, row) if record.number % parts == part)
+                asked = row if (epoch, place) == (start.epoch, start.shard) else 0
                 while block := list(itertools.islice(records, size)):
-                    seen = True
+                    seen, asked = True, 0
                     yield Place(epoch, place, row), block
                     row = block[-1].number
+                if asked:
+                    raise self.outside(f"{rows.shards.names[number]} has no record {asked + 1} for it")
                 row = 0
             if not seen:
                 files = ", ".join(rows.shards.names[number] for number, _, _ in own[:3])
@@ -347,6 +376,8 @@ class _Lane:
                 corpus = Corpus(np.concatenate([one.ids for one in block]), offsets, rows.pad_id, "", (), targets)
                 order: Any = {"shuffle": False, "epochs": 1, "mask_documents": rows.mask_documents}
                 fitted = BestFitDataset(corpus, seq_len=rows.seq_len, **order)
+                if first > fitted.sequences_per_epoch:
+                    self._warn(f"row {first} of a block of {fitted.sequences_per_epoch}", "the block behind it")
                 yield [
                     _Packed(
                         _Served(fitted.sequence(n), [(block[d].name, tokens) for d, tokens in fitted.documents_in(n)]),
@@ -364,6 +395,8 @@ class _Lane:
             place, records = ahead.result()
             ahead = self.rows.readers.submit(next, blocks)
             order = self._order(len(records), (place.epoch << 40) ^ (place.shard << 24) ^ place.row)
+            if first and first >= len(order):  # data.buffer was larger, or the checkpoint is damaged
+                self._warn(f"document {first} of a block of {len(order)}", "the block behind it")
             chunk, size = list[_Document](), 0
             for index in range(first, len(order)):
                 record = records[order[index]]

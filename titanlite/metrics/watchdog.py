@@ -65,6 +65,8 @@ _STORE_SECONDS = 10
 _OWN_REASON_SECONDS = 1.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
+#: A run that is over has so many times the longest patience for its callbacks and threads.
+_ENDING = 2.0
 #: A rank that raised has so long for its own end.
 _UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
@@ -231,19 +233,43 @@ class HangWatchdog:
             self._store.compare_set("raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump())
         return ""
 
+    def ending(self, error: BaseException | None, where: Callable[[], str]) -> None:
+        """Take note that the run is over, and that what remains is to close it. It may hang, with the folder locked.
+
+        This rank ends then, with the code of `error`; without one with `exit_codes.ERROR`. where: names what hangs.
+        """
+        if self._thread is None or self._unwind is not None or not self._deadline:
+            return
+        seconds = _ENDING * self._patience
+
+        def reason() -> str:
+            return (
+                f"{where()} has not come to its end in {seconds:.0f} s, after the last step. The checkpoints are as "
+                "they were; a higher comm.init_timeout_seconds gives it more time"
+            )
+
+        code = exit_codes.ERROR if error is None else exit_codes.code_of(error)
+        self._unwind = self._end_later(seconds, code, reason)
+
     def _end_within(self, seconds: float, error: BaseException) -> None:
         """End this rank with the code of its error, unless it leaves the block before that."""
+        words = f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}"
+        self._unwind = self._end_later(seconds, exit_codes.code_of(error), lambda: words)
+
+    def _end_later(self, seconds: float, code: int, reason: Callable[[], str]) -> threading.Timer | None:
+        """End this process after so many seconds, unless the timer is cancelled. None where nothing may end it."""
         finish = self._end
         if finish is None:
-            return
+            return None
 
         def end() -> None:
-            logger.error(f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}")
-            finish(exit_codes.code_of(error))
+            logger.error(reason())
+            finish(code)
 
-        self._unwind = threading.Timer(seconds, end)
-        self._unwind.daemon = True
-        self._unwind.start()
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def _state(self) -> RankState:
         (step, place, phase, since), (stack, waits) = self._now, _stack(self._main)

@@ -165,6 +165,7 @@ class DistEnv:
             parts = [f"{name} {degree}" for name, degree in zip(MESH_DIMS, degrees, strict=True) if degree != 1]
             equation = " x ".join(parts or ["all degrees 1"])
             raise ParallelismError(f"{equation} = {math.prod(degrees)}, but there are {self.size} ranks")
+        meet()
         mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=MESH_DIMS)
         self.apply_timeout()
         return mesh
@@ -203,6 +204,17 @@ class _LeftAtExit(AbstractContextManager[DistEnv]):
         """Leave as after an error: the other ranks may not come to a barrier."""
         with suppress(SystemExit):
             self._context.__exit__(SystemExit, SystemExit(), None)
+
+
+def meet() -> None:
+    """Wait for all ranks by a collective on the host, which fails at once when one of them has ended.
+
+    Call it before process groups are made: those wait for a rank that has ended as long as their timeout is.
+    """
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.zeros(()))
 
 
 def set_timeouts(seconds: float) -> None:

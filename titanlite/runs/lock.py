@@ -16,12 +16,13 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
-from titanlite.utils import logger, timestamp
+from titanlite.utils import atomic_write, logger, timestamp
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
@@ -31,6 +32,14 @@ RENEW_SECONDS = 15.0
 #: A lock that was not renewed for so long is abandoned, where its process cannot be looked up.
 LEASE_SECONDS = 180.0
 _POLL_SECONDS = 0.5
+#: A live run that was asked to stop has so long for its last save before another start is refused.
+ENDING_SECONDS = 240.0
+#: How soon a run that was asked to stop says so in its lock.
+_NOTICE_SECONDS = 1.0
+#: Entry of a lock whose holder was asked to stop, and is saving.
+_ENDING = "ending"
+#: Entry of a lock whose holder could not delete it.
+_RELEASED = "released"
 
 
 class LockedError(RuntimeError):
@@ -54,12 +63,17 @@ class RunLock:
     times compared are those of the file system or the store. A run that loses its lock logs an error, and its next
     save fails (`OwnershipCheck`).
 
-    key: config key of the folder, for messages. Raises LockedError when another run is alive, and OSError when the
-    folder cannot be written to.
+    A run that was asked to stop, and is saving, is waited for: where its launcher was killed, the next start may come
+    before its end.
+
+    key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises LockedError when
+    another run is alive, and OSError when the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path | StorePath, key: str = "job.dump_folder") -> None:
-        self.folder, self.path, self._key = folder, folder / FILE, key
+    def __init__(
+        self, folder: Path | StorePath, key: str = "job.dump_folder", ending: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.folder, self.path, self._key, self._ending = folder, folder / FILE, key, ending
         #: Distinguishes this hold from all others, also of the same process.
         self._token = secrets.token_hex(8)
         self._content = b""
@@ -85,7 +99,16 @@ class RunLock:
             self._thread.join()
         with suppress(OSError):
             if (_read(self.path) or {}).get("token") == self._token:
-                self.path.unlink()
+                self._release()
+
+    def _release(self) -> None:
+        """Delete the lock; in a store that forbids it, note in it that it is released."""
+        try:
+            self.path.unlink()
+        except OSError:
+            if isinstance(self.path, Path):
+                raise
+            self.path.write_bytes(json.dumps({**json.loads(self._content), _RELEASED: True}).encode())
 
     def _take(self, path: Path | StorePath) -> None:
         """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
@@ -96,6 +119,8 @@ class RunLock:
             if holder is None:
                 continue  # released in between
             if self._is_alive(path, holder):
+                if self._outlasts(path, holder):
+                    continue
                 raise LockedError(
                     f"{self.folder} belongs to a run that is alive: {_describe(holder)}. Wait for its end or stop it, "
                     f"or give this run another --{self._key}. If there is no such run, delete {path}"
@@ -105,12 +130,22 @@ class RunLock:
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
-                now = _read(path)
-                if now is not None and now.get("token") == holder.get("token"):
-                    path.unlink(missing_ok=True)
-                    logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
+                if self._take_over(path, holder):
+                    return
             finally:
-                claim.unlink(missing_ok=True)
+                _remove(claim)
+
+    def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
+        """Delete the abandoned lock of `holder`; return True where it had to be overwritten, and is this run's now."""
+        now = _read(path)
+        if now is None or now.get("token") != holder.get("token"):
+            return False
+        if not holder.get(_RELEASED):
+            logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
+        if _remove(path):
+            return False
+        path.write_bytes(self._content)
+        return True
 
     def _create(self, path: Path | StorePath) -> bool:
         """Create a lock file; False where one exists."""
@@ -131,6 +166,8 @@ class RunLock:
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
         """Return whether a lock's holder lives; a lock that is released meanwhile counts as dead."""
+        if holder.get(_RELEASED):
+            return False
         if (alive := _process_is_alive(holder)) is not None:
             return alive
         probe = self.folder / f".{FILE}.now.{self._token}"  # tells the time of the file system or the store
@@ -138,7 +175,7 @@ class RunLock:
             probe.write_bytes(b"")
             now, seen = _modified(probe), _modified(path)
         finally:
-            probe.unlink(missing_ok=True)
+            _remove(probe)
         if now is None or seen is None:
             return False
         deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
@@ -153,12 +190,46 @@ class RunLock:
                 return now is not None
         return False
 
+    def _outlasts(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
+        """Wait for a live holder that was asked to stop; return whether it has gone."""
+        if not holder.get(_ENDING):
+            return False
+        logger.warning(
+            f"{self.folder} belongs to a run that was asked to stop and is ending: {_describe(holder)}. Waiting for up "
+            f"to {ENDING_SECONDS:.0f} s for its last save"
+        )
+        deadline = time.monotonic() + ENDING_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            now = _read(path)
+            if now is None or now.get(_RELEASED) or _process_is_alive(holder) is False:
+                return True
+            if now and now.get("token") != holder.get("token"):
+                return True  # another run was faster
+        return False
+
+    def _announce_end(self) -> None:
+        """Say in the lock that this run is ending."""
+        self._content = json.dumps({**json.loads(self._content), _ENDING: True}).encode() + b"\n"
+        if isinstance(self.path, Path):
+            atomic_write(self.path, self._content)
+        else:
+            self.path.write_bytes(self._content)
+
     def _renew(self) -> None:
         check = OwnershipCheck(self.folder, self._token)
-        while not self._released.wait(RENEW_SECONDS):
+        due, announced = time.monotonic() + RENEW_SECONDS, False
+        while not self._released.wait(min(_NOTICE_SECONDS, RENEW_SECONDS)):
+            ends = not announced and self._ending()
+            if not ends and time.monotonic() < due:
+                continue
+            due = time.monotonic() + RENEW_SECONDS
             try:
                 check.look()
-                if isinstance(self.path, Path):
+                if ends:
+                    self._announce_end()
+                    announced = True
+                elif isinstance(self.path, Path):
                     os.utime(self.path)
                 else:
                     self.path.write_bytes(self._content)
@@ -195,9 +266,20 @@ def last_sign_of_life(folder: Path) -> float | None:
     with suppress(OSError):
         holder, renewed = _read(folder / FILE), _modified(folder / FILE)
         if holder is not None and renewed is not None:
-            alive = _process_is_alive(holder)
+            alive = False if holder.get(_RELEASED) else _process_is_alive(holder)
             return renewed if alive or (alive is None and time.time() - renewed <= LEASE_SECONDS) else None
     return None
+
+
+def _remove(path: Path | StorePath) -> bool:
+    """Delete a file or an object; return False where a store forbids it. Raises OSError for a file."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if isinstance(path, Path):
+            raise
+        return False
+    return True
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:

@@ -181,6 +181,8 @@ def verify(folder: AnyPath, show: Progress = lambda done, total: None) -> tuple[
 def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
     """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be) deleted.
 
+    One that somebody pins meanwhile stays, with a warning.
+
     Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones, saves that may be under
     way, those of a newer format, and all together when no checkpoint that is good by its hashes would remain.
     """
@@ -200,10 +202,14 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
             raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
     for root in [] if force else dict.fromkeys(entry.folder.parent for entry in found if entry.state == VALID):
         _must_leave_one(root, [entry for entry in found if entry.folder.parent == root])
-    for entry in [] if dry_run else found:
-        is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
-        delete(entry.folder if is_mark else unpublish(entry.folder))
-    return found
+    return found if dry_run else [entry for entry in found if _delete(entry, force)]
+
+
+def _delete(entry: Entry, pinned_too: bool) -> bool:
+    """Delete a checkpoint or a leftover; return False where it was pinned meanwhile, and stays."""
+    is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
+    leftover = entry.folder if is_mark else unpublish(entry.folder, pinned_too)
+    return leftover is not None and delete(leftover, pinned_too)
 
 
 def _absolute(path: AnyPath) -> AnyPath:

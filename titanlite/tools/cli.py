@@ -71,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {missing_package('torch')}", file=sys.stderr)
         return exit_codes.CONFIG
     except Exception as error:
-        code = getattr(error, "exit_code", None)
+        code = exit_codes.own_code(error)
         if code is None:
             raise
         print(escape(str(error) if isinstance(error, ConfigError) else f"error: {error}"), file=sys.stderr)
-        return int(code)
+        return code
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     try:
         if text:

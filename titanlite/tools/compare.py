@@ -19,7 +19,7 @@ from titanlite.runs.read import Row, Run, RunError, read_run
 from titanlite.runs.record import Attempt
 from titanlite.tools.cli import no_flags
 from titanlite.tools.runs import finite, last, number, state_words, table, to_json
-from titanlite.utils import Table, render
+from titanlite.utils import Table, atomic_write, render
 
 PICTURE = "comparison.png"
 PAGE = "comparison.html"
@@ -59,7 +59,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     written = [page]
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        page.write_text(comparison_page(comparison, drawn, f"{datetime.now():%Y-%m-%d %H:%M}"), encoding="utf-8")
+        atomic_write(page, comparison_page(comparison, drawn, f"{datetime.now():%Y-%m-%d %H:%M}"))
         draw_png(drawn, picture)
         written.append(picture)
     except PlotsMissing as error:

@@ -5,8 +5,8 @@ A few tensors are in memory at a time.
 
 from __future__ import annotations
 
-import mmap
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +54,7 @@ from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.tensors import Contents, compare_logits, quiet
+from titanlite.utils import atomic_write, human_bytes
 
 Format = Literal["hf", "torch", "checkpoint"]
 #: Entries of the dictionary in a file of torch's.
@@ -227,6 +228,8 @@ def convert(
         refuse_existing(target)
     source = open_source(path, progress, ema, trust_code).converted(dtype, progress)
     final = step_folder(target, source.step) if to == "checkpoint" else target
+    if isinstance(final, Path):
+        _check_space(source, final)
     try:
         if to == "checkpoint":
             _write_checkpoint(source, target, dtype, report)
@@ -263,30 +266,56 @@ def _write_hf(source: Source, final: AnyPath, shard_bytes: int, report: Callable
 
 
 def _write_torch(source: Source, final: Path) -> None:
-    """Write the file's layout without content; then the tensors, one by one, into the file mapped to memory."""
+    """Write the file's layout without content; then the tensors, one by one, each to its place."""
     final.parent.mkdir(parents=True, exist_ok=True)
     file = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
-    names = {*source.empty} - get_spec(source.family).tied(source.args).keys()
+    tied = get_spec(source.family).tied(source.args)
+    names = {*source.empty} - tied.keys()
     with FakeTensorMode():
         state = {name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype) for name in names}
-        for name, other in get_spec(source.family).tied(source.args).items():
+        for name, other in tied.items():
             state[name] = state[other]  # one storage, as in the model
     content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
     try:
         # As a stream: torch refuses to open a file whose name begins with a dot.
         with torch.serialization.skip_data(materialize_fake_tensors=True), open(file, "wb") as stream:
             torch.save(content, stream)
-        # The file can be written through its tensors.
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            mapped: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
-        for name in names:
-            mapped[name].copy_(source.read(name))
-        with open(file, "rb") as stream:
+        places = _places(file)
+        with open(file, "r+b") as stream:
+            # Not through the file mapped to memory: a full disk would end the process by a signal there.
+            for name in sorted(names, key=places.__getitem__):
+                stream.seek(places[name])
+                stream.write(source.read(name).contiguous().view(-1).view(torch.uint8).numpy().data)
+            stream.flush()
             os.fsync(stream.fileno())
         os.link(file, final)  # unlike a rename, it fails where there is a file
         sync_folder(final.parent)
     finally:
         file.unlink(missing_ok=True)
+
+
+def _places(file: Path) -> dict[str, int]:
+    """Return tensor name → the byte where its values begin in a file of torch's."""
+    with FakeTensorMode():
+        state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)[STATE]
+    found: dict[str, int] = {}
+    for name, tensor in state.items():
+        place = tensor.untyped_storage()._checkpoint_offset
+        assert place, "torch has told no places"
+        found[name] = place
+    return found
+
+
+def _check_space(source: Source, target: Path) -> None:
+    """Raise CheckpointError where the disk has no room for the weights."""
+    needed = sum(tensor.nbytes for tensor in source.empty.values())
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    disk = shutil.disk_usage(there)
+    if disk.total and disk.free < needed:
+        raise CheckpointError(
+            f"{target} cannot be written: its weights take {human_bytes(needed)}, and {there} has "
+            f"{human_bytes(disk.free)} left. Nothing was written"
+        )
 
 
 class _OneByOne(DefaultSavePlanner):
@@ -354,7 +383,9 @@ def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None, report: 
         for name, data in beside.items():
             if isinstance(tokenizer, Path):
                 tokenizer.mkdir(exist_ok=True)
-            (tokenizer / name).write_bytes(data)
+                atomic_write(tokenizer / name, data)
+            else:
+                (tokenizer / name).write_bytes(data)
         publish(folder, manifest)
     except BaseException:
         with suppress(OSError):

@@ -13,8 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, root_of, step_folder, step_of, steps_in
-from titanlite.checkpoint.paths import to_path
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    parse_manifest,
+    root_of,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, to_path
 from titanlite.config.data_sections import DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
@@ -28,6 +36,7 @@ from titanlite.data.phases import Progress
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
+from titanlite.data.state import StateError, check_loader, mapping, whole_number
 from titanlite.data.text_report import file_lines, file_warnings, listing_figures
 from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -127,7 +136,8 @@ def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
         except CheckpointError:
             continue
         data = manifest.train.get("data", {})
-        if "next_sequence" in data and "global_batch" in manifest.train:
+        if data and "global_batch" in manifest.train:
+            _check_position(manifest, step_folder(root, step))
             skipped = skip_ranges.merged(data.get("left_out", ()))
             rows = data.get("rows", {})
             size, tokens = manifest.train["global_batch"], manifest.train.get("tokens_seen", 0)
@@ -135,6 +145,15 @@ def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
         fingerprints, ranks = manifest.fingerprints, manifest.world_size
     attempts = [] if ranks else read_attempts(folder)
     return states, fingerprints, ranks or (attempts[-1].get("ranks", 1) if attempts else 1)
+
+
+def _check_position(manifest: Manifest, folder: AnyPath) -> None:
+    """Raise StateError, naming the checkpoint, where it does not say what its steps trained on."""
+    try:
+        check_loader(mapping(manifest.train["data"], "data"))
+        whole_number(manifest.train["global_batch"], "global_batch", least=1)
+    except StateError as error:
+        raise StateError(f"{folder}: {error}") from None
 
 
 def sequences_of(run: Run, step: int) -> list[int]:

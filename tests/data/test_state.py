@@ -1,0 +1,120 @@
+"""The data state of a checkpoint, which may be damaged: each value is used, or refused by its name."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.test_mixture import Numbers
+from tests.data.test_stream import SEQ, make, write_shards
+from titanlite import exit_codes
+from titanlite.data import DataError
+from titanlite.data.loader import TrainLoader
+from titanlite.data.mixture import MixedRows
+from titanlite.data.rows import Rows
+from titanlite.data.state import StateError
+
+HOSTILE = (-7, "5-1", None, 1.5, math.nan, 1 << 40, True, [], {})
+
+
+def _rows(names: list[str], kind: str) -> Rows:
+    if kind == "text":
+        return Numbers(10_000)
+    stream = make(names, best_fit=kind == "best-fit")
+    if kind != "mixture":
+        return stream
+    other = Numbers(total=500, lanes=4)
+    other.seq_len = SEQ
+    other.sequence = lambda index: stream.padding()  # type: ignore[method-assign]
+    return MixedRows({"stream": stream, "numbers": other}, {0: {"stream": 1, "numbers": 2}}, slots=4)
+
+
+def _loader(names: list[str], kind: str) -> TrainLoader:
+    return TrainLoader(_rows(names, kind), 8, 8, skip=[(8, 16)])
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from _paths(entry, (*path, key))
+
+
+def _changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    changed = copy.deepcopy(state)
+    place: Any = changed
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return changed
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> list[str]:
+    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
+
+
+def _state(names: list[str], kind: str) -> dict[str, Any]:
+    loader = _loader(names, kind)
+    for _ in range(4):
+        loader.next_step()
+    state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize("kind", ["text", "stream", "best-fit", "mixture"])
+def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str], kind: str) -> None:
+    """Each value at each place: a row comes, or a DataError; nothing else, such as an IndexError."""
+    state, refused = _state(names, kind), 0
+    assert state["left_out"] == [[8, 16]]
+    for path in _paths(state):
+        for value in HOSTILE if path else ():
+            loader = _loader(names, kind)
+            try:
+                loader.load_state_dict(_changed(state, path, value))
+                if loader.steps_left != 0:
+                    loader.next_step()
+            except DataError as error:
+                refused += 1
+                assert not isinstance(error, StateError) or error.exit_code == exit_codes.CHECKPOINT
+    assert refused > (20 if kind == "text" else 200)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("left_out",), "5-1", "left_out = '5-1' is no list"),
+        (("left_out", 0), "5-1", r"left_out\[0\] = '5-1' is no list"),
+        (("left_out", 0), [16, 8], r"left_out\[0\] = \[16, 8\] is no range of sequences before next_sequence = 40"),
+        (("rows", "cursors", 0, 3), -7, r"cursors\[0\], shard = -7 is no whole number from 0"),
+        (("rows", "cursors", 0, 3), 2, r"cursors\[0\], shard = 2 is no whole number from 0 below 2"),
+        (("rows", "cursors", 1, 0), 0, r"cursors\[1\], lane = 0 is there twice"),
+        (("rows", "cursors", 0), [0, 1], r"cursors\[0\] = \[0, 1\] is no list of 7 values"),
+        (("rows", "cursors", 2, 0), 4, r"cursors\[2\], lane = 4 is no whole number from 0 below 4"),
+        (("rows", "revision"), "main/../../other", "revision = 'main/../../other' is no commit"),
+    ],
+)
+def test_the_refusal_names_entry_and_value(names: list[str], path: tuple[Any, ...], value: Any, words: str) -> None:
+    with pytest.raises(StateError, match=words):
+        _loader(names, "stream").load_state_dict(_changed(_state(names, "stream"), path, value))
+
+
+def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_is_warned_of(
+    names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    state = _state(names, "stream")
+    loader = _loader(names, "stream")
+    loader.load_state_dict(_changed(state, ("rows", "cursors", 0, 4), 5000))
+    with pytest.raises(StateError, match=r"lane 0 .*part-0\d.jsonl.gz has no record 5001 for it.*exclude_from_loading"):
+        loader.next_step()
+    for place, words in ((5, "document 5000 of a block of"), (6, "token 5000 of a document of")):
+        loader = _loader(names, "stream")
+        loader.load_state_dict(_changed(state, ("rows", "cursors", 0, place), 5000))
+        assert loader.next_step()[0].tokens.shape == (8, SEQ)
+        assert f"lane 0 of the stream should go on with {words}" in caplog.text
