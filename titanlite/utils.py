@@ -22,8 +22,14 @@ from typing import Any
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
-#: Control characters (C0 and C1) except tab and line ends: a terminal may obey them.
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+#: Characters that change the direction of the text around them, so that a line shows other words than it holds.
+_DIRECTION = "\u202a-\u202e\u2066-\u2069"
+#: C0 without tab and line ends, DEL, C1, line separators, halves of surrogate pairs: a terminal may obey them.
+_CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIRECTION}\ud800-\udfff]|\r(?!\n)")
+#: The same with tabs, line ends, marks of direction and byte order marks: no name has one of them for a good reason.
+_CONTROL_IN_NAME = re.compile(
+    rf"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029{_DIRECTION}\ud800-\udfff\ufeff\ufffe\uffff]"
+)
 #: Colour codes.
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 
@@ -34,8 +40,23 @@ def escape(text: str, colors: bool = False) -> str:
     Tabs and line ends stay. colors: codes for colours stay, too.
     """
     parts = _COLOR.split(text) if colors else [text]
-    parts[::2] = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", part) for part in parts[::2]]
+    parts[::2] = [_CONTROL.sub(_as_code, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def escape_name(text: str) -> str:
+    """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction too: one line."""
+    return _CONTROL_IN_NAME.sub(_as_code, text)
+
+
+def control_characters(text: str) -> list[str]:
+    """Return the characters of a text that `escape_name` rewrites, in its form, each once."""
+    return [_as_code(match) for match in {one[0]: one for one in _CONTROL_IN_NAME.finditer(text)}.values()]
+
+
+def _as_code(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 @dataclass(frozen=True)
@@ -258,12 +279,12 @@ def render(table: Table, terminal: bool) -> str:
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
     terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    lines = [[escape(text) for text in line] for line in (table.columns, *table.rows)]
+    lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def align(i: int, text: str) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
     head, *body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
-    title = [escape(table.title)] if table.title else []
+    title = [escape_name(table.title)] if table.title else []
     return "\n".join([*title, Style(terminal).bold(head), *body])

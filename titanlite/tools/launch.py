@@ -8,10 +8,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import asdict
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
@@ -23,7 +26,7 @@ from titanlite.plan.hardware import INSTANCES, Instance
 from titanlite.runs.provenance import REMOVED, config_text
 from titanlite.tools import templates
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style
+from titanlite.utils import Style, control_characters, escape_name
 
 How = Literal["print", "write", "submit"]
 _TEMPLATES = Path(__file__).parent.parent / "deploy"
@@ -156,14 +159,66 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         file = job.folder / name
         file.unlink(missing_ok=True)  # an older file may be open to others
         file.touch(mode=0o600)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
 
 
-def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return a file of `deploy/` with its variables filled in; an unknown one is an error."""
+def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
+    """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
+
+    Raises ConfigError for a value with a control character: a new line would begin a statement of the job.
+    """
+    _refuse_control_characters(job, values)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    environment.filters |= {"quote": shlex.quote, "json": json.dumps}
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # neither YAML nor Python joins surrogate pairs
+    environment.filters |= {
+        "quote": shlex.quote,
+        "json": partial(json.dumps, ensure_ascii=False),
+        "sbatch": _sbatch_word,
+        "literal": _kubernetes_literal,
+    }
     return environment.get_template(template).render(values)
+
+
+def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if one of the values that a template gets has a control character."""
+    checked = {name: value for name, value in values.items() if name != "config"}  # TOML, which has its own escapes
+    bad = {place: text for place, text in _texts(checked) if control_characters(text)}
+    if not bad:
+        return
+    # The values of a template come from these keys; a value with another origin keeps its name in the template.
+    keys = {"job.dump_folder": job.run.job.dump_folder, "launch": asdict(job.launch)}
+    named = {place: text for place, text in _texts(keys) if control_characters(text)}
+    if control_characters(os.getcwd()):
+        named["the working folder"] = os.getcwd()
+    hint = "a job has none: a new line in a value would begin a statement of the job"
+    raise ConfigError(
+        Problem("", escape_name(place), f"has the control character {', '.join(control_characters(text))}", hint)
+        for place, text in (named or bad).items()
+    )
+
+
+def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in nested tables and lists, names of table entries too, with its place."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{place}.{name}" if place else str(name)
+            yield inner, str(name)
+            yield from _texts(item, inner)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item, place)
+
+
+def _sbatch_word(text: str) -> str:
+    """Return a text as one word of an `#SBATCH` line. Slurm reads a backslash as an escape also within quotes."""
+    return shlex.quote(text).replace("\\", r"\\")
+
+
+def _kubernetes_literal(text: str) -> str:
+    """Return a text in which Kubernetes replaces no `$(NAME)`; two dollars are one for it."""
+    return text.replace("$", "$$")
 
 
 def limit_seconds(time_limit: str) -> int | None:

@@ -73,7 +73,10 @@ def files(job: Job) -> dict[str, str]:
     }
     names = ("kind", "nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}
-    return {CONFIG_FILE: render("configmap.yaml.jinja", values), FILE: render("kubernetes.yaml.jinja", values)}
+    return {
+        CONFIG_FILE: render("configmap.yaml.jinja", job, values),
+        FILE: render("kubernetes.yaml.jinja", job, values),
+    }
 
 
 def _folder(job: Job) -> str:

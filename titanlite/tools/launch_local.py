@@ -37,7 +37,7 @@ def files(job: Job) -> dict[str, str]:
         "metrics": str(job.folder.parent / METRICS_FILE),
         "max_restarts": launch.max_restarts,
     }
-    return {FILE: render("local.sh.jinja", values)}
+    return {FILE: render("local.sh.jinja", job, values)}
 
 
 def advice(job: Job) -> str:

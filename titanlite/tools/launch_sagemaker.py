@@ -80,7 +80,7 @@ def files(job: Job) -> dict[str, str]:
         "tensorboard": tensorboard,
         "channels": launch.channels,
     }
-    return {FILE: render("sagemaker.py.jinja", values)}
+    return {FILE: render("sagemaker.py.jinja", job, values)}
 
 
 def _check(job: Job) -> None:
