@@ -11,14 +11,13 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import reduce
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
@@ -30,6 +29,9 @@ _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIREC
 _CONTROL_IN_NAME = re.compile(
     rf"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029{_DIRECTION}\ud800-\udfff\ufeff\ufffe\uffff]"
 )
+#: Levels of lists and tables within each other, in JSON and TOML of others.
+_DEPTH = 100
+_TOO_DEEP = f"its lists and tables are more than {_DEPTH} levels deep"
 #: Colour codes.
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 
@@ -157,14 +159,82 @@ def append_line(path: Path, entry: Mapping[str, Any]) -> None:
         os.close(file)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines. Damaged lines are skipped; a file that cannot be read has none."""
-    found = []
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return [entry for entry in found if isinstance(entry, dict)]
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also for one that is nested too deeply or not UTF-8."""
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    refuse_depth(value)
+    return value
+
+
+def refuse_depth(value: Any) -> None:
+    """Raise ValueError for tables and lists within each other that functions which call themselves cannot follow."""
+    level = [value]
+    for _ in range(_DEPTH):
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [item for items in inner for item in items]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+class JsonLine(NamedTuple):
+    """One line of a file of JSON objects."""
+
+    #: The line with its end.
+    raw: bytes
+    #: None: the line is damaged.
+    entry: dict[str, Any] | None
+    #: What is wrong with it, after the file and the number of the line.
+    problem: str = ""
+
+
+def json_lines(path: Path) -> Iterator[JsonLine]:
+    """Yield the lines of a file that has a JSON object in each, damaged ones too. Raises OSError."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                entry = parse_json(raw)
+            except ValueError as error:
+                yield JsonLine(raw, None, f"{path}:{number}: no JSON ({error}); this line is passed over")
+                continue
+            if isinstance(entry, dict):
+                yield JsonLine(raw, entry)
+            else:
+                yield JsonLine(raw, None, f"{path}:{number}: no JSON object; this line is passed over")
+
+
+def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file's lines. Damaged lines are passed over; without a file there are none.
+
+    problems: gets a text for each damaged line, and one for a file that cannot be read; None: they are logged. A last
+    line without its end is no problem: a killed process leaves one.
+    """
+    found: list[dict[str, Any]] = []
+    said: list[str] = []
+    try:
+        for line in json_lines(path):
+            if line.entry is not None:
+                found.append(line.entry)
+            elif line.raw.endswith(b"\n"):
+                said.append(line.problem)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        said.append(f"{path} cannot be read: {error.strerror or error}")
+    tell(said, problems)
+    return found
+
+
+def tell(said: Sequence[str], problems: list[str] | None) -> None:
+    """Add texts to a list of problems, or log them as warnings where there is none."""
+    if problems is not None:
+        problems.extend(said)
+        return
+    for text in said:
+        logger.warning(escape_name(text))
 
 
 class MissingPackageError(Exception):

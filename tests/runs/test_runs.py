@@ -124,7 +124,7 @@ def test_unreadable_files_are_named_and_hide_nothing_else(
     (write_metrics(tmp_path / "good", [training_row(1, 6.5)]) / "config.toml").write_text("= 1")
     found = {Path(run["run"]).name: run for run in json.loads(listed(capsys, str(tmp_path), "--json")[1])}
     shown = {name: (run["state"], run["loss"], len(run["problems"])) for name, run in found.items()}
-    assert shown == {"torn": ("done", None, 1), "odd": ("unknown", None, 1), "good": ("unknown", 6.5, 1)}
+    assert shown == {"torn": ("done", 6.0, 1), "odd": ("unknown", None, 1), "good": ("unknown", 6.5, 1)}
     status, out, _ = listed(capsys, str(tmp_path))
     assert status == 0
     for words in ("torn/metrics.jsonl:2: ", "odd/metrics.jsonl: row of step 1: loss is 'much'", "good/config.toml: "):

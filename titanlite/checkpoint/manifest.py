@@ -27,7 +27,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
-from titanlite.utils import counted, human_bytes
+from titanlite.utils import counted, human_bytes, parse_json
 
 FORMAT = 4
 FILE = "manifest.json"
@@ -227,7 +227,7 @@ def parse_manifest(folder: AnyPath) -> Manifest:
     """
     path = folder / FILE
     try:
-        raw = json.loads(path.read_bytes())
+        raw = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
     except StoreError:

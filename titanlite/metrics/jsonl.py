@@ -6,6 +6,7 @@ reads these.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import atomic_write, logger
+from titanlite.utils import atomic_write, escape_name, json_lines, logger, read_lines
 
 T = TypeVar("T")
 
@@ -50,16 +51,16 @@ class MetricsLog:
             return _step(row) < step or _step(row) == step and (validated or "validation_loss" not in row)
 
         kept, first, at = list[bytes](), None, 0
-        try:
-            with open(self.path, "rb") as file:  # line by line: the log of documents may not fit into memory
-                for line in file:
-                    row = _parse(line)
-                    stay = row is not None and stays(row)
-                    if first is None and not (stay and line.endswith(b"\n")):
-                        first = at
-                    if first is not None and stay:
-                        kept.append(line.rstrip(b"\n") + b"\n")
-                    at += len(line)
+        try:  # line by line: the log of documents may not fit into memory
+            for line, row, problem in json_lines(self.path):
+                stay = row is not None and stays(row)
+                if row is None and line.endswith(b"\n"):
+                    logger.warning(escape_name(f"{problem}, and left out from now on"))
+                if first is None and not (stay and line.endswith(b"\n")):
+                    first = at
+                if first is not None and stay:
+                    kept.append(line.rstrip(b"\n") + b"\n")
+                at += len(line)
             if first is not None and kept:
                 atomic_write(self.path, self.path.read_bytes()[:first] + b"".join(kept))
             elif first is not None:
@@ -75,30 +76,19 @@ class MetricsLog:
             logger.warning(f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without a torn last line, as a killed run may leave one.
+def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl. A damaged line is passed over. Raises FileNotFoundError.
 
-    Raises ValueError naming file and line where any other line is not a JSON object.
+    problems: as for `utils.read_lines`.
     """
-    lines = Path(path).read_bytes().splitlines()
-    rows = [_parse(line) for line in lines]
-    for number, row in enumerate(rows[:-1], 1):
-        if row is None:
-            raise ValueError(f"{path}:{number}: not a JSON object; delete the line to read the others")
-    return [row for row in rows if row is not None]
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return read_lines(path, problems)
 
 
 def json_value(value: T) -> T | str:
     """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _step(row: Mapping[str, Any]) -> float:

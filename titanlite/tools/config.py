@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
 from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
-from titanlite.utils import Style, counted, escape
+from titanlite.utils import Style, counted, escape, parse_json
 
 DIFFERENT = 1
 """Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
@@ -315,7 +314,7 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
         steps = {f: int(match[1]) for f in found if (match := re.fullmatch(r"step-(\d+)", f.resolve().parent.name))}
         for file in sorted(steps, key=lambda f: steps[f], reverse=True):
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                text = json.loads(file.read_text(encoding="utf-8"))["config"]["toml"]
+                text = parse_json(file.read_bytes())["config"]["toml"]
             if isinstance(text, str):
                 break
     if not isinstance(text, str):

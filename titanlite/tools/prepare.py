@@ -38,7 +38,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
 from titanlite.tools.prepare_tasks import Options, Task, divide, hash_of, list_source, records_of
-from titanlite.utils import atomic_write, counted, human_bytes, human_time, progress_text
+from titanlite.utils import atomic_write, counted, human_bytes, human_time, parse_json, progress_text
 
 PLAN = "prepare.json"
 #: Bytes of text to a token, a high guess.
@@ -101,7 +101,7 @@ def prepare(
 def _read(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} without one."""
     with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(file.read_bytes()))
+        return dict(parse_json(file.read_bytes()))
     return {}
 
 

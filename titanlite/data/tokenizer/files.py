@@ -20,7 +20,7 @@ from titanlite.data.tokenizer import (
     load_tokenizer,
 )
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
-from titanlite.utils import logger
+from titanlite.utils import logger, parse_json
 
 
 def load_url(url: str) -> Tokenizer:
@@ -121,7 +121,7 @@ def hf_files(path: str) -> dict[str, bytes]:
             tokenizer = load_tokenizer(path)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             found[GENERATION] = (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
-        config = json.loads(found.get(CONFIG, b"{}"))
+        config = parse_json(found.get(CONFIG, b"{}"))
         if "tokenizer.json" in found and "tokenizer_class" not in config:
             # Without a class `transformers` takes that of the model's family, which may split text by rules of its own.
             tokenizer = load_tokenizer(path)
@@ -132,9 +132,9 @@ def hf_files(path: str) -> dict[str, bytes]:
     except Exception as error:  # of any package: the weights are worth more than these files
         logger.warning(f"files of the tokenizer are missing beside the weights: {error}")
     try:
-        if not isinstance(json.loads(found.get(GENERATION, b"{}")), dict):
+        if not isinstance(parse_json(found.get(GENERATION, b"{}")), dict):
             raise ValueError("it holds no object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
         del found[GENERATION]
     return found
