@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,19 +37,114 @@ _TOO_DEEP = f"its lists and tables are more than {_DEPTH} levels deep"
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
-def escape(text: str, colors: bool = False) -> str:
+#: Stands for a secret that is not written.
+REMOVED = "(removed)"
+#: Keys of a query that hold no secret: which file it is, and how it is sent.
+_HARMLESS = frozenset(
+    ("alt", "dl", "download", "format", "part", "raw", "ref", "revision", "split", "version", "versionid")
+)
+_HARMLESS_PART = re.compile(r"([A-Za-z]+)=[\w.-]{0,64}")
+#: A character of a URL in a text. A quote ends it, also one with a backslash as in JSON and TOML.
+_OF_URL = r'(?:[^\s"\\]|\\[^"\s])'
+_LOGIN = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://((?:(?![/?#]){_OF_URL})*)@")
+#: A container or a model stands before the @ of these.
+_NO_LOGIN = ("hf", "abfs", "abfss", "wasb", "wasbs")
+#: A password with a slash or a question mark, which is no port.
+_RAW_PASSWORD = re.compile(rf'(://)[^/\s?#":@]+:(?!\d*(?:[/?#\s"]|$))(?:(?!@){_OF_URL})*@')
+_QUERY = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)(://(?:(?![?#]){_OF_URL})*)([?#])({_OF_URL}*)")
+
+
+def public(text: str) -> str:
+    """The text without the logins and queries of its URLs, which may hold a password, a token or a signature.
+
+    `https://user:password@host/f?X-Amz-Signature=1f&versionId=3` becomes `https://(removed)@host/f?versionId=3&(removed)`.
+    """
+    if "://" not in text:
+        return text
+    text = _LOGIN.sub(_without_login, text)
+    text = _RAW_PASSWORD.sub(rf"\1{REMOVED}@", text)
+    return _QUERY.sub(_without_query, text)
+
+
+def _without_login(match: re.Match[str]) -> str:
+    scheme, login = match.groups()
+    is_name = scheme.lower() in _NO_LOGIN and ":" not in login
+    return match[0] if is_name else f"{scheme}://{REMOVED}@"
+
+
+def _without_query(match: re.Match[str]) -> str:
+    scheme, rest, mark, written = match.groups()
+    query = written.rstrip("'),.;:]}>`")  # these end a sentence or a quotation
+    if query.endswith(REMOVED[:-1]):
+        query += REMOVED[-1]
+    if "=" not in query and not (mark == "?" and scheme.lower() in ("http", "https")):
+        return match[0]  # `?` stands for one character of a name in a store, `#` for a part of a page
+    parts = [part for part in re.split("[&#]", query) if part]
+    kept = [part for part in parts if (key := _HARMLESS_PART.fullmatch(part)) and key[1].lower() in _HARMLESS]
+    hidden = [REMOVED] if len(kept) < len(parts) else []
+    return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
+
+
+def public_tree(value: Any) -> Any:
+    """Return a value of JSON with each of its texts as `public` gives it, names of entries too."""
+    if isinstance(value, str):
+        return public(value)
+    if isinstance(value, Mapping):
+        return {public_tree(name): public_tree(item) for name, item in value.items()}
+    return [public_tree(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def has_login(url: str) -> bool:
+    """Return whether a URL has a user or a password before its host, hidden or not."""
+    login = _LOGIN.match(url)
+    return login is not None and _without_login(login) != login[0]
+
+
+def is_hidden(url: str) -> bool:
+    """Return whether a text has a URL whose login or query `public` has hidden: it cannot be opened."""
+    return "://" in url and (f"://{REMOVED}@" in url or re.search(rf"[?#&]{re.escape(REMOVED)}", url) is not None)
+
+
+class _PublicRecords(logging.Filter):
+    """Hides logins and queries of URLs before any handler gets a record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "://" in message:
+            record.msg, record.args = public(message), None
+        return True
+
+
+logger.addFilter(_PublicRecords())
+
+
+def hide_secrets_in_tracebacks() -> None:
+    """Make Python print the traceback of an error that ends the process as `escape` gives it."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        print(escape("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
     """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a document holds.
 
-    Tabs and line ends stay. colors: codes for colours stay, too.
+    Tabs and line ends stay, and URLs lose their secrets as `public` tells. colors: codes for colours stay, too.
+    verbatim: URLs stay as they are, as in documents.
     """
+    text = text if verbatim else public(text)
     parts = _COLOR.split(text) if colors else [text]
     parts[::2] = [_CONTROL.sub(_as_code, part) for part in parts[::2]]
     return "".join(parts)
 
 
 def escape_name(text: str) -> str:
-    """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction too: one line."""
-    return _CONTROL_IN_NAME.sub(_as_code, text)
+    """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction too: one line.
+
+    URLs lose their secrets as `public` tells.
+    """
+    return _CONTROL_IN_NAME.sub(_as_code, public(text))
 
 
 def control_characters(text: str) -> list[str]:
@@ -146,12 +242,15 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
-    """Append one JSON object as a line, durably. A line that a crash cut short stays one of its own. Raises OSError."""
+    """Append one JSON object as a line, durably, without secrets of URLs. Raises OSError.
+
+    A line that a crash cut short stays a line by itself.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        line = b"\n" * torn + json.dumps(entry).encode() + b"\n"
+        line = b"\n" * torn + json.dumps(public_tree(entry)).encode() + b"\n"
         if os.write(file, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file)

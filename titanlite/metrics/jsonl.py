@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import atomic_write, escape_name, json_lines, logger, read_lines
+from titanlite.utils import atomic_write, escape_name, json_lines, logger, public, public_tree, read_lines
 
 T = TypeVar("T")
 
@@ -31,7 +31,8 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one whole row, or nothing; it is in the file when this returns."""
-        line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
+        shown = {public(name): json_value(public_tree(value)) for name, value in row.items()}
+        line = (json.dumps(shown, allow_nan=False) + "\n").encode()
         try:
             with open(self.path, "ab", buffering=0) as file:
                 before = file.tell()

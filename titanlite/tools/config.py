@@ -26,8 +26,9 @@ from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
+from titanlite.runs.provenance import is_secret
 from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
-from titanlite.utils import Style, counted, escape, parse_json
+from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
 DIFFERENT = 1
 """Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
@@ -243,7 +244,6 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
 
 
 def _shown_value(config: LoadedConfig, key: Key) -> str:
-    from titanlite.runs.provenance import REMOVED, is_secret
 
     value = config.value(key.name)
     if key.name == "launch.environment":
@@ -332,7 +332,10 @@ def differences(left: Side, right: Side) -> list[Difference]:
     names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
-        return (quote(values[key]), _shown_source(one.config, key)) if key in values else ("(not set)", "")
+        if key not in values:
+            return "(not set)", ""
+        secret = key.startswith("launch.environment.") and is_secret(key.removeprefix("launch.environment."))
+        return REMOVED if secret else quote(values[key]), _shown_source(one.config, key)
 
     differ = [key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]]
     return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]

@@ -17,16 +17,17 @@ from typing import Any, Literal, NamedTuple
 from msgspec.structs import asdict
 
 from titanlite import exit_codes
+from titanlite.config.checks import closed_urls
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.not_implemented import refused
 from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.hardware import INSTANCES, Instance
-from titanlite.runs.provenance import REMOVED, config_text
+from titanlite.runs.provenance import config_text
 from titanlite.tools import templates
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style, control_characters, escape_name
+from titanlite.utils import REMOVED, Style, control_characters, escape_name
 
 How = Literal["print", "write", "submit"]
 _TEMPLATES = Path(__file__).parent.parent / "deploy"
@@ -86,7 +87,7 @@ def add_command(commands: Commands) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
     how.add_argument("--submit", action="store_true", help="also submit it")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, verbatim=True)  # a printed job has to work
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
@@ -115,7 +116,7 @@ def launch(name: str, argv: list[str], how: How) -> str:
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
-    problems = refused(loaded)
+    problems = [*refused(loaded), *closed_urls(loaded)]
     launch = first.launch
     for name in (name for name, value in launch.environment.items() if value == REMOVED):
         message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
