@@ -27,7 +27,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
-from titanlite.utils import counted, human_bytes, parse_json
+from titanlite.utils import counted, human_bytes, parse_json, public_tree
 
 FORMAT = 4
 FILE = "manifest.json"
@@ -109,6 +109,7 @@ class Manifest:
 
     def to_json(self) -> str:
         content = asdict(self)
+        content["config"] = public_tree(content["config"])  # of paths, too: a tokenizer may be behind a URL
         return json.dumps({**content, _DIGEST: _digest(content)}, indent=1, sort_keys=True)
 
     @property

@@ -307,7 +307,7 @@ def closed_urls(config: LoadedConfig) -> list[Problem]:
     The config that a run keeps has URLs of the first kind.
     """
     message = "its login or signature is hidden in this file, as runs keep their config"
-    hint = "give the whole URL again: --{key} URL, or ${{NAME}} in the file for a URL in an environment variable"
+    hint = "give the whole URL again: --{key} URL; a config of yours may have it as ${{NAME}}, an environment variable"
     found: list[Finding] = []
     for key, value in config.entries():
         texts = list(_texts(value))

@@ -10,11 +10,11 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import atomic_write, escape_name, json_lines, logger, public, public_tree, read_lines
+from titanlite.utils import atomic_write, escape_name, json_lines, logger, public_tree, read_lines
 
 T = TypeVar("T")
 
@@ -23,15 +23,19 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on."""
+    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on.
 
-    def __init__(self, path: Path) -> None:
+    verbatim: URLs stay as they are, as in texts of a model; otherwise they lose their logins and queries.
+    """
+
+    def __init__(self, path: Path, verbatim: bool = False) -> None:
         self.path = Path(path)
+        self._public: Callable[[Any], Any] = (lambda value: value) if verbatim else public_tree
         self._warned = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one whole row, or nothing; it is in the file when this returns."""
-        shown = {public(name): json_value(public_tree(value)) for name, value in row.items()}
+        shown = {name: json_value(value) for name, value in self._public(row).items()}
         line = (json.dumps(shown, allow_nan=False) + "\n").encode()
         try:
             with open(self.path, "ab", buffering=0) as file:

@@ -127,10 +127,11 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     config that cannot be read; partial: the latter goes into `problems` instead.
     """
     path = Path(path)
+    problems: list[str] = []
+    rows: tuple[Row, ...] = ()
     if path.is_file() and path.name not in (FILE, OLD_FILE, METRICS):
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
-        problems: list[str] = []
         rows = _rows(path, problems)  # of the rest of the folder, nothing surely belongs to that run
         return Run(path, rows=rows, problems=tuple(problems))
     folder = path.parent if path.is_file() else path
@@ -141,12 +142,10 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
-    problems: list[str] = []
     attempts = read_attempts(folder, problems)
     # A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a step of another run.
     new = (one.get("first_step") == 0 or str(one.get("began")).startswith("from ") for one in attempts)
     begin = max((i for i, is_new in enumerate(new) if is_new), default=0)
-    rows: tuple[Row, ...] = ()
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
     config = None

@@ -64,9 +64,9 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
         yield Problem("", "job.dump_folder", message, "take a folder without one")
-    for folder in mounts if launch.image else []:
-        if set(str(folder)) & set(",:"):
-            message = f"{folder} cannot be mounted in a container: a comma or a colon ends its name"
+    for mount in mounts if launch.image else []:
+        if set(str(mount)) & set(",:"):
+            message = f"{mount} cannot be mounted in a container: a comma or a colon ends its name"
             yield Problem("", "launch.image", message, "take a folder without them")
     limit = limit_seconds(launch.time_limit)
     if limit and 2 * launch.notice_seconds > limit:
