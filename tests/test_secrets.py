@@ -22,8 +22,9 @@ from titanlite.data.remote import open_file, public_name
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.fit import check_config
 from titanlite.runs.read import read_run
+from titanlite.tools import launch_kubernetes, launch_sagemaker
 from titanlite.tools.cli import main
-from titanlite.tools.launch import prepare
+from titanlite.tools.launch import prepare, write
 from titanlite.utils import append_line, is_hidden, logger, public, public_tree
 
 #: In the user, the password, the signature and the key of the tests.
@@ -135,6 +136,21 @@ def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
         with pytest.raises(DataError, match="has a login") as failed:
             call(url)
         assert PLANTED not in str(failed.value)
+
+
+def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_path: Path) -> None:
+    url = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
+    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--training.dataset_path={url}"]
+    flags += ["--training.dataset=jsonl", f"--job.dump_folder={tmp_path}/run", "--launch.image=i"]
+    job = prepare([*flags, f'--launch.volumes={{"claim" = "{tmp_path}"}}'])
+    with pytest.raises(ConfigError) as refused:
+        launch_kubernetes.files(job)
+    said = str(refused.value)
+    assert "training.dataset_path: all readers of the manifest see" in said and PLANTED not in said
+    assert any("signature in training.dataset_path" in warning for warning in launch_sagemaker.warnings(job))
+    write(job, {})
+    config = tmp_path / "run" / "launch" / "config.toml"
+    assert url in config.read_text() and config.stat().st_mode & 0o777 == 0o600
 
 
 def test_two_signatures_of_a_file_have_one_name() -> None:

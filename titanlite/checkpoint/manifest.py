@@ -109,7 +109,6 @@ class Manifest:
 
     def to_json(self) -> str:
         content = asdict(self)
-        content["config"] = public_tree(content["config"])  # of paths, too: a tokenizer may be behind a URL
         return json.dumps({**content, _DIGEST: _digest(content)}, indent=1, sort_keys=True)
 
     @property
