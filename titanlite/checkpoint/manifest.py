@@ -227,7 +227,7 @@ def parse_manifest(folder: AnyPath) -> Manifest:
     """
     path = folder / FILE
     try:
-        raw = parse_json(path.read_bytes())
+        raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
     except StoreError:

@@ -26,7 +26,6 @@ from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
-from titanlite.runs.provenance import is_secret
 from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
 from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
@@ -246,6 +245,8 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
 def _shown_value(config: LoadedConfig, key: Key) -> str:
 
     value = config.value(key.name)
+    from titanlite.runs.provenance import is_secret
+
     if key.name == "launch.environment":
         value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
     return quote(value)
@@ -334,11 +335,19 @@ def differences(left: Side, right: Side) -> list[Difference]:
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
         if key not in values:
             return "(not set)", ""
-        secret = key.startswith("launch.environment.") and is_secret(key.removeprefix("launch.environment."))
-        return REMOVED if secret else quote(values[key]), _shown_source(one.config, key)
+        return REMOVED if _is_secret_variable(key) else quote(values[key]), _shown_source(one.config, key)
 
     differ = [key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]]
     return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]
+
+
+def _is_secret_variable(key: str) -> bool:
+    """Return whether a key is one of `launch.environment` whose name suggests a secret."""
+    if not key.startswith("launch.environment."):
+        return False
+    from titanlite.runs.provenance import is_secret  # `runs` is imported where it is needed
+
+    return is_secret(key.removeprefix("launch.environment."))
 
 
 def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
