@@ -27,7 +27,7 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
-from titanlite.utils import counted, human_bytes, parse_json, public_tree
+from titanlite.utils import counted, human_bytes
 
 FORMAT = 4
 FILE = "manifest.json"

@@ -18,7 +18,7 @@ from typing import cast
 from titanlite.config.text_names import HubText
 from titanlite.config.urls import chain_problem
 from titanlite.data import DataError
-from titanlite.data.formats import ENDINGS, Columns, Format, Record, read_file
+from titanlite.data.formats import Columns, Record, read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import ALL_SPLITS, FoundFile, Listing, Place, choose, named_files
 from titanlite.data.remote import FileChangedError, check_url, public_name, retried

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 from titanlite import exit_codes
 from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError, bad_flag
-from titanlite.tools.parser import FLAGS as FLAGS, Parser
+from titanlite.tools.parser import FLAGS as FLAGS
+from titanlite.tools.parser import Parser
 from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, require
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
