@@ -95,7 +95,7 @@ from titanlite.run_callbacks import (
 from titanlite.run_text import Datasets, phases_of, read_datasets
 from titanlite.runs.provenance import public_config
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
-from titanlite.utils import is_dotted
+from titanlite.utils import is_dotted, public
 from titanlite.validation import ValidationSet
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def build(
         prints = fingerprints(run.model.name, args, datasets)
         tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
         about: dict[str, Any] = {"toml": public_config(run.toml), "model": as_record(run.model.name, args)}
-        about["tokenizer"] = {"path": tokenizer}
+        about["tokenizer"] = {"path": tokenizer and public(tokenizer)}
         files = functools.partial(hf_files, tokenizer)
         averages = average.tensors if average else None
         checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)

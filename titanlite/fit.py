@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
-from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
+from titanlite.config.checks import Finding, closed_urls, contradictions, missing_files, missing_packages, placed
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
@@ -77,7 +77,7 @@ def check_loaded(
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
-        found += [*refused(config), *missing_files(config), *missing_packages(config)]
+        found += [*refused(config), *closed_urls(config), *missing_files(config), *missing_packages(config)]
     _stop(found)
     run = _fitted(config, world_size or smallest_world(config))
     if look_at_text:

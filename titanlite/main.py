@@ -59,7 +59,7 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)  # for torchrun's summary
-        traceback.print_exc()
+        print(escape(traceback.format_exc()), end="", file=sys.stderr)
         code = exit_codes.ERROR
         last_error = f"{type(error).__name__}: {error}"
         if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
@@ -181,7 +181,7 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
 
     if isinstance(error, CompileError):
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
-            traceback.print_exc()
+            print(escape(traceback.format_exc()), end="", file=sys.stderr)
         return f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
     if isinstance(error, BadStepError):
         kept = f"checkpoints are in {section.folder}" if section.enable_checkpoint else "checkpoints are off"
@@ -300,7 +300,7 @@ def _show_config(job: Job, toml: str) -> None:
         path = Path(job.save_config_file)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, toml)
+            atomic_write(path, public_config(toml))
         except OSError as error:
             raise _not_writable("job.save_config_file", path, error) from None
         logger.info(f"config written to {path}")

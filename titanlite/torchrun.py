@@ -151,7 +151,7 @@ def main() -> NoReturn:
         code = worst_code(text, failed) or code
     # If the workers have explained the end, torchrun's summary adds nothing; a killed worker explains nothing.
     if code in (exit_codes.ERROR, exit_codes.LOST_PEER) or (code == exit_codes.CONFIG and text is None):
-        print(failure, file=sys.stderr, end="")
+        print(escape(failure), file=sys.stderr, end="")
     if code == exit_codes.ERROR and (message := last_error(text or "")):  # the last line is read first
         print(escape(f"error: {message}"), file=sys.stderr)
     sys.exit(code_for_scheduler(code, failed))

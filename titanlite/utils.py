@@ -10,32 +10,151 @@ import logging
 import os
 import re
 import sys
+import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import reduce
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
-#: Control characters (C0 and C1) except tab and line ends: a terminal may obey them.
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+#: Characters that change the direction of the text around them, so that a line shows other words than it holds.
+_DIRECTION = "\u202a-\u202e\u2066-\u2069"
+#: C0 without tab and line ends, DEL, C1, line separators, halves of surrogate pairs: a terminal may obey them.
+_CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIRECTION}\ud800-\udfff]|\r(?!\n)")
+#: The same with tabs, line ends, marks of direction and byte order marks: no name has one of them for a good reason.
+_CONTROL_IN_NAME = re.compile(
+    rf"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029{_DIRECTION}\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+#: Levels of lists and tables within each other, in JSON and TOML of others.
+_DEPTH = 100
+_TOO_DEEP = f"its lists and tables are more than {_DEPTH} levels deep"
 #: Colour codes.
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
-def escape(text: str, colors: bool = False) -> str:
+#: Stands for a secret that is not written.
+REMOVED = "(removed)"
+#: Keys of a query that hold no secret: which file it is, and how it is sent.
+_HARMLESS = frozenset(
+    ("alt", "dl", "download", "format", "part", "raw", "ref", "revision", "split", "version", "versionid")
+)
+_HARMLESS_PART = re.compile(r"([A-Za-z]+)=[\w.-]{0,64}")
+#: A character of a URL in a text. A quote ends it, also one with a backslash as in JSON and TOML.
+_OF_URL = r'(?:[^\s"\\]|\\[^"\s])'
+_LOGIN = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://((?:(?![/?#]){_OF_URL})*)@")
+#: A container or a model stands before the @ of these.
+_NO_LOGIN = ("hf", "abfs", "abfss", "wasb", "wasbs")
+#: A password with a slash or a question mark, which is no port.
+_RAW_PASSWORD = re.compile(rf'(://)[^/\s?#":@]+:(?!\d*(?:[/?#\s"]|$))(?:(?!@){_OF_URL})*@')
+_QUERY = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)(://(?:(?![?#]){_OF_URL})*)([?#])({_OF_URL}*)")
+
+
+def public(text: str) -> str:
+    """The text without the logins and queries of its URLs, which may hold a password, a token or a signature.
+
+    `https://user:password@host/f?X-Amz-Signature=1f&versionId=3` becomes `https://(removed)@host/f?versionId=3&(removed)`.
+    """
+    if "://" not in text:
+        return text
+    text = _LOGIN.sub(_without_login, text)
+    text = _RAW_PASSWORD.sub(rf"\1{REMOVED}@", text)
+    return _QUERY.sub(_without_query, text)
+
+
+def _without_login(match: re.Match[str]) -> str:
+    scheme, login = match.groups()
+    is_name = scheme.lower() in _NO_LOGIN and ":" not in login
+    return match[0] if is_name else f"{scheme}://{REMOVED}@"
+
+
+def _without_query(match: re.Match[str]) -> str:
+    scheme, rest, mark, written = match.groups()
+    query = written.rstrip("'),.;:]}>`")  # these end a sentence or a quotation
+    if query.endswith(REMOVED[:-1]):
+        query += REMOVED[-1]
+    if "=" not in query and not (mark == "?" and scheme.lower() in ("http", "https")):
+        return match[0]  # `?` stands for one character of a name in a store, `#` for a part of a page
+    parts = [part for part in re.split("[&#]", query) if part]
+    kept = [part for part in parts if (key := _HARMLESS_PART.fullmatch(part)) and key[1].lower() in _HARMLESS]
+    hidden = [REMOVED] if len(kept) < len(parts) else []
+    return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
+
+
+def public_tree(value: Any) -> Any:
+    """Return a value of JSON with each of its texts as `public` gives it, names of entries too."""
+    if isinstance(value, str):
+        return public(value)
+    if isinstance(value, Mapping):
+        return {public_tree(name): public_tree(item) for name, item in value.items()}
+    return [public_tree(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def has_login(url: str) -> bool:
+    """Return whether a URL has a user or a password before its host, hidden or not."""
+    login = _LOGIN.match(url)
+    return login is not None and _without_login(login) != login[0]
+
+
+def is_hidden(url: str) -> bool:
+    """Return whether a text has a URL whose login or query `public` has hidden: it cannot be opened."""
+    return "://" in url and (f"://{REMOVED}@" in url or re.search(rf"[?#&]{re.escape(REMOVED)}", url) is not None)
+
+
+class _PublicRecords(logging.Filter):
+    """Hides logins and queries of URLs before any handler gets a record."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "://" in message:
+            record.msg, record.args = public(message), None
+        return True
+
+
+logger.addFilter(_PublicRecords())
+
+
+def hide_secrets_in_tracebacks() -> None:
+    """Make Python print the traceback of an error that ends the process as `escape` gives it."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        print(escape("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+
+    sys.excepthook = hook
+
+
+def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
     """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a document holds.
 
-    Tabs and line ends stay. colors: codes for colours stay, too.
+    Tabs and line ends stay, and URLs lose their secrets as `public` tells. colors: codes for colours stay, too.
+    verbatim: URLs stay as they are, as in documents.
     """
+    text = text if verbatim else public(text)
     parts = _COLOR.split(text) if colors else [text]
-    parts[::2] = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", part) for part in parts[::2]]
+    parts[::2] = [_CONTROL.sub(_as_code, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def escape_name(text: str) -> str:
+    """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction too: one line.
+
+    URLs lose their secrets as `public` tells.
+    """
+    return _CONTROL_IN_NAME.sub(_as_code, public(text))
+
+
+def control_characters(text: str) -> list[str]:
+    """Return the characters of a text that `escape_name` rewrites, in its form, each once."""
+    return [_as_code(match) for match in {one[0]: one for one in _CONTROL_IN_NAME.finditer(text)}.values()]
+
+
+def _as_code(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 @dataclass(frozen=True)
@@ -123,12 +242,15 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
-    """Append one JSON object as a line, durably. A line that a crash cut short stays one of its own. Raises OSError."""
+    """Append one JSON object as a line, durably, without secrets of URLs. Raises OSError.
+
+    A line that a crash cut short stays a line by itself.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(file).st_size
         torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        line = b"\n" * torn + json.dumps(entry).encode() + b"\n"
+        line = b"\n" * torn + json.dumps(public_tree(entry)).encode() + b"\n"
         if os.write(file, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file)
@@ -136,14 +258,82 @@ def append_line(path: Path, entry: Mapping[str, Any]) -> None:
         os.close(file)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines. Damaged lines are skipped; a file that cannot be read has none."""
-    found = []
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return [entry for entry in found if isinstance(entry, dict)]
+def parse_json(data: bytes | str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also for one that is nested too deeply or not UTF-8."""
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    refuse_depth(value)
+    return value
+
+
+def refuse_depth(value: Any) -> None:
+    """Raise ValueError for tables and lists within each other that functions which call themselves cannot follow."""
+    level = [value]
+    for _ in range(_DEPTH):
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [item for items in inner for item in items]
+        if not level:
+            return
+    raise ValueError(_TOO_DEEP)
+
+
+class JsonLine(NamedTuple):
+    """One line of a file of JSON objects."""
+
+    #: The line with its end.
+    raw: bytes
+    #: None: the line is damaged.
+    entry: dict[str, Any] | None
+    #: What is wrong with it, after the file and the number of the line.
+    problem: str = ""
+
+
+def json_lines(path: Path) -> Iterator[JsonLine]:
+    """Yield the lines of a file that has a JSON object in each, damaged ones too. Raises OSError."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                entry = parse_json(raw)
+            except ValueError as error:
+                yield JsonLine(raw, None, f"{path}:{number}: no JSON ({error}); this line is passed over")
+                continue
+            if isinstance(entry, dict):
+                yield JsonLine(raw, entry)
+            else:
+                yield JsonLine(raw, None, f"{path}:{number}: no JSON object; this line is passed over")
+
+
+def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file's lines. Damaged lines are passed over; without a file there are none.
+
+    problems: gets a text for each damaged line, and one for a file that cannot be read; None: they are logged. A last
+    line without its end is no problem: a killed process leaves one.
+    """
+    found: list[dict[str, Any]] = []
+    said: list[str] = []
+    try:
+        for line in json_lines(path):
+            if line.entry is not None:
+                found.append(line.entry)
+            elif line.raw.endswith(b"\n"):
+                said.append(line.problem)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        said.append(f"{path} cannot be read: {error.strerror or error}")
+    tell(said, problems)
+    return found
+
+
+def tell(said: Sequence[str], problems: list[str] | None) -> None:
+    """Add texts to a list of problems, or log them as warnings where there is none."""
+    if problems is not None:
+        problems.extend(said)
+        return
+    for text in said:
+        logger.warning(escape_name(text))
 
 
 class MissingPackageError(Exception):
@@ -258,12 +448,12 @@ def render(table: Table, terminal: bool) -> str:
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
     terminal = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    lines = [[escape(text) for text in line] for line in (table.columns, *table.rows)]
+    lines = [[escape_name(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def align(i: int, text: str) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
     head, *body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
-    title = [escape(table.title)] if table.title else []
+    title = [escape_name(table.title)] if table.title else []
     return "\n".join([*title, Style(terminal).bold(head), *body])

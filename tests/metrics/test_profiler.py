@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.golden_run import GoldenRun
@@ -54,3 +57,44 @@ def test_a_full_disk_costs_the_trace_not_the_run(tmp_path: Path) -> None:
             profiler.on_step_end(at_step(step), ANY)
         profiler.on_end(at_step(6), RunEnd("done", 6))
     assert [line for line in said if str(tmp_path / "traces") in line], said
+
+
+def _said_of_one_cycle(folder: Path) -> list[str]:
+    config = Profiling(enable_profiling=True, save_traces_folder=str(folder), profile_freq=5)
+    profiler = Profiler(config, 0, torch.device("cpu"))
+    profiler.on_start(at_step(0))
+    with listening() as said:
+        for step in range(1, 7):
+            profiler.on_step_end(at_step(step), ANY)
+        profiler.on_end(at_step(6), RunEnd("done", 6))
+    return [line for line in said if str(folder) in line]
+
+
+def test_a_trace_that_torch_could_not_write_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch raises nothing for a folder that is gone: it is removed between its making and the export."""
+    export = torch.profiler.profile.export_chrome_trace
+
+    def without_folder(profiler: torch.profiler.profile, path: str) -> object:
+        Path(path).parent.rmdir()
+        return export(profiler, path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", without_folder)
+    (line,) = _said_of_one_cycle(tmp_path)
+    assert "could not be written: torch wrote no file" in line and "written to" not in line
+
+
+def test_a_trace_that_the_disk_cut_short_is_told_and_removed(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: torch writes so many bytes and raises nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
+    try:
+        (line,) = _said_of_one_cycle(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "could not be written: only 1,500 bytes of it were written" in line
+    assert not list(tmp_path.glob("*/*.json"))
+    (line,) = _said_of_one_cycle(tmp_path)
+    assert "profile of step 5 written to" in line
+    json.loads((tmp_path / "iteration_5" / "rank0_trace.json").read_text())

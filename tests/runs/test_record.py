@@ -109,7 +109,7 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path, start: Start) -> None:
 def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: Start) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "run" / FILE).mkdir(parents=True)
-    for folder, warnings in ((tmp_path / "run", 1), (tmp_path / "file" / "run", 2)):
+    for folder, warnings in ((tmp_path / "run", 2), (tmp_path / "file" / "run", 2)):
         with listening() as messages:
             start(folder).end("done", 40)
         assert len(messages) == warnings and f"cannot write {folder / FILE}" in messages[-1]

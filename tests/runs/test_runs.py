@@ -124,8 +124,22 @@ def test_unreadable_files_are_named_and_hide_nothing_else(
     (write_metrics(tmp_path / "good", [training_row(1, 6.5)]) / "config.toml").write_text("= 1")
     found = {Path(run["run"]).name: run for run in json.loads(listed(capsys, str(tmp_path), "--json")[1])}
     shown = {name: (run["state"], run["loss"], len(run["problems"])) for name, run in found.items()}
-    assert shown == {"torn": ("done", None, 1), "odd": ("unknown", None, 1), "good": ("unknown", 6.5, 1)}
+    assert shown == {"torn": ("done", 6.0, 1), "odd": ("unknown", None, 1), "good": ("unknown", 6.5, 1)}
     status, out, _ = listed(capsys, str(tmp_path))
     assert status == 0
     for words in ("torn/metrics.jsonl:2: ", "odd/metrics.jsonl: row of step 1: loss is 'much'", "good/config.toml: "):
         assert f"note: {tmp_path}/{words}" in out
+
+
+def test_names_with_control_characters_make_no_line_and_turn_no_text(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["a\nfake  done  40 of 40", "b\u202eexe.nur", "c\x1b[2J", "d\tx", "e\u2028y", "f\udcff"]
+    for name in names:
+        write_metrics(tmp_path / name, [training_row(1, 8.0)])
+    start(tmp_path / names[0]).end("failed", 2, reason="disk\nnote: all is well\u2066")
+    out = listed(capsys, str(tmp_path))[1] + listed(capsys, str(tmp_path), "--attempts")[1]
+    assert not [character for character in out if character != "\n" and not character.isprintable()]
+    assert not [line for line in out.splitlines() if line.startswith(("fake", "note: all", "y"))]
+    for shown in ("a\\x0afake", "b\\u202eexe", "c\\x1b[2J", "d\\x09x", "e\\u2028y", "f\\udcff", "disk\\x0anote: all"):
+        assert shown in out

@@ -6,7 +6,6 @@ reads its own part of the model, and has one slice besides it in memory.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +37,7 @@ from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.models.hf_names import HF_HEAD, as_names, family_of, is_derived
 from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.utils import parse_json
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -187,7 +187,7 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Raises OSError or ValueError."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = parse_json(file.read_bytes())
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
     return content

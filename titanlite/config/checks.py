@@ -13,6 +13,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import asdict
+
 from titanlite.config import extensions
 from titanlite.config.data_sections import DataSource, steps_of
 from titanlite.config.errors import Problem
@@ -21,8 +24,8 @@ from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
-from titanlite.config.urls import is_url, url_problem
-from titanlite.utils import counted, is_dotted
+from titanlite.config.urls import is_url, login_problem, url_problem
+from titanlite.utils import counted, is_dotted, is_hidden
 
 #: (code, key, message, what to do about it)
 Finding = tuple[str, str, str, str]
@@ -296,6 +299,35 @@ def _has_checkpoints(d: Config) -> bool:
         return True
     folder = os.path.join(d.job.dump_folder, d.checkpoint.folder)
     return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
+
+
+def closed_urls(config: LoadedConfig) -> list[Problem]:
+    """Return problems for URLs without the login or signature that they had, and with a login that nothing reads.
+
+    The config that a run keeps has URLs of the first kind.
+    """
+    message = "its login or signature is hidden in this file, as runs keep their config"
+    hint = "give the whole URL again: --{key} URL; a config of yours may have it as ${{NAME}}, an environment variable"
+    found: list[Finding] = []
+    for key, value in config.entries():
+        texts = list(_texts(value))
+        if any(map(is_hidden, texts)):
+            found.append(("hidden", key, message, hint.format(key=key)))
+        problems = dict.fromkeys(filter(None, map(login_problem, texts)))
+        found += [("url", key, *problem) for problem in problems]
+    return placed(config, found)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a value of a key, in lists and tables too."""
+    if isinstance(value, str):
+        yield value
+    if isinstance(value, Struct):
+        value = asdict(value)
+    if isinstance(value, dict):
+        value = list(value.values())
+    for item in value if isinstance(value, (list, tuple)) else ():
+        yield from _texts(item)
 
 
 def missing_packages(config: LoadedConfig) -> list[Problem]:

@@ -15,6 +15,7 @@ from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest
 from titanlite.config.keys import base, choices, fits, keys, members, sections, table_of, type_of
 from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
 from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED, unsupported_type
+from titanlite.utils import parse_json
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
     """Return the values of one TOML text, and its mistakes; `file` is its name in messages."""
     try:
         tree = loads(text)
-    except (ValueError, RecursionError) as error:  # too many digits, too deep
+    except TOMLDecodeError as error:
         return [], [Problem(file, "", f"broken TOML: {error}", code="broken-toml")]
     _, lines = scan(text)
     entries: list[Entry] = []
@@ -268,7 +269,7 @@ def _read_one(type_: Any, text: str) -> Any:
     for read in (_literal, _json, _python, int, float):
         try:
             readings.append(read(text))
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
     if type_ is not Any:  # quotes of a text are part of it
         readings = [value for value in readings if not isinstance(value, str)]
@@ -305,7 +306,7 @@ def _python(text: str) -> Any:
         raise ValueError
     try:
         return json.loads(json.dumps(ast.literal_eval(text.strip())))  # without tuples and sets
-    except (SyntaxError, TypeError, MemoryError) as error:
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError from error
 
 
@@ -313,7 +314,7 @@ def _json(text: str) -> Any:
     """Return a list or an object as JSON writes it. Raises ValueError: `null` may be a text."""
     if not text.lstrip().startswith(("[", "{")):
         raise ValueError
-    return json.loads(text)
+    return parse_json(text)
 
 
 def _literal(text: str) -> Any:

@@ -14,6 +14,7 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import Claim, Origin
 from titanlite.config.variables import escaped
+from titanlite.utils import escape_name
 
 EXCLUSIVE = (
     ("training.steps", "training.tokens", "training.epochs"),
@@ -102,8 +103,9 @@ class LoadedConfig:
                 section = first
                 lines += ["", f"[{section}]"]
             has_note = defaults and not is_default and not table_of(key)
+            note = f"  # {escape_name(str(self.source(key)))}" if has_note else ""  # a file's name may have a line end
             written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
-            lines.append(f"{name} = {written}" + (f"  # {self.source(key)}" if has_note else ""))
+            lines.append(f"{name} = {written}{note}")
         return "\n".join([*lines[1:], ""])
 
     def superseded(self, key: str) -> bool:

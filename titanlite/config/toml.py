@@ -10,13 +10,28 @@ from typing import Any, NamedTuple
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from titanlite.utils import refuse_depth
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-loads = tomllib.loads
 TOMLDecodeError = tomllib.TOMLDecodeError
+
+
+def loads(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text. Raises TOMLDecodeError, also for what is nested too deeply or too long."""
+    try:
+        tree = tomllib.loads(text)
+        refuse_depth(tree)
+    except TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise TOMLDecodeError("its lists and tables are nested too deeply") from None
+    except ValueError as error:  # a number of too many digits
+        raise TOMLDecodeError(str(error)) from None
+    return tree
 
 
 def quote(value: Any) -> str:

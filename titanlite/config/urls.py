@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 
+from titanlite.utils import has_login
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _IPV6 = re.compile(r"\[[0-9A-Fa-f:.]*\]")
 #: Package that fsspec needs for a store, where that is not fsspec itself.
@@ -16,6 +18,13 @@ _PACKAGES = {
     "abfs": "adlfs",
     "abfss": "adlfs",
     "az": "adlfs",
+}
+#: How stores get a login: never in a URL.
+_LOGINS = {
+    **dict.fromkeys(("s3", "s3a"), "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role"),
+    **dict.fromkeys(("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY"),
+    "hf": "HF_TOKEN",
 }
 _EXTRA = {"s3fs": "'titanlite[s3]'"}
 
@@ -39,6 +48,14 @@ def package_of(scheme: str) -> str:
     """How to install what a store needs."""
     package = _PACKAGES.get(scheme)
     return f"pip install {_EXTRA.get(package, package)}" if package else "the one that fsspec names for it"
+
+
+def login_problem(url: str) -> tuple[str, str] | None:
+    """Why a login in the URL of a store cannot open it, and what to do about it; None where there is none."""
+    scheme = url.partition("://")[0].lower()
+    if scheme not in _LOGINS or not has_login(url):
+        return None
+    return "has a login, which its store does not read", f"take it out, and give it by {_LOGINS[scheme]}"
 
 
 def url_problem(url: str) -> tuple[str, str] | None:

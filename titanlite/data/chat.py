@@ -24,6 +24,7 @@ from titanlite.data.chat_process import TemplateError, ask
 from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.files import read_url
+from titanlite.utils import parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
@@ -97,7 +98,9 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
     place = f"{folder}/{_CONFIG}"
     try:
         if content := _beside(folder, _CONFIG, path):
-            config = json.loads(content)
+            config = parse_json(content)
+            if not isinstance(config, dict):
+                raise ValueError("it holds no JSON object")
             for name, value in config.items():
                 value = value.get("content") if isinstance(value, dict) else value
                 if name.endswith("_token") and isinstance(value, str):

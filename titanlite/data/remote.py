@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from titanlite.config.urls import chain_problem
+from titanlite.config.urls import chain_problem, login_problem
 from titanlite.data import DataError
 from titanlite.data.threads import ending
-from titanlite.utils import counted, human_time, logger
+from titanlite.utils import counted, human_time, is_hidden, logger, public
 
 #: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP server may say nothing.
 _FIRST_WAIT, _LONGEST_WAIT, _SILENCE = 1.0, 60.0, 30.0
@@ -30,18 +30,32 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
     """Open a local file or a URL for reading. A URL's reads raise DataError alone, see `retried` for `patience`."""
     if "://" not in name:
         return open(name, "rb")
+    check_url("a file of the text", name)
     return io.BufferedReader(_RemoteFile(name, patience), _MOST)
 
 
 def public_name(name: str) -> str:
-    """Return a name without the user and the query of a URL, which may hold a password or a signature."""
+    """Return a name without the user and the query of a URL: the same for each signature of a file."""
     return re.sub(r"://[^/?]*@", "://", name.partition("?")[0]) if "://" in name else name
+
+
+def check_url(key: str, url: str) -> None:
+    """Raise DataError for a URL that cannot be opened as it is written.
+
+    Its secret is hidden, as in the config that a run or a checkpoint keeps, or it has a login and is of a store.
+    """
+    if is_hidden(url):
+        raise DataError(
+            f"{key}: the login or signature of {url} was hidden where it was kept: give the whole URL again; "
+            "in a config write it as ${NAME}, an environment variable"
+        )
+    if problem := login_problem(url):
+        raise DataError(f"{key}: {public(url)} {problem[0]}: {problem[1]}")
 
 
 def words(error: BaseException) -> str:
     """Return an error on one line, without users and queries of URLs."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", re.sub(r"://[^\s/?@]*@", "://", text))[:300]
+    return public(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
 def retried(call: Callable[[], T], failed: str, patience: float) -> T:

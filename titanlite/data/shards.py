@@ -21,7 +21,7 @@ from titanlite.data import DataError
 from titanlite.data.formats import Columns, Record, read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import ALL_SPLITS, FoundFile, Listing, Place, choose, named_files
-from titanlite.data.remote import FileChangedError, public_name, retried
+from titanlite.data.remote import FileChangedError, check_url, public_name, retried
 from titanlite.utils import logger
 
 #: Seconds for a remote source to list its files.
@@ -116,6 +116,7 @@ def url_text(place: Place) -> Listing:
 def _refuse_chain(url: str, key: str) -> None:
     if reason := chain_problem(url):
         raise DataError(f"{key}: {public_name(url)} {reason}")
+    check_url(key, url)
 
 
 def _is_one_file(url: str) -> bool:

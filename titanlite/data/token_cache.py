@@ -32,7 +32,7 @@ from titanlite.data.formats import Columns
 from titanlite.data.kinds import Format
 from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import logger
+from titanlite.utils import logger, parse_json
 
 #: "auto" keeps the tokens of texts of at least so many bytes: less is tokenized in a tenth of a second.
 AUTO_BYTES = 1 << 20
@@ -191,7 +191,7 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
         return None
     try:
         with open(path, "rb") as file:
-            about = json.loads(file.read(_HEADER_BYTES))
+            about = parse_json(file.read(_HEADER_BYTES))
         kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
         kinds += [("?", about["tokens"])] * bool(about.get("targets"))
         arrays, at = list[NDArray[Any]](), _HEADER_BYTES

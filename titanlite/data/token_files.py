@@ -31,7 +31,7 @@ from titanlite.data.listing import Listing
 from titanlite.data.token_checks import REPAIR, HashCheck, PartHashes, check_offsets, check_part
 from titanlite.data.token_paths import INDEX, is_index, pair_of
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, logger
+from titanlite.utils import counted, logger, parse_json
 
 VERSION = 1
 #: Part of the fingerprint. Change it with anything that changes the rows of a folder.
@@ -247,7 +247,7 @@ def open_tokens(
 def read_index(folder: Path) -> dict[str, Any]:
     """Return the content of a prepared folder's index. Raises DataError for a folder without one, or a damaged one."""
     try:
-        index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+        index: dict[str, Any] = parse_json((folder / INDEX).read_bytes())
         if index["version"] > VERSION:
             raise DataError(f"{folder / INDEX} has version {index['version']}; this titanlite reads {VERSION}: upgrade")
         if index["fingerprint"] != fingerprint_of(index):

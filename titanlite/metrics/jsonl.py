@@ -6,14 +6,15 @@ reads these.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import atomic_write, logger
+from titanlite.utils import atomic_write, escape_name, json_lines, logger, public_tree, read_lines
 
 T = TypeVar("T")
 
@@ -22,15 +23,20 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on."""
+    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on.
 
-    def __init__(self, path: Path) -> None:
+    verbatim: URLs stay as they are, as in texts of a model; otherwise they lose their logins and queries.
+    """
+
+    def __init__(self, path: Path, verbatim: bool = False) -> None:
         self.path = Path(path)
+        self._public: Callable[[Any], Any] = (lambda value: value) if verbatim else public_tree
         self._warned = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one whole row, or nothing; it is in the file when this returns."""
-        line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
+        shown = {name: json_value(value) for name, value in self._public(row).items()}
+        line = (json.dumps(shown, allow_nan=False) + "\n").encode()
         try:
             with open(self.path, "ab", buffering=0) as file:
                 before = file.tell()
@@ -50,16 +56,16 @@ class MetricsLog:
             return _step(row) < step or _step(row) == step and (validated or "validation_loss" not in row)
 
         kept, first, at = list[bytes](), None, 0
-        try:
-            with open(self.path, "rb") as file:  # line by line: the log of documents may not fit into memory
-                for line in file:
-                    row = _parse(line)
-                    stay = row is not None and stays(row)
-                    if first is None and not (stay and line.endswith(b"\n")):
-                        first = at
-                    if first is not None and stay:
-                        kept.append(line.rstrip(b"\n") + b"\n")
-                    at += len(line)
+        try:  # line by line: the log of documents may not fit into memory
+            for line, row, problem in json_lines(self.path):
+                stay = row is not None and stays(row)
+                if row is None and line.endswith(b"\n"):
+                    logger.warning(escape_name(f"{problem}, and left out from now on"))
+                if first is None and not (stay and line.endswith(b"\n")):
+                    first = at
+                if first is not None and stay:
+                    kept.append(line.rstrip(b"\n") + b"\n")
+                at += len(line)
             if first is not None and kept:
                 atomic_write(self.path, self.path.read_bytes()[:first] + b"".join(kept))
             elif first is not None:
@@ -75,30 +81,19 @@ class MetricsLog:
             logger.warning(f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can")
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, without a torn last line, as a killed run may leave one.
+def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl. A damaged line is passed over. Raises FileNotFoundError.
 
-    Raises ValueError naming file and line where any other line is not a JSON object.
+    problems: as for `utils.read_lines`.
     """
-    lines = Path(path).read_bytes().splitlines()
-    rows = [_parse(line) for line in lines]
-    for number, row in enumerate(rows[:-1], 1):
-        if row is None:
-            raise ValueError(f"{path}:{number}: not a JSON object; delete the line to read the others")
-    return [row for row in rows if row is not None]
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return read_lines(path, problems)
 
 
 def json_value(value: T) -> T | str:
     """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _step(row: Mapping[str, Any]) -> float:

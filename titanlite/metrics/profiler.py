@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Allocations kept in a memory snapshot.
 _ENTRIES = 100_000
+#: The end of a trace, in which torch writes its path.
+_TAIL_BYTES = 16_384
 
 
 class Profiler(Callback):
@@ -90,8 +92,25 @@ class Profiler(Callback):
         began = time.perf_counter()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # of the same step before a resume: it would pass for the new one
             dump(str(path))
+            if missing := _not_whole(path):
+                path.unlink(missing_ok=True)
+                raise OSError(missing)
         except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:
             logger.info(f"profile of step {self._step} written to {path} in {human_time(time.perf_counter() - began)}")
+
+
+def _not_whole(path: Path) -> str:
+    """Return what a profile lacks; "" for a whole one. torch only prints that it could not write a trace."""
+    if not path.is_file():
+        return "torch wrote no file; its reason stands above"
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(max(size - _TAIL_BYTES, 0))
+        tail = file.read().rstrip()
+    # torch ends a trace with its name, and a pickle ends with a dot.
+    whole = b'"traceName"' in tail and tail.endswith(b"}") if path.suffix == ".json" else tail.endswith(b".")
+    return "" if whole else f"only {size:,} bytes of it were written, which are removed; is there space left?"

@@ -33,7 +33,7 @@ class PromptSampler(Callback):
         self._section, self._tokenizer, self._limit, self._multiple = section, tokenizer, limit, multiple
         #: Takes a step and texts by tag.
         self.show: Callable[[int, Mapping[str, str]], object] = do_nothing
-        self._log = MetricsLog(folder / FILE)
+        self._log = MetricsLog(folder / FILE, verbatim=True)
         self._prompts = [tokenizer.encode(prompt, bos=True) for prompt in section.prompts]
         most = max(map(len, self._prompts)) + section.max_tokens + multiple - 1
         if most > limit:

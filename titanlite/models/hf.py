@@ -14,9 +14,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size, names_like, shown
+from titanlite.utils import parse_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -298,8 +300,9 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
             from huggingface_hub import hf_hub_download
 
             path = hf_hub_download(source, "config.json")
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = parse_json(Path(path).read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no JSON object")
         return args_from_hf(content, overrides)
     except ShapeError:
         raise

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
-from titanlite.utils import atomic_write, logger, timestamp
+from titanlite.utils import atomic_write, logger, parse_json, timestamp
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
@@ -285,7 +285,7 @@ def _remove(path: Path | StorePath) -> bool:
 def _read(path: Path | StorePath) -> dict[str, Any] | None:
     """Return a lock's content: empty if it is damaged, None if the lock does not exist. Raises OSError."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
@@ -312,7 +312,8 @@ def _process_is_alive(holder: dict[str, Any]) -> bool | None:
     process, space = holder.get("process"), _process(os.getpid()).get("space")
     if not isinstance(process, dict) or space is None or process.get("space") != space:
         return None
-    return _process(int(process.get("id", 0))) == process
+    number = process.get("id")
+    return isinstance(number, int) and 0 < number < 2**31 and _process(number) == process
 
 
 def _process(pid: int) -> dict[str, Any]:

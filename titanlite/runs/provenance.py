@@ -18,10 +18,10 @@ from typing import Any
 import titanlite
 from titanlite._version import __version__
 from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.utils import REMOVED, public
 
 #: Bytes of `git.diff` that are kept.
 DIFF_LIMIT = 1 << 20
-REMOVED = "(removed)"
 
 _LIBRARIES = (
     *("torch", "torchao", "triton", "numpy", "msgspec", "datasets", "safetensors", "transformers"),
@@ -33,7 +33,6 @@ _PREFIXES = (
 )
 _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LD_PRELOAD")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "JWT", "AUTH")
-_LOGIN = re.compile(r"(://)[^/@\s]+@")
 _LAUNCH = re.compile(r"--?launch\.environment(?:\.(?P<name>[^=]+))?(?P<value>=.*)?", re.DOTALL)
 _LAUNCH_LINE = re.compile(r"^(environment\.)(\S+) = .*$", re.MULTILINE)
 _GIT_SECONDS = 10
@@ -60,14 +59,14 @@ def versions() -> dict[str, str]:
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect results or speed, without those whose names suggest a secret."""
     return {
-        name: _without_login(value)
+        name: public(value)
         for name, value in sorted(variables.items())
         if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret(name)
     }
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: values of `launch.environment` and logins in URLs."""
+    """Return a command line without secrets: values of `launch.environment` and URLs' logins and queries."""
     words: list[str] = []
     hide_next = False
     for word in argv:
@@ -77,7 +76,7 @@ def command(argv: Sequence[str]) -> list[str]:
         match = _LAUNCH.fullmatch(word)
         hidden = match is not None and (match["name"] is None or is_secret(match["name"]))
         hide_next = hidden and match is not None and match["value"] is None
-        words.append(f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else _without_login(word))
+        words.append(f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else public(word))
     return words
 
 
@@ -91,18 +90,13 @@ def config_text(toml: str) -> str:
 
 
 def public_config(toml: str) -> str:
-    """Return a resolved config without those secrets, and without logins in URLs: nothing starts with it."""
-    return _without_login(config_text(toml))
+    """Return a resolved config without those secrets, and without logins and queries of URLs."""
+    return public(config_text(toml))
 
 
 def is_secret(name: str) -> bool:
     """Return whether the name of a variable suggests a secret."""
     return any(word in name.upper() for word in _SECRET)
-
-
-def _without_login(text: str) -> str:
-    """Return `https://user:password@host` without user and password."""
-    return _LOGIN.sub(rf"\1{REMOVED}@", text)
 
 
 def config_values(toml: str) -> dict[str, Any]:
@@ -148,8 +142,8 @@ class GitState:
 def git_state(package: Path | None = None) -> GitState:
     """Return commit and changes of the checkout that contains the package.
 
-    The diff is cut after `DIFF_LIMIT` bytes. Without a checkout, or when git fails, `record` has the reason as
-    "unknown".
+    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. Without a checkout, or when git fails,
+    `record` has the reason as "unknown".
     """
     folder = package or Path(titanlite.__file__).parent
     try:
@@ -161,7 +155,8 @@ def git_state(package: Path | None = None) -> GitState:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         return GitState({"unknown": said.partition("\n")[0] or str(error)})
-    return GitState({"commit": commit, "dirty": dirty}, diff[:DIFF_LIMIT] or None)
+    shown = public(diff[:DIFF_LIMIT].decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+    return GitState({"commit": commit, "dirty": dirty}, shown or None)
 
 
 def _git(folder: Path, *words: str) -> bytes:

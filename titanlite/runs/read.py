@@ -7,6 +7,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,13 +123,17 @@ class Run:
 def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
-    Raises RunError for what is no run or cannot be read; partial: the latter goes into `problems` instead.
+    Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no run, and for a
+    config that cannot be read; partial: the latter goes into `problems` instead.
     """
     path = Path(path)
+    problems: list[str] = []
+    rows: tuple[Row, ...] = ()
     if path.is_file() and path.name not in (FILE, OLD_FILE, METRICS):
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
-        return Run(path, rows=_rows(path))  # of the rest of the folder, nothing surely belongs to that run
+        rows = _rows(path, problems)  # of the rest of the folder, nothing surely belongs to that run
+        return Run(path, rows=rows, problems=tuple(problems))
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
         raise RunError(f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a folder")
@@ -137,22 +142,23 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
-    attempts = read_attempts(folder)
+    attempts = read_attempts(folder, problems)
     # A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a step of another run.
     new = (one.get("first_step") == 0 or str(one.get("began")).startswith("from ") for one in attempts)
     begin = max((i for i, is_new in enumerate(new) if is_new), default=0)
-    found: dict[str, Any] = {"rows": (), "config": None}
-    problems: list[str] = []
-    for name, read, file in (("rows", _rows, METRICS), ("config", _config, CONFIG)):
-        try:
-            found[name] = read(folder / file)
-        except FileNotFoundError:
-            continue
-        except (RunError, OSError) as error:
-            if not partial:
-                raise
-            problems.append(str(error))
-    return Run(folder, tuple(attempts[begin:]), alive=last_sign_of_life(folder), problems=tuple(problems), **found)
+    with suppress(FileNotFoundError):
+        rows = _rows(folder / METRICS, problems)
+    config = None
+    try:
+        config = _config(folder / CONFIG)
+    except FileNotFoundError:
+        pass
+    except (RunError, OSError) as error:
+        if not partial:
+            raise
+        problems.append(str(error))
+    alive = last_sign_of_life(folder)
+    return Run(folder, tuple(attempts[begin:]), rows, config, alive, tuple(problems))
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -177,28 +183,42 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     return found
 
 
-def _rows(path: Path) -> tuple[Row, ...]:
-    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over all devices."""
+def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
+    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over all devices.
+
+    A figure that is no number is left out, and named in `problems`. Raises FileNotFoundError.
+    """
     rows: list[dict[str, float]] = []
     step, tokens = 0.0, 0.0
-    try:
-        read = [row for row in read_metrics(path) if "step" in row]
-    except ValueError as error:
-        raise RunError(str(error)) from None
-    for raw in read:
+    for raw in read_metrics(path, problems):
+        if "step" not in raw:
+            continue
         row: dict[str, float] = {}
         for name in (name for name in _FIGURES if name in raw):
-            try:
-                row[name] = float(raw[name])
-            except (TypeError, ValueError):
-                where = f"{path}: row of step {raw['step']!r}: {name} is {raw[name]!r}"
-                raise RunError(f"{where}, not a number; mend or delete the row") from None
+            number = _number(raw[name])
+            if number is None or (name == "step" and not abs(number) < 2**63):
+                where = f"{path}: row of step {raw['step']!r:.40}: {name} is {raw[name]!r:.40}"
+                problems.append(f"{where}, not a number; it is left out")
+            else:
+                row[name] = number
+        if "step" not in row:
+            continue
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
             if row["step"] > step and row["seconds_per_step"] > 0:
                 row["total_tps"] = (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
             step, tokens = row["step"], row["tokens_seen"]
         rows.append(row)
     return tuple(rows)
+
+
+def _number(value: Any) -> float | None:
+    """Return the number that a row holds, where a text stands for one that is not finite; None for what is none."""
+    if not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ titanlite 0.1.0 wrote only a part of a start here, and all of it into run.json, 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
-from titanlite.utils import append_line, atomic_write, counted, logger, read_lines, timestamp
+from titanlite.utils import append_line, atomic_write, counted, logger, parse_json, read_lines, tell, timestamp
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -41,6 +40,15 @@ DIFF = "git.diff"
 
 FinalState = Literal["done", "stopped", "preempted", "failed"]
 Attempt = Mapping[str, Any]
+
+_MAY_BE_NULL = ("step", "first_step", "steps", "saved_step", "after", "ranks", "pid", "host")
+#: Types of what is read from a line.
+_TYPES: Mapping[str, type] = {
+    **dict.fromkeys(("attempt", "step", "first_step", "steps", "exit_code", "saved_step", "ranks", "pid"), int),
+    **dict.fromkeys(("lost_steps", "lost_tokens"), int),
+    **dict.fromkeys(("time", "state", "reason", "began", "after", "config", "diff", "host", "description"), str),
+    **dict.fromkeys(("renamed", "config_changes", "lost", "git", "versions", "environment"), dict),
+}
 
 
 class AttemptRecord:
@@ -154,21 +162,56 @@ def begin(
     return record, lines
 
 
-def read_entries(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of attempts.jsonl, oldest first; none without the file. Damaged lines are skipped."""
-    lines = read_lines(folder / FILE)
-    return [line for line in lines if line.get("event") in ("start", "end") and isinstance(line.get("attempt"), int)]
+def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
+    """Return the lines of attempts.jsonl, oldest first; none without the file. Damaged lines are passed over.
+
+    problems: as for `utils.read_lines`.
+    """
+    found: list[dict[str, Any]] = []
+    said: list[str] = []
+    for entry in read_lines(folder / FILE, problems):
+        if entry.get("event") not in ("start", "end"):
+            continue
+        if wrong := _misfit(entry):
+            said.append(f"{folder / FILE}: a line whose {wrong} is passed over")
+        else:
+            found.append(entry)
+    tell(said, problems)
+    return found
 
 
-def read_attempts(folder: Path) -> Sequence[Attempt]:
+def _misfit(entry: Mapping[str, Any]) -> str:
+    """Return what is wrong with a line of attempts.jsonl; "" for a line that this program may have written."""
+    if entry.get("attempt") is None:
+        return "attempt is missing"
+    for name, kind in _TYPES.items():
+        value = entry.get(name)
+        if value is None and (name not in entry or name in _MAY_BE_NULL):
+            continue
+        if not isinstance(value, kind) or (kind is int and not _is_count(value)):
+            return f"{name} is {value!r:.40}"
+    for name in ("renamed", "config_changes"):
+        if not all(isinstance(text, str) for text in (entry.get(name) or {}).values()):
+            return f"{name} has an entry that is no text"
+    if not all(_is_count(number) for number in (entry.get("lost") or {}).values()):
+        return "lost has an entry that is no number"
+    return ""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
     An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended" (seconds since 1970),
-    and the "step" of the start "first_step". Without an end it has neither "ended" nor "state".
+    and the "step" of the start "first_step". Without an end it has neither "ended" nor "state". problems: as for
+    `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     older: list[dict[str, Any]] = []
-    for entry in read_entries(folder):
+    for entry in read_entries(folder, problems):
         number, time = entry["attempt"], _seconds(entry.get("time"))
         if entry["event"] == "start":
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
@@ -191,13 +234,14 @@ def read_attempts(folder: Path) -> Sequence[Attempt]:
 
 def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the attempts in a run.json in the form of `read_attempts`."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        for old in json.loads(path.read_bytes())["attempts"]:
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        for old in parse_json(path.read_bytes())["attempts"]:
             times = {"started": _seconds(old.get("started")), "ended": _seconds(old.get("ended"))}
             new = {**old, **times, "ranks": old.get("world_size"), "pid": (old.get("process") or {}).get("id")}
             if old.get("state") in ("running", "died"):
                 del new["state"], new["ended"]
-            yield new
+            if not _misfit({"attempt": 1, **new}):
+                yield new
 
 
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
@@ -215,14 +259,18 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
     return kept.name if kept else None
 
 
-def _newest_row(path: Path) -> tuple[int, int]:
+def _newest_row(path: Path) -> tuple[Any, Any]:
     """Return step and tokens seen of the last training row; zeros without one."""
-    rows = reversed(read_lines(path))
-    return next(((row["step"], row["tokens_seen"]) for row in rows if {"step", "tokens_seen"} <= row.keys()), (0, 0))
+    # The run that resumes names the damaged lines when it takes the file over.
+    for row in reversed(read_lines(path, problems=[])):
+        step, tokens = row.get("step"), row.get("tokens_seen")
+        if _is_count(step) and _is_count(tokens):
+            return step, tokens
+    return 0, 0
 
 
 def _seconds(text: object) -> float | None:
     """Return an ISO 8601 time as seconds since 1970; None for anything else."""
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(str(text)).timestamp()
     return None

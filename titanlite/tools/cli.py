@@ -15,7 +15,7 @@ from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.tools.parser import FLAGS as FLAGS
 from titanlite.tools.parser import Parser
-from titanlite.utils import Style, escape, missing_package, require
+from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, require
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from titanlite.metrics.console import wants_color
 
+    hide_secrets_in_tracebacks()
     try:
         result = arguments.run(arguments, flags, Style(wants_color(sys.stdout)))
     except ModuleNotFoundError as error:
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if text:
             # In a pipe it may be a file to be kept as it is.
-            print(escape(text, colors=True) if sys.stdout.isatty() else text, flush=True)
+            text = text if getattr(arguments, "verbatim", False) else public(text)
+            print(escape(text, colors=True, verbatim=True) if sys.stdout.isatty() else text, flush=True)
     except BrokenPipeError:
         # A pager or `head` has seen enough; without this Python complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

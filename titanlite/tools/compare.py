@@ -19,7 +19,7 @@ from titanlite.runs.read import Row, Run, RunError, read_run
 from titanlite.runs.record import Attempt
 from titanlite.tools.cli import no_flags
 from titanlite.tools.runs import finite, last, number, state_words, table, to_json
-from titanlite.utils import Table, atomic_write, render
+from titanlite.utils import Table, atomic_write, escape_name, render
 
 PICTURE = "comparison.png"
 PAGE = "comparison.html"
@@ -67,10 +67,12 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
             raise RunError(f"{picture} is not drawn: {error}. {page} has the same curves") from None
     except OSError as error:
         raise RunError(f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out") from None
+    for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
+        print(f"note: {escape_name(problem)}", file=sys.stderr)
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
     parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
-    parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
+    parts += ["\n".join(f"note: {escape_name(note)}" for note in comparison.notes)] if comparison.notes else []
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
 from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
-from titanlite.utils import Style, counted, escape
+from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
 DIFFERENT = 1
 """Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
@@ -244,9 +243,10 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
 
 
 def _shown_value(config: LoadedConfig, key: Key) -> str:
-    from titanlite.runs.provenance import REMOVED, is_secret
 
     value = config.value(key.name)
+    from titanlite.runs.provenance import is_secret
+
     if key.name == "launch.environment":
         value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
     return quote(value)
@@ -315,7 +315,7 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
         steps = {f: int(match[1]) for f in found if (match := re.fullmatch(r"step-(\d+)", f.resolve().parent.name))}
         for file in sorted(steps, key=lambda f: steps[f], reverse=True):
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                text = json.loads(file.read_text(encoding="utf-8"))["config"]["toml"]
+                text = parse_json(file.read_bytes())["config"]["toml"]
             if isinstance(text, str):
                 break
     if not isinstance(text, str):
@@ -333,10 +333,21 @@ def differences(left: Side, right: Side) -> list[Difference]:
     names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
-        return (quote(values[key]), _shown_source(one.config, key)) if key in values else ("(not set)", "")
+        if key not in values:
+            return "(not set)", ""
+        return REMOVED if _is_secret_variable(key) else quote(values[key]), _shown_source(one.config, key)
 
     differ = [key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]]
     return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]
+
+
+def _is_secret_variable(key: str) -> bool:
+    """Return whether a key is one of `launch.environment` whose name suggests a secret."""
+    if not key.startswith("launch.environment."):
+        return False
+    from titanlite.runs.provenance import is_secret  # `runs` is imported where it is needed
+
+    return is_secret(key.removeprefix("launch.environment."))
 
 
 def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:

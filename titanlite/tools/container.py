@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlite.plan.hardware import INSTANCES
 from titanlite.tools.instances import network_environment
+from titanlite.utils import parse_json
 
 #: As SageMaker's own toolkit has it.
 _PORT = 7777
@@ -96,7 +97,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
 
     def read(name: str) -> dict[str, Any]:
         file = config / f"{name}.json"
-        return json.loads(file.read_text()) if file.exists() else {}
+        return parse_json(file.read_bytes()) if file.exists() else {}
 
     resources = read("resourceconfig")
     hosts: list[str] = resources.get("hosts") or ["localhost"]
@@ -114,7 +115,7 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     for name, value in sorted(read("hyperparameters").items()):
         if not name.startswith("sagemaker_"):
             with contextlib.suppress(ValueError):  # the SDK writes JSON, other callers plain text
-                value = json.loads(value)
+                value = parse_json(value)
             text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
             command.append(f"--{'job.' * (name == 'config_file')}{name}={text}")
     return command, variables

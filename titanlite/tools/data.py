@@ -76,6 +76,7 @@ def add_commands(commands: Commands) -> None:
 
     ranks = "ranks of the run (default: as for `titanlite config check`)"
     peek = add("peek", _peek, "print the first sequences of a run as the model sees them", FLAGS)
+    peek.set_defaults(verbatim=True)  # it shows documents
     peek.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
     peek.add_argument("--rows", type=int, default=2, metavar="N", help="sequences to print (default: 2)")
     peek.add_argument("--step", type=int, default=1, metavar="N", help="from this step on (default: 1)")

@@ -8,22 +8,26 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from msgspec.structs import asdict
+
 from titanlite import exit_codes
+from titanlite.config.checks import closed_urls
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.not_implemented import refused
 from titanlite.config.run_sections import Launch
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config
 from titanlite.plan.hardware import INSTANCES, Instance
-from titanlite.runs.provenance import REMOVED, config_text
+from titanlite.runs.provenance import config_text
 from titanlite.tools import templates
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
-from titanlite.utils import Style
+from titanlite.utils import REMOVED, Style, control_characters, escape_name
 
 How = Literal["print", "write", "submit"]
 _TEMPLATES = Path(__file__).parent.parent / "deploy"
@@ -83,7 +87,7 @@ def add_command(commands: Commands) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
     how.add_argument("--submit", action="store_true", help="also submit it")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, verbatim=True)  # a printed job has to work
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
@@ -112,7 +116,7 @@ def launch(name: str, argv: list[str], how: How) -> str:
 def prepare(argv: list[str]) -> Job:
     """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
     loaded, first = check_config(argv, training=False, defer=True)
-    problems = refused(loaded)
+    problems = [*refused(loaded), *closed_urls(loaded)]
     launch = first.launch
     for name in (name for name, value in launch.environment.items() if value == REMOVED):
         message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
@@ -160,14 +164,66 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         file = job.folder / name
         file.unlink(missing_ok=True)  # an older file may be open to others
         file.touch(mode=0o600)
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
 
 
-def render(template: str, values: Mapping[str, Any]) -> str:
-    """Return a file of `deploy/` with its variables filled in; an unknown one is an error."""
+def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
+    """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
+
+    Raises ConfigError for a value with a control character: a new line would begin a statement of the job.
+    """
+    _refuse_control_characters(job, values)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    environment.filters |= {"quote": shlex.quote, "json": json.dumps}
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # neither YAML nor Python joins surrogate pairs
+    environment.filters |= {
+        "quote": shlex.quote,
+        "json": partial(json.dumps, ensure_ascii=False),
+        "sbatch": _sbatch_word,
+        "literal": _kubernetes_literal,
+    }
     return environment.get_template(template).render(values)
+
+
+def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if one of the values that a template gets has a control character."""
+    checked = {name: value for name, value in values.items() if name != "config"}  # TOML, which has its own escapes
+    bad = {place: text for place, text in _texts(checked) if control_characters(text)}
+    if not bad:
+        return
+    # The values of a template come from these keys; a value with another origin keeps its name in the template.
+    keys = {"job.dump_folder": job.run.job.dump_folder, "launch": asdict(job.launch)}
+    named = {place: text for place, text in _texts(keys) if control_characters(text)}
+    if control_characters(os.getcwd()):
+        named["the working folder"] = os.getcwd()
+    hint = "a job has none: a new line in a value would begin a statement of the job"
+    raise ConfigError(
+        Problem("", escape_name(place), f"has the control character {', '.join(control_characters(text))}", hint)
+        for place, text in (named or bad).items()
+    )
+
+
+def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each text in nested tables and lists, names of table entries too, with its place."""
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{place}.{name}" if place else str(name)
+            yield inner, str(name)
+            yield from _texts(item, inner)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item, place)
+
+
+def _sbatch_word(text: str) -> str:
+    """Return a text as one word of an `#SBATCH` line. Slurm reads a backslash as an escape also within quotes."""
+    return shlex.quote(text).replace("\\", r"\\")
+
+
+def _kubernetes_literal(text: str) -> str:
+    """Return a text in which Kubernetes replaces no `$(NAME)`; two dollars are one for it."""
+    return text.replace("$", "$$")
 
 
 def limit_seconds(time_limit: str) -> int | None:

@@ -18,7 +18,7 @@ from titanlite.config.urls import is_url
 from titanlite.runs.provenance import config_text
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, unset_variables
+from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, shown_urls, unset_variables
 
 FILE = "job.yaml"
 CONFIG_FILE = "config.yaml"
@@ -74,7 +74,10 @@ def files(job: Job) -> dict[str, str]:
     }
     names = ("kind", "nodes", "image", "namespace", "queue", "max_restarts", "token_secret")
     values |= {name: getattr(launch, name) for name in names}
-    return {CONFIG_FILE: render("configmap.yaml.jinja", values), FILE: render("kubernetes.yaml.jinja", values)}
+    return {
+        CONFIG_FILE: render("configmap.yaml.jinja", job, values),
+        FILE: render("kubernetes.yaml.jinja", job, values),
+    }
 
 
 def _folder(job: Job) -> str:
@@ -120,6 +123,9 @@ def _check(job: Job) -> None:
     for name in secrets(launch.environment):
         hint = f'kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret = "NAME"'
         problems.append(Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint))
+    for key in shown_urls(job.run.toml):
+        hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
+        problems.append(Problem("", key, "all readers of the manifest see the login or signature of its URL", hint))
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))

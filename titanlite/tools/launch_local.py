@@ -39,7 +39,7 @@ def files(job: Job) -> dict[str, str]:
         "attempts": str(job.folder.parent / ATTEMPTS_FILE),
         "max_restarts": launch.max_restarts,
     }
-    return {FILE: render("local.sh.jinja", values)}
+    return {FILE: render("local.sh.jinja", job, values)}
 
 
 def advice(job: Job) -> str:

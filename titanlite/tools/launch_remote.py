@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from titanlite.config.errors import Problem
 from titanlite.config.urls import is_url
 from titanlite.runs.provenance import config_values, is_secret
+from titanlite.utils import public
 
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)\}")
 #: Variables of any container.
@@ -36,6 +37,12 @@ def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator
             if name not in (*given, *_USUAL) and not re.fullmatch(pattern, name):
                 message = f"the containers have no environment variable {name}"
                 yield Problem("", key, message, f"set launch.environment.{name}, or write $${{ for a literal ${{")
+
+
+def shown_urls(toml: str) -> list[str]:
+    """Return the keys of a config whose URLs have a login or a signature, which readers of the job would see."""
+    texts = {key: json.dumps(value, default=str) for key, value in config_values(toml).items()}
+    return [key for key, text in texts.items() if public(text) != text]
 
 
 def relative_paths(toml: str, hint: str) -> list[str]:

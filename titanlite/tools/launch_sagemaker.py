@@ -12,7 +12,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.urls import is_url
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, unset_variables
+from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, shown_urls, unset_variables
 
 FILE = "sagemaker_job.py"
 #: SageMaker copies it to S3 and back; each machine has its own.
@@ -80,7 +80,7 @@ def files(job: Job) -> dict[str, str]:
         "tensorboard": tensorboard,
         "channels": launch.channels,
     }
-    return {FILE: render("sagemaker.py.jinja", values)}
+    return {FILE: render("sagemaker.py.jinja", job, values)}
 
 
 def _check(job: Job) -> None:
@@ -114,7 +114,8 @@ def warnings(job: Job) -> list[str]:
     hint = "the container has only the config; use a channel, ${SM_CHANNEL_NAME}, or S3"
     names = ", ".join(f"launch.environment.{name}" for name in secrets(job.launch.environment))
     shown = [f"DescribeTrainingJob shows {names} to all of its callers"] if names else []
-    return [*relative_paths(job.run.toml, hint), *shown]
+    urls = [f"the job's copy in S3 shows the login or signature in {key}" for key in shown_urls(job.run.toml)]
+    return [*relative_paths(job.run.toml, hint), *shown, *urls]
 
 
 def advice(job: Job) -> str:

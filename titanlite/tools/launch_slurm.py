@@ -32,7 +32,7 @@ def files(job: Job) -> dict[str, str]:
         "ranks": job.ranks,
         "folder": str(here),
         "file": shlex.quote(str(job.folder / FILE)),
-        "output": str(job.folder / "slurm-%j.log"),
+        "output": f"{str(job.folder).replace('%', '%%')}/slurm-%j.log",
         "rank_logs": str(run_folder / LOGS),
         "run": str(run_folder),
         "environment": {
@@ -46,7 +46,7 @@ def files(job: Job) -> dict[str, str]:
         "python": "python" if launch.image else sys.executable,
     }
     names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
-    return {FILE: render("slurm.sbatch.jinja", {**{name: getattr(launch, name) for name in names}, **values})}
+    return {FILE: render("slurm.sbatch.jinja", job, {**{name: getattr(launch, name) for name in names}, **values})}
 
 
 def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
@@ -61,6 +61,13 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
         if not any(Path(folder).is_relative_to(one) for one in seen):
             message = f"{folder} is outside of {kind}, {', '.join(map(str, seen))}: not all machines see it"
             yield Problem("", key, message, "set launch.shared_dir to a folder above it that all machines see")
+    if "\\" in str(run_folder):
+        message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
+        yield Problem("", "job.dump_folder", message, "take a folder without one")
+    for mount in mounts if launch.image else []:
+        if set(str(mount)) & set(",:"):
+            message = f"{mount} cannot be mounted in a container: a comma or a colon ends its name"
+            yield Problem("", "launch.image", message, "take a folder without them")
     limit = limit_seconds(launch.time_limit)
     if limit and 2 * launch.notice_seconds > limit:
         message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from titanlite.data import DataError
 from titanlite.data.tokenizer import FOLDER_FILES, Tokenizer, load_tokenizer
 from titanlite.tools import at_least
 from titanlite.tools.cli import EMA
-from titanlite.utils import human_count, human_time
+from titanlite.utils import human_count, human_time, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +152,7 @@ def _stop_ids(tokenizer: Tokenizer, folder: Path | None) -> set[int]:
     found = stop_ids(tokenizer)
     if folder is not None and (file := folder / "generation_config.json").is_file():
         try:
-            more = json.loads(file.read_text("utf-8")).get("eos_token_id")
+            more = parse_json(file.read_bytes()).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
         found |= {more} if isinstance(more, int) else {*(more or [])}

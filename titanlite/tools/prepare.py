@@ -38,7 +38,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
 from titanlite.tools.prepare_tasks import Options, Task, divide, hash_of, list_source, records_of
-from titanlite.utils import atomic_write, counted, human_bytes, human_time, progress_text
+from titanlite.utils import atomic_write, counted, human_bytes, human_time, parse_json, progress_text, public_tree
 
 PLAN = "prepare.json"
 #: Bytes of text to a token, a high guess.
@@ -60,7 +60,8 @@ def prepare(
     """
     tokenizer = load_tokenizer(options.tokenizer_path)
     label, began = " ".join(filter(None, (source, subset, split))), time.monotonic()
-    plan: dict[str, Any] = {"source": label, "options": options.to_json(), "tokenizer": tokenizer.fingerprint}
+    asked = {"source": label, "options": options.to_json(), "tokenizer": tokenizer.fingerprint}
+    plan: dict[str, Any] = public_tree(asked)  # also equal with another signature of the same file
     # Of a data set of the hub the files of the first attempt are read, at their revision.
     known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
     if listed := known.get("listed"):
@@ -87,7 +88,7 @@ def prepare(
             atomic_write(folder / PLAN, json.dumps(plan | {"listed": listed}))
             parts = _run(tasks, replace(shards, names=(), listing=None), folder, options, workers)
             if not any(part["tokens"] for part in parts):
-                raise DataError(f"{source} holds no records")
+                raise DataError(f"{public_name(source)} holds no records")
             index = _publish(folder, parts, tokenizer, plan | {"listed": listed, "stamp": stamp})
     except LockedError as error:
         raise DataError(f"{folder} is being prepared by another process: {error}") from None
@@ -101,7 +102,7 @@ def prepare(
 def _read(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} without one."""
     with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(file.read_bytes()))
+        return dict(parse_json(file.read_bytes()))
     return {}
 
 

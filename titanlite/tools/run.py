@@ -15,10 +15,9 @@ from titanlite.config.errors import bad_flag
 from titanlite.config.load import read
 from titanlite.fit import check_loaded
 from titanlite.parallel.process import TUNABLES, chose_malloc
-from titanlite.runs.provenance import REMOVED
 from titanlite.signals import SIGNALS, exit_on_signals
 from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
-from titanlite.utils import Style
+from titanlite.utils import REMOVED, Style
 
 #: Port of the first machine, by default.
 PORT = 29400

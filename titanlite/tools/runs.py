@@ -14,7 +14,7 @@ from typing import Any
 from titanlite.runs.read import Row, Run, find_runs, read_run
 from titanlite.runs.record import read_attempts, read_entries
 from titanlite.tools.cli import no_flags
-from titanlite.utils import Table, human_time, render
+from titanlite.utils import Table, escape_name, human_time, render
 
 NONE = "–"
 
@@ -46,7 +46,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if arguments.json:
         return to_json([_as_json(run) for run in found])
     if not found:
-        return f"no runs below {', '.join(map(str, folders))}"
+        return escape_name(f"no runs below {', '.join(map(str, folders))}")
     return runs_text(found, sys.stdout.isatty())
 
 
@@ -67,7 +67,7 @@ def runs_text(runs: Sequence[Run], terminal: bool) -> str:
     """Return a table, and below it the reasons of stops and the parts that could not be read."""
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
-    return "\n".join([render(table(runs), terminal), *(f"note: {note}" for note in notes)])
+    return "\n".join([render(table(runs), terminal), *(f"note: {escape_name(note)}" for note in notes)])
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -129,9 +129,11 @@ def _as_json(run: Run) -> dict[str, Any]:
 
 def attempts_text(folder: Path, terminal: bool) -> str:
     """Return the attempts of a run as a table; "" where none is recorded."""
-    attempts = read_attempts(folder)
+    problems: list[str] = []
+    attempts = read_attempts(folder, problems)
+    said = [f"note: {escape_name(problem)}" for problem in problems]
     if not attempts:
-        return ""
+        return "\n".join(said)
     lost = {one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one}
     rows, notes = [], []
     for one in attempts:
@@ -142,9 +144,9 @@ def attempts_text(folder: Path, terminal: bool) -> str:
         rows.append([*map(str, texts), one.get("state", "no end"), *figures])
         changes: Mapping[str, str] = one.get("config_changes", {})
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
-        notes += [f"note: attempt {one['attempt']}: {text}" for text in about if text]
+        notes += [f"note: attempt {one['attempt']}: {escape_name(text)}" for text in about if text]
     columns = ("attempt", "started (UTC)", "began", "ended (UTC)", "state", "exit", "step", "saved", "tokens lost")
-    return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes])
+    return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes, *said])
 
 
 def _utc(seconds: float | None) -> str:

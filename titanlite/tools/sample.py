@@ -231,4 +231,4 @@ class _Printer:
     @staticmethod
     def _print(text: str) -> None:
         # A terminal obeys no control characters that a model writes.
-        print(escape(text) if sys.stdout.isatty() else text, end="", flush=True)
+        print(escape(text, verbatim=True) if sys.stdout.isatty() else text, end="", flush=True)

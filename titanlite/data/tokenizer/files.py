@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titanlite.config.urls import chain_problem, is_url, package_of
 from titanlite.data import DataError
+from titanlite.data.remote import check_url
 from titanlite.data.tokenizer import (
     BUNDLED_SENTENCEPIECE,
     BUNDLED_TOKENIZER,
@@ -20,7 +21,7 @@ from titanlite.data.tokenizer import (
     load_tokenizer,
 )
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
-from titanlite.utils import logger
+from titanlite.utils import logger, parse_json, public
 
 
 def load_url(url: str) -> Tokenizer:
@@ -28,16 +29,19 @@ def load_url(url: str) -> Tokenizer:
 
     Raises DataError as `load_tokenizer` does, and if `url` cannot be read.
     """
-    folder, _, file = url.rpartition("/")
+    path, mark, query = url.partition("?")  # a signature is of one file: those beside it have none
+    folder, _, file = path.rpartition("/")
     with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as copies:
         for name in [file] if file else FOLDER_FILES:
             with suppress(FileNotFoundError):
                 copy = Path(copies, Path(name).name)
-                copy.write_bytes(read_url(f"{folder}/{name}"))
+                copy.write_bytes(read_url(f"{folder}/{name}{mark}{query}"))
                 break
         else:
             expected = "" if file else f" no {' or '.join(FOLDER_FILES)} in it;"
-            raise DataError(f"model.tokenizer_path: {url} does not exist:{expected} a folder's URL ends with a slash")
+            raise DataError(
+                f"model.tokenizer_path: {public(url)} does not exist:{expected} a folder's URL ends with a slash"
+            )
         if copy.read_bytes()[:1] == b"{":
             for beside in NAMING_FILES:
                 with suppress(FileNotFoundError):
@@ -52,6 +56,8 @@ def load_url(url: str) -> Tokenizer:
 
 
 def read_url(url: str) -> bytes:
+    """Return the content of a URL. Raises FileNotFoundError, and DataError for all else that fails."""
+    check_url("model.tokenizer_path", url)
     scheme = url.partition("://")[0].lower()
     if reason := chain_problem(url):
         raise DataError(f"model.tokenizer_path: {url} {reason}")
@@ -70,9 +76,11 @@ def read_url(url: str) -> bytes:
         raise
     except ImportError as error:
         extra = package_of(scheme) if scheme.startswith("s3") else "pip install 'titanlite[data]'"
-        raise DataError(f"model.tokenizer_path: {url} needs a package that is missing ({error}): {extra}") from None
+        raise DataError(
+            f"model.tokenizer_path: {public(url)} needs a package that is missing ({error}): {extra}"
+        ) from None
     except Exception as error:  # each store has errors of its own
-        message = f"model.tokenizer_path: {url} cannot be read ({type(error).__name__}: {error})"
+        message = public(f"model.tokenizer_path: {url} cannot be read ({type(error).__name__}: {error})")
         raise DataError(f"{message}; copy the file, and give its path") from error
 
 
@@ -121,7 +129,7 @@ def hf_files(path: str) -> dict[str, bytes]:
             tokenizer = load_tokenizer(path)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             found[GENERATION] = (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
-        config = json.loads(found.get(CONFIG, b"{}"))
+        config = parse_json(found.get(CONFIG, b"{}"))
         if "tokenizer.json" in found and "tokenizer_class" not in config:
             # Without a class `transformers` takes that of the model's family, which may split text by rules of its own.
             tokenizer = load_tokenizer(path)
@@ -132,9 +140,9 @@ def hf_files(path: str) -> dict[str, bytes]:
     except Exception as error:  # of any package: the weights are worth more than these files
         logger.warning(f"files of the tokenizer are missing beside the weights: {error}")
     try:
-        if not isinstance(json.loads(found.get(GENERATION, b"{}")), dict):
+        if not isinstance(parse_json(found.get(GENERATION, b"{}")), dict):
             raise ValueError("it holds no object")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
         del found[GENERATION]
     return found

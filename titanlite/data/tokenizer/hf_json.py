@@ -10,6 +10,7 @@ from typing import Any
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.utils import parse_json
 
 #: Files beside tokenizer.json that may name BOS and EOS; the first that does decides.
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -84,7 +85,7 @@ class JsonTokenizer(Tokenizer):
 
 def _parse(content: bytes, where: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(content)
+        parsed = parse_json(content)
     except ValueError as error:
         raise DataError(f"{where} is JSON that is damaged or cut short ({error}); copy the file again") from None
     if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
@@ -125,7 +126,9 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
 def _named_in(file: Path) -> dict[str, str | None]:
     """Return bos_token and eos_token if `file` has them: a string, an object with its `content`, or null."""
     try:
-        parsed = json.loads(file.read_bytes())
+        parsed = parse_json(file.read_bytes())
+        if not isinstance(parsed, dict):
+            raise ValueError("it holds no JSON object")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

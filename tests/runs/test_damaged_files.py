@@ -1,0 +1,154 @@
+"""Damaged lines and files of a run are named, and hide neither its other lines nor the other runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.runs.conftest import Start, training_row, write_metrics
+from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.metrics.jsonl import MetricsLog
+from titanlite.runs.lock import RunLock
+from titanlite.runs.read import read_run
+from titanlite.runs.record import FILE, read_attempts
+from titanlite.tools.cli import main
+from titanlite.utils import parse_json
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+DAMAGES = {
+    "deep": DEEP,
+    "deep_open": b"[" * 100_000,
+    "deep_tables": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "deep_in_a_key": b'{"event": "start", "attempt": 9, "step": ' + b"[" * 500 + b"]" * 500 + b"}",
+    "no_utf8": b'{"step": "\xff\xfe"}',
+    "long_number": b'{"step": ' + b"9" * 5000 + b"}",
+    "no_object": b"[1, 2]",
+    "no_json": b"\x00\x00\x00\x00",
+}
+
+
+def _insert(file: Path, number: int, line: bytes) -> None:
+    """Put a line at its number, from 1."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
+
+
+def _listed(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
+    assert main(["runs", str(folder), *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", [FILE, "metrics.jsonl"])
+def test_a_damaged_line_is_named_and_the_rest_is_read(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], name: str, damage: str
+) -> None:
+    for run in ("bad", "good"):
+        write_metrics(tmp_path / run, [training_row(1, 8.0), training_row(2, 6.0)])
+        start(tmp_path / run).end("done", 2)
+    _insert(tmp_path / "bad" / name, 2, DAMAGES[damage])
+    out = _listed(capsys, tmp_path)
+    lines = {Path(line.split()[0]).name: line.split()[1:] for line in out.splitlines()[1:3]}
+    assert lines["bad"][:5] == lines["good"][:5] == ["done", "2", "of", "40", "6.0000"]
+    assert out.count("note: ") == 1 and f"note: {tmp_path}/bad/{name}:2: no JSON" in out
+    found = {Path(run["run"]).name: run for run in json.loads(_listed(capsys, tmp_path, "--json"))}
+    assert len(found["bad"]["problems"]) == 1 and found["good"]["problems"] == []
+    if name == FILE:
+        assert f"{FILE}:2: no JSON" in _listed(capsys, tmp_path, "--attempts")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_with_a_damaged_line_resumes(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    write_metrics(tmp_path, [training_row(1, 8.0), training_row(2, 6.0)])
+    start(tmp_path)
+    _insert(tmp_path / FILE, 1, DAMAGES[damage])
+    _insert(tmp_path / "metrics.jsonl", 2, DAMAGES[damage])
+    assert start(tmp_path, step=1, tokens=1000).lines == [  # type: ignore[attr-defined]
+        "attempt 1 was killed and lost at least 1 step (1,000 tokens), by the last row of its metrics"
+    ]
+    MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
+    assert [row["step"] for row in rows] == [1]
+    assert f"{tmp_path}/{FILE}:1: no JSON" in caplog.text and "metrics.jsonl:2: no JSON" in caplog.text
+    assert [one["attempt"] for one in read_attempts(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_lock_counts_as_one_without_a_holder(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    write_metrics(tmp_path / "bad", [training_row(1, 8.0)])
+    start(tmp_path / "bad")
+    (tmp_path / "bad" / "run.lock").write_bytes(DAMAGES[damage])
+    assert "8.0000" in _listed(capsys, tmp_path)
+
+
+@pytest.mark.parametrize("process", [{"id": "x"}, {"id": 1e999}, {"id": [[]]}, {"id": 10**30}, [], "x"])
+def test_a_lock_with_a_strange_holder_breaks_no_list(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], process: Any
+) -> None:
+    with RunLock(tmp_path):
+        holder = json.loads((tmp_path / "run.lock").read_bytes())
+    space = holder["process"].get("space")
+    write_metrics(tmp_path, [training_row(1, 8.0)])
+    changed = {**process, "space": space} if isinstance(process, dict) else process
+    (tmp_path / "run.lock").write_text(json.dumps({**holder, "process": changed}))
+    assert "8.0000" in _listed(capsys, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["x = " + "[" * 100_000, "x = " + "[" * 500 + "]" * 500, ".".join("a" * 3000) + " = 1"]
+)
+def test_a_config_that_is_too_deep_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    write_metrics(tmp_path, [training_row(1, 8.0)])
+    (tmp_path / "config.toml").write_text(text)
+    out = _listed(capsys, tmp_path)
+    assert "8.0000" in out and f"note: {tmp_path}/config.toml: not TOML" in out
+    assert main(["config", "check", str(tmp_path / "config.toml")]) == 2
+    assert "config.toml: broken TOML" in capsys.readouterr().err
+    with pytest.raises(TOMLDecodeError):
+        loads(text)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(10**400) | st.just("inf"),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+START_KEYS = ["attempt", "time", "step", "steps", "began", "renamed", "config_changes", "lost", "config", "state"]
+END_KEYS = ["attempt", "time", "step", "state", "reason", "exit_code", "saved_step", "lost_tokens"]
+ROW_KEYS = ["step", "time", "loss", "tps", "seconds_per_step", "tokens_seen"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(START_KEYS), st.sampled_from(END_KEYS), st.sampled_from(ROW_KEYS), VALUES)
+def test_a_value_of_any_other_type_breaks_neither_the_list_nor_a_resume(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], first: str, end: str, row: str, value: Any
+) -> None:
+    (tmp_path / FILE).unlink(missing_ok=True)
+    start(tmp_path).end("failed", 2, reason="disk")
+    entries = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    entries[0][first], entries[1][end] = value, value
+    (tmp_path / FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    write_metrics(tmp_path, [training_row(1, 8.0), {**training_row(2, 7.0), row: value}])
+    _listed(capsys, tmp_path)
+    json.loads(_listed(capsys, tmp_path, "--json"))
+    _listed(capsys, tmp_path, "--attempts")
+    assert read_run(tmp_path).rows[0]["loss"] == 8.0
+    MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
+    start(tmp_path, step=1)
+    assert main(["runs", str(tmp_path)]) == 0
+
+
+def test_json_is_read_to_a_hundred_levels() -> None:
+    assert parse_json("[" * 90 + "]" * 90)
+    for text in ("[" * 101 + "]" * 101, "[" * 100_000, '{"a": ' * 101 + "1" + "}" * 101):
+        with pytest.raises(ValueError, match="levels deep"):
+            parse_json(text)

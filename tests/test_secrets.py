@@ -1,0 +1,284 @@
+"""Logins and signatures in URLs: a run works with them, and nothing that it or a command writes holds them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.hub_server import HubServer
+from tests.processes import python
+from tests.tiny import TWO_LAYERS
+from tests.words import listening
+from titanlite.config.errors import ConfigError
+from titanlite.data import DataError
+from titanlite.data.remote import open_file, public_name
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.fit import check_config
+from titanlite.runs.read import read_run
+from titanlite.tools import launch_kubernetes, launch_sagemaker
+from titanlite.tools.cli import main
+from titanlite.tools.launch import prepare, write
+from titanlite.utils import append_line, is_hidden, logger, public, public_tree
+
+#: In the user, the password, the signature and the key of the tests.
+PLANTED = "planted"
+HIDDEN = {
+    "https://user:pass@host/f": "https://(removed)@host/f",
+    "https://user:p@ss@host:80/f?dl=1": "https://(removed)@host:80/f?dl=1",
+    "https://user:pa/ss?@host/f": "https://(removed)@host/f",
+    "https://host/f?X-Amz-Signature=1f&versionId=3": "https://host/f?versionId=3&(removed)",
+    "https://host/f?TOKEN": "https://host/f?(removed)",
+    "('https://host/f?sig=a&dl=1'), and": "('https://host/f?dl=1&(removed)'), and",
+    "https://host/f#access_token=1": "https://host/f#(removed)",
+    "s3://key:secret@bucket/f": "s3://(removed)@bucket/f",
+    "s3://bucket/f?versionId=a.b&x=1": "s3://bucket/f?versionId=a.b&(removed)",
+    "az://store/f?sv=1&sig=2;dl=1": "az://store/f?(removed)",
+    "https://host/f?versionId=3%20&x": "https://host/f?(removed)",
+}
+PLAIN = [
+    "s3://bucket/part-?.jsonl",
+    "s3://bucket/part-[0-9]*.jsonl",
+    "http://host:8080/a@b/f",
+    "hf://datasets/owner/name@main/f",
+    "hf://gpt2@main",
+    "abfss://container@account.dfs.core.windows.net/f",
+    "me@host: see https://host/page#part, ok?",
+    "https://[::1]:80/f?dl=1",
+    "name@host",
+]
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+def test_logins_and_queries_are_hidden_once(text: str) -> None:
+    assert public(text) == HIDDEN[text] == public(HIDDEN[text])
+    assert is_hidden(HIDDEN[text]) == ("(removed)" in HIDDEN[text])
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_what_holds_no_secret_stays(text: str) -> None:
+    assert public(text) == text and not is_hidden(text)
+
+
+WORD = st.text(st.sampled_from("ab1%:@/?#&=+~.-_!$'()*,;é"), max_size=8)
+
+
+@given(WORD, WORD, st.sampled_from([" ", '"', ", ", "\n", "'", ")"]))
+def test_no_password_and_no_signature_is_left_and_json_stays_json(before: str, after: str, end: str) -> None:
+    login = f"u:{before}SECRET{after}".replace("/", "").replace("?", "").replace("#", "")
+    for url in (f"https://{login}@host/f", f"https://host/f?s={before}SECRET{after}", f"https://host/f?{before}SECRET"):
+        text = f"a {url}{end}b"
+        assert "SECRET" not in public(text)
+        assert public(public(text)) == public(text)
+        as_json = public(json.dumps({"a": [text], text: 1}))
+        assert "SECRET" not in as_json and isinstance(json.loads(as_json), dict)
+        assert "SECRET" not in json.dumps(public_tree({"a": [text], text: 1}))
+
+
+def test_a_log_record_and_a_line_of_a_record_hold_no_secret(tmp_path: Path) -> None:
+    url = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
+    with listening() as said:
+        logger.warning("%s cannot be read: %d", url, 3)
+    assert said == ["https://(removed)@host/f?(removed) cannot be read: 3"]
+    append_line(tmp_path / "x.jsonl", {"reason": url, "all": [url, {url: url}]})
+    assert PLANTED not in (tmp_path / "x.jsonl").read_text()
+    try:
+        raise OSError(url)
+    except OSError:
+        with listening() as said:
+            logger.exception("failed")
+    assert said == ["failed"] and logging.getLogger("titanlite") is logger
+
+
+def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    lines = [
+        '[training]\ndataset_path = "https://(removed)@host/f.jsonl"',
+        '[model]\ntokenizer_path = "https://host/t?(removed)"',
+        "[launch]\ngpus_per_node = 1",
+        '[[data.source]]\npath = "https://host/g.jsonl?(removed)"',
+    ]
+    file.write_text("\n".join(lines[:3]))
+    with pytest.raises(ConfigError) as refused:
+        check_config([f"--job.config_file={file}"])
+    said = str(refused.value)
+    for key in ("training.dataset_path", "model.tokenizer_path"):
+        assert f"{key}: its login or signature is hidden in this file" in said and f"--{key} URL" in said
+    with pytest.raises(ConfigError, match="is hidden in this file"):
+        prepare([f"--job.config_file={file}"])
+    again = [f"--job.config_file={file}", "--training.dataset_path=https://u:p@host/f", "--model.tokenizer_path="]
+    with pytest.raises(ConfigError) as other:
+        check_config([f"--job.config_file={file}", *again[1:2]])
+    assert "training.dataset_path" not in str(other.value)
+    file.write_text(lines[3])
+    with pytest.raises(ConfigError, match="data.source: its login or signature is hidden"):
+        check_config([f"--job.config_file={file}"])
+    for call in (open_file, load_tokenizer):
+        with pytest.raises(DataError, match=r"was hidden where it was kept: give the whole URL again.*\$\{NAME\}"):
+            call("https://(removed)@host/f")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf"])
+def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
+    """Its client takes it for a part of the bucket's name, which its errors show."""
+    url = f"{scheme}://user:{PLANTED}@bucket/x"
+    with pytest.raises(ConfigError) as refused:
+        check_config(["--job.config_file=debug_model.toml", f"--training.dataset_path={url}"])
+    said = str(refused.value)
+    assert "training.dataset_path: has a login, which its store does not read" in said and PLANTED not in said
+    for call in (open_file, load_tokenizer):
+        with pytest.raises(DataError, match="has a login") as failed:
+            call(url)
+        assert PLANTED not in str(failed.value)
+
+
+def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_path: Path) -> None:
+    url = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
+    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--training.dataset_path={url}"]
+    flags += ["--training.dataset=jsonl", f"--job.dump_folder={tmp_path}/run", "--launch.image=i"]
+    job = prepare([*flags, f'--launch.volumes={{"claim" = "{tmp_path}"}}'])
+    with pytest.raises(ConfigError) as refused:
+        launch_kubernetes.files(job)
+    said = str(refused.value)
+    assert "training.dataset_path: all readers of the manifest see" in said and PLANTED not in said
+    assert any("signature in training.dataset_path" in warning for warning in launch_sagemaker.warnings(job))
+    write(job, {})
+    config = tmp_path / "run" / "launch" / "config.toml"
+    assert url in config.read_text() and config.stat().st_mode & 0o777 == 0o600
+
+
+def test_two_signatures_of_a_file_have_one_name() -> None:
+    assert public_name("https://u:p@host/f?sig=1") == public_name("https://u:q@host/f?sig=2") == "https://host/f"
+
+
+def test_a_difference_between_secrets_is_told_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        text = f'[launch.environment]\nAPI_KEY = "{PLANTED}-{name}"\nLEVEL = "{name}"\n'
+        (tmp_path / f"{name}.toml").write_text(f'{text}PROXY = "http://u:{PLANTED}-{name}@proxy"\n')
+    assert main(["config", "diff", str(tmp_path / "a.toml"), str(tmp_path / "b.toml")]) in (0, 1)
+    said = "".join(capsys.readouterr())
+    assert PLANTED not in said and "launch.environment.API_KEY" in said and "LEVEL" in said
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    root = tmp_path_factory.mktemp("served")
+    (root / "files").mkdir()
+    lines = (json.dumps({"text": f"Document {i} of the text behind a URL. " * 20}) + "\n" for i in range(200))
+    (root / "files" / "text.jsonl").write_text("".join(lines))
+    shutil.copy(BUNDLED_TOKENIZER, root / "files" / "tokenizer.model")
+    with HubServer(root) as running:
+        yield running
+
+
+def _url(server: HubServer, name: str, number: int = 1) -> str:
+    login = f"{PLANTED}-user:{PLANTED}-password{number}"
+    return f"http://{login}@127.0.0.1:{server.port}/files/{name}?X-Amz-Signature={PLANTED}{number}&versionId=1"
+
+
+def _config(server: HubServer, file: Path, run: Path, number: int) -> list[str]:
+    """Write a config whose URLs have the signatures of a number; return its flags."""
+    file.write_text(
+        f"""
+[model]
+tokenizer_path = "{_url(server, "tokenizer.model", number)}"
+[training]
+dataset_path = "{_url(server, "text.jsonl", number)}"
+steps = {2 * number}
+[validation]
+enable = true
+dataset_path = "{_url(server, "text.jsonl", number)}"
+steps = 1
+[launch.environment]
+API_KEY = "{PLANTED}-key"
+"""
+    )
+    flags = [
+        f"--job.dump_folder={run}",
+        "--job.print_config",
+        f"--job.save_config_file={run}/saved.toml",
+        "--metrics.log_freq=1",
+        "--metrics.enable_tensorboard",
+        "--checkpoint.enable_checkpoint",
+        "--checkpoint.interval=2",
+        "--training.batch_size=2",
+    ]
+    return [str(file), *flags, *(flag for flag in TWO_LAYERS if "token_cache" not in flag)]
+
+
+def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
+    step = str(run / "checkpoint" / "step-2")
+    return [
+        ["config", "explain", "training.dataset_path", "--job.config_file", config[0]],
+        ["config", "explain", config[0]],
+        ["config", "check", *config[:1]],
+        ["config", "check", str(run / "config.toml")],
+        ["config", "diff", config[0], str(run)],
+        ["config", "diff", str(run), str(earlier)],
+        ["runs", str(run)],
+        ["runs", str(run), "--json"],
+        ["runs", str(run), "--attempts"],
+        ["runs", str(run), "--attempts", "--json"],
+        ["compare", str(run), str(earlier), "--out", str(run / "comparison")],
+        ["checkpoint", "ls", str(run)],
+        ["checkpoint", "inspect", step],
+        ["checkpoint", "verify", step],
+        ["plan", config[0]],
+        ["lr", config[0]],
+        ["data", "peek", config[0], "--rows", "1"],
+        ["data", "at-step", "1", config[0]],
+        ["data", "at-step", "1", str(run)],
+        ["data", "stats", config[0]],
+        ["evaluate", step],
+        ["sample", str(run), "--prompt", "a"],
+        ["data", "prepare", config[0].replace(config[0], ""), "--out", str(run / "prepared")],
+    ]
+
+
+@pytest.mark.slow
+def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
+    server: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    run, earlier = tmp_path / "out" / "run", tmp_path / "out" / "earlier"
+    said = ""
+    for number in (1, 2):  # the second start resumes with other signatures
+        config = _config(server, tmp_path / "run.toml", run, number)
+        done = python("-m", "titanlite", "train", f"--job.config_file={config[0]}", *config[1:])
+        said += done.stdout + done.stderr
+        assert done.returncode == 0, said
+        if number == 1:
+            shutil.copytree(run, earlier)
+    assert [one["began"] for one in read_run(run).attempts] == ["fresh", "resumed from step 2"]
+    assert not read_run(run).attempts[1]["config_changes"].keys() & {"training.dataset_path", "model.tokenizer_path"}
+    capfd.readouterr()
+    codes = {}
+    for words in _commands(config, run, earlier):
+        if "prepare" in words:
+            words[2] = _url(server, "text.jsonl")
+        if words[0] in ("evaluate", "sample"):  # they end their process
+            done = python("-m", "titanlite", *words)
+            said += done.stdout + done.stderr
+        else:
+            codes[" ".join(words[:2])] = main(words)
+        said += "".join(capfd.readouterr())
+    missing = [f"--{key}={_url(server, 'nothing')}" for key in ("training.dataset_path", "model.tokenizer_path")]
+    for flags in (["run", "--nproc", "2", missing[0]], ["train", missing[1]]):
+        flags += ["--data.retry_seconds=0", f"--job.dump_folder={run}-2", "--job.config_file=debug_model.toml"]
+        done = python("-m", "titanlite", *flags)
+        assert done.returncode and "nothing" in done.stderr
+        said += done.stdout + done.stderr
+    assert "was hidden where it was kept" in said and "is hidden in this file" in said
+    assert PLANTED not in said, [line for line in said.splitlines() if PLANTED in line][:20]
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    written += [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+    assert len(written) > 20
+    assert [str(path) for path in written if PLANTED.encode() in path.read_bytes() or PLANTED in path.name] == []
+    assert "(removed)" in said and codes["runs " + str(run)] == 0
