@@ -131,7 +131,7 @@ def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
     return [
         Figure("core (imported by a run)", in_words(core), core, {"of tools/": 0}),
         Figure("frames to backward()", f"{frames['']} in {frames['files']} files", frames, {"": 6, "files": 3}),
-        Figure("files that a save passes", text, {"": len(saved)}, {"": 7}),
+        Figure("files that a save passes", text, {"": len(saved)}, {"": 8}),
     ]
 
 
