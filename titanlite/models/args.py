@@ -17,6 +17,11 @@ if typing.TYPE_CHECKING:
     from titanlite.config.model_sections import Model
 
 
+#: Value of `model.flavor`: the shape is that of a folder. `titanlite.folder_shape` reads it into `model.overrides`, so
+#: that the config which is kept needs the folder no more.
+FROM_FOLDER = "from_folder"
+
+
 def resolve_args(
     family: str,
     flavor: str,
@@ -77,8 +82,10 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         if model.flavor != "debugmodel":  # the key's default
             raise ShapeError(Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it"))
         base, overrides = read_args(model.hf_config, overrides), {}
+    elif model.flavor == FROM_FOLDER:
+        base = shape_of(model)
     elif model.hf_config is not None:
-        raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", 'set model.name = "hf"'))
+        raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", _WAYS))
     return resolve_args(
         model.name,
         model.flavor,
@@ -88,6 +95,29 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         max_seq_len=max_seq_len,
         base=base,
     )
+
+
+_WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shape'
+
+
+def shape_of(model: Model) -> Any:
+    """Return the arguments of a model from a folder, which the overrides hold. Raises ShapeError if some are missing."""
+    cls = get_spec(model.name).args_class
+    given = checked_fields(cls, model.overrides, "overrides")
+    if missing := missing_fields(model):
+        message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
+        raise ShapeError(Misfit(message, "flavor", "name it as checkpoint.initial_load_path, or as model.hf_config"))
+    return _made(lambda: cls(**given))
+
+
+def missing_fields(model: Model) -> list[str]:
+    """Return the fields of a model from a folder that neither its overrides nor its other keys give."""
+    found = []
+    for field in fields(get_spec(model.name).args_class):
+        has_none = field.default is None or field.name == "max_seq_len"
+        if not (has_none or field.name in model.overrides or getattr(model, field.name, None) is not None):
+            found.append(field.name)
+    return found
 
 
 def as_record(family: str, args: Any) -> dict[str, Any]:
