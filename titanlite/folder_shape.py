@@ -32,7 +32,7 @@ from titanlite.models.hf import config_file
 from titanlite.models.spec import ModelSpec, get_spec
 
 _LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
-_ALLOWED = "If the difference is meant, and changes no shape: checkpoint.allow_changes = [\"model\"]"
+_ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
 
 
 class FolderShapeError(ValueError):

@@ -6,7 +6,6 @@ reads its own part of the model, and has one slice besides it in memory.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -277,12 +276,7 @@ def _block_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
 
 
 def _dequantized(
-    file: Path,
-    name: str,
-    view: Any,
-    shape: tuple[int, ...],
-    scale: torch.Tensor,
-    block: tuple[int, ...] | None,
+    file: Path, name: str, view: Any, shape: tuple[int, ...], scale: torch.Tensor, block: tuple[int, ...] | None
 ) -> Callable[[Slices], torch.Tensor]:
     """Return a reader of float8 weights times their scales, in float32, which holds the product exactly enough.
 

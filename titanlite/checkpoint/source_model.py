@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import CheckpointError, find, parse_manifest, root_of, step_folder, step_of
 from titanlite.checkpoint.manifest import FILE as MANIFEST
+from titanlite.checkpoint.manifest import CheckpointError, find, parse_manifest, root_of, step_folder, step_of
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.toml import quote
 from titanlite.models.args import checked_fields

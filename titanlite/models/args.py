@@ -101,7 +101,10 @@ _WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shap
 
 
 def shape_of(model: Model) -> Any:
-    """Return the arguments of a model from a folder, which the overrides hold. Raises ShapeError if some are missing."""
+    """Return the arguments of a model from a folder, which the overrides hold.
+
+    Raises ShapeError if some are missing.
+    """
     cls = get_spec(model.name).args_class
     given = checked_fields(cls, model.overrides, "overrides")
     if missing := missing_fields(model):
