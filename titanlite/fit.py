@@ -26,11 +26,12 @@ from titanlite.data.remote import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.derive import RunConfig, below, degrees_of, derive, parallelism, smallest_world
 from titanlite.folder_shape import FolderShapeError, read_shape, source_misfits
-from titanlite.models.spec import ModelSpec, ShapeError
+from titanlite.models.args import FROM_FOLDER, checked_fields, unknown_flavor
+from titanlite.models.spec import ModelSpec, ShapeError, get_spec
 from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
-from titanlite.utils import counted
+from titanlite.utils import counted, is_dotted
 
 _PP = "experimental.pipeline_parallel_"
 _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
@@ -72,14 +73,14 @@ def check_loaded(
 
     look_at_text: also list local folders of text; False for another layout of a config whose text was looked at.
     """
-    _stop(problems)
+    _stop(problems and [*problems, *_model_names(config)])
     admit(config.claims, config.origin)
     found = contradictions(config)
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
         found += [*refused(config), *missing_files(config), *missing_packages(config)]
-    _stop(found)
+    _stop(found and [*found, *_model_names(config)])
     config = shaped(config)
     run = _fitted(config, world_size or smallest_world(config))
     if look_at_text:
@@ -201,6 +202,28 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
         place = config.place(key) or (given[-1] if given else "")
         problems.append(Problem(place, key, misfit.message, misfit.advice, code="model"))
     return problems
+
+
+def _model_names(config: LoadedConfig) -> list[Problem]:
+    """Check the names of family, flavor and overrides alone, of a family of titanlite's.
+
+    The third stage finds them too. They are told with the problems of the first two, so that nobody waits for them.
+    """
+    model = config.sections.model
+    if is_dotted(model.name) or model.name == "hf":
+        return []
+    found: list[Problem] = []
+    try:
+        spec = get_spec(model.name)
+    except ShapeError as error:
+        return _model_problems(config, error)
+    if model.flavor not in (*spec.flavors, FROM_FOLDER):
+        found += _model_problems(config, unknown_flavor(spec, model.flavor))
+    try:
+        checked_fields(spec.args_class, model.overrides, "overrides")
+    except ShapeError as error:
+        found += _model_problems(config, error)
+    return found
 
 
 def _recomputation_misfits(spec: ModelSpec, args: Any, d: Config) -> Iterator[Finding]:

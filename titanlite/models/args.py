@@ -10,7 +10,7 @@ from typing import Any
 
 from titanlite.config.trust import Origin, admit, code_claim
 from titanlite.models.hf import read_args
-from titanlite.models.spec import Misfit, ShapeError, get_spec, names_like, shown
+from titanlite.models.spec import Misfit, ModelSpec, ShapeError, get_spec, names_like, shown
 from titanlite.utils import is_dotted
 
 if typing.TYPE_CHECKING:
@@ -44,8 +44,7 @@ def resolve_args(
     """
     spec = get_spec(family)
     if (base := base or spec.flavors.get(flavor)) is None:
-        message = f"{spec.name} has no flavor {shown(flavor)}"
-        raise ShapeError(Misfit(message, "flavor", names_like(flavor, spec.flavors)))
+        raise unknown_flavor(spec, flavor)
     changes = checked_fields(spec.args_class, overrides or {}, "overrides")
     if vocab_size is not None:
         if changes.get("vocab_size", vocab_size) != vocab_size:
@@ -67,6 +66,12 @@ def resolve_args(
         )
         raise ShapeError(Misfit(message))
     return args
+
+
+def unknown_flavor(spec: ModelSpec, flavor: str) -> ShapeError:
+    """Return the error of a flavor that a family does not have."""
+    message = f"{spec.name} has no flavor {shown(flavor)}"
+    return ShapeError(Misfit(message, "flavor", names_like(flavor, [*spec.flavors, FROM_FOLDER])))
 
 
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
