@@ -214,3 +214,12 @@ def test_without_transformers_the_files_are_copied(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = hf_files(str(llama_2(tmp_path)))
     assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes() and "tokenizer.json" not in found
+
+
+def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:
+    """It takes its own for each Qwen2, which composes accents: Llama 3's tokenizer does not."""
+    for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    line = compare_ids(str(BUNDLED_TOKENIZER), tmp_path)
+    assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line

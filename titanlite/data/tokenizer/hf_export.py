@@ -83,6 +83,19 @@ def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
     return found
 
 
+def other_class(folder: Path) -> str:
+    """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "": it takes that one.
+
+    For some kinds of models `transformers` 5 has its own class, whatever the file says.
+    """
+    from transformers import AutoTokenizer
+
+    asked = _json((folder / CONFIG).read_bytes()).get("tokenizer_class")
+    taken = type(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)).__name__
+    is_plain = asked == "PreTrainedTokenizerFast" and taken == "TokenizersBackend"  # two names of one class
+    return "" if taken == asked or is_plain else taken
+
+
 def _around_difference(there: list[int], ours: list[int]) -> str:
     """Show where two lists of ids part."""
     pairs = zip(there, ours, strict=False)
