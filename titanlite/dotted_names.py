@@ -40,7 +40,9 @@ def _not_in_file(file: Path, shown: str, name: str) -> str:
 
 def _not_in_package(module_name: str, name: str) -> str:
     """Look for a name in an installed module, package by package from the outside."""
-    locations = None
+    locations: list[str] | None = None
+    known: frozenset[str] | None = None
+    file = ""
     parts = module_name.split(".")
     for depth in range(1, len(parts) + 1):
         full = ".".join(parts[:depth])
@@ -49,14 +51,15 @@ def _not_in_package(module_name: str, name: str) -> str:
             return f"cannot be imported: No module named {full!r}"
         if spec.origin is None or not spec.origin.endswith(".py"):
             return ""  # a module in C, or a package without a file
-        known = _bound_in(Path(spec.origin))
+        file = spec.origin
+        known = _bound_in(Path(file))
         locations = spec.submodule_search_locations
         if known is None:
             return ""  # it may make modules and names while it is imported
     is_module = locations is not None and _find(f"{module_name}.{name}", locations) is not None
     if known is None or name in known or is_module or name.startswith("__"):
         return ""
-    return f"cannot be imported: {spec.origin} has no {name}"
+    return f"cannot be imported: {file} has no {name}"
 
 
 def _find(full: str, locations: list[str] | None) -> importlib.machinery.ModuleSpec | None:
