@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
 from titanlite.models.hf import config_file
+from titanlite.models.llama import RopeScaling
 from titanlite.models.spec import ModelSpec, get_spec
 
 _LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
@@ -117,7 +118,7 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
         value = getattr(args, field.name)
         is_given = getattr(model, field.name, None) is not None  # vocab_size, norm_type, rope_scaling
         if value is not None and field.name != "max_seq_len" and not is_given:
-            found[field.name] = asdict(value) if is_dataclass(value) else value
+            found[field.name] = asdict(value) if isinstance(value, RopeScaling) else value
     return {**found, **model.overrides}
 
 

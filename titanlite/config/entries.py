@@ -99,8 +99,8 @@ def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
     here = {known.rpartition(".")[2]: known for known in known_names() if known.rpartition(".")[0] == section}
     same_name = sorted(known for known in known_names() - UNSUPPORTED.keys() if known.rpartition(".")[2] == last)
     if is_section:
-        close = nearest(name, [known for known in known_sections() if "." not in known])
-        hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
+        alike = nearest(name, [known for known in known_sections() if "." not in known])
+        hint = f"nearest section: [{alike[0]}]" if alike else f"sections: {', '.join(sections())}"
         return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
     if name in OTHER_TRAINERS:
         hint = f"here this is {OTHER_TRAINERS[name]}"

@@ -64,8 +64,8 @@ def entry_of(config: Mapping[str, Any], name: str, kind: type, default: Any = No
         raise ValueError(f"{name} is missing")
     if kind is float and type(value) is int:
         value = float(value)
-    is_number = isinstance(value, float)
-    if type(value) is not kind or (is_number and not math.isfinite(value)):
+    is_endless = isinstance(value, float) and not math.isfinite(value)
+    if type(value) is not kind or is_endless:
         raise ValueError(f"{name} is {value!r:.80}, expected {_KINDS[kind]}")
     return value
 

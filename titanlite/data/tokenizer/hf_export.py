@@ -230,6 +230,7 @@ def _of_sentencepiece(content: bytes) -> dict[str, Any]:
     pieces = list(proto.pieces)
     own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
     unknown = next((number for number, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
+    model: Any
     if trainer.model_type == _UNIGRAM:
         scored = [(piece.piece, piece.score) for piece in pieces]
         model = tokenizers.models.Unigram(scored, unknown, trainer.byte_fallback)
