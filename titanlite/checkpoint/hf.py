@@ -35,17 +35,7 @@ from titanlite.checkpoint.hf_files import META_FILES as META_FILES
 from titanlite.checkpoint.hf_files import holds_weights as holds_weights
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.checkpoint.source_model import (
-    HF_CONFIG,
-    HF_INDEX,
-    HF_SINGLE,
-    META_CONFIG,
-    META_FILES,
-    differences,
-    read_json,
-    read_model,
-    remedy,
-)
+from titanlite.checkpoint.source_model import differences, read_json, read_model, remedy
 from titanlite.models.hf_names import HF_HEAD, as_names, entry_of, family_of, is_derived
 from titanlite.models.spec import ModelSpec, get_spec
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.hf import Part, Slices, Weights
+from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.source_model import META_CONFIG, META_FILES, meta_args, read_json
+from titanlite.checkpoint.source_model import meta_args, read_json
 from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.llama_hf import hf_names, permute

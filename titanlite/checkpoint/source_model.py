@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.hf_files import HF_CONFIG, META_CONFIG, META_FILES
 from titanlite.checkpoint.manifest import FILE as MANIFEST
 from titanlite.checkpoint.manifest import CheckpointError, find, parse_manifest, root_of, step_folder, step_of
 from titanlite.checkpoint.paths import AnyPath, StorePath
@@ -23,8 +24,6 @@ from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted
 
-HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-META_CONFIG, META_FILES = "params.json", "consolidated.*.pth"
 #: Names of Meta's params.json that are fields of `LlamaArgs`.
 META_NAMES = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps")
 #: Keys of `[model]` that are no entries of `model.overrides`.
