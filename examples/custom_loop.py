@@ -5,8 +5,7 @@
 
 import sys
 
-from titanlite import DistEnv, build, load_config
-from titanlite.data.loader import to_device
+from titanlite import DistEnv, build, load_config, to_device
 
 
 def main(flags: list[str]) -> None:

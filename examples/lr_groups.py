@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlite.config.model_sections import Optimizer
+from titanlite import Optimizer
 
 
 def adamw(parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device) -> torch.optim.Optimizer:

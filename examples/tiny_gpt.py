@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite import ModelSpec
-from titanlite.models import Init, Size
+from titanlite import Init, ModelSpec, Size
 
 
 @dataclass(frozen=True)

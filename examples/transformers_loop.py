@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, ViTConfig, ViTForImageClassification
 
-from titanlite import AnyPrecisionAdamW, Checkpointer, DistEnv, apply_ac, apply_fsdp, groups_by_class
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint
+from titanlite import (
+    ActivationCheckpoint,
+    AnyPrecisionAdamW,
+    Checkpoint,
+    Checkpointer,
+    DistEnv,
+    apply_ac,
+    apply_fsdp,
+    groups_by_class,
+)
 
 BATCH = 8  # of all ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -17,12 +18,21 @@ ROOT = Path(titanlite.__file__).parents[1]
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
 AnyPrecisionAdamW(parameters, lr=, betas=, eps=, weight_decay=, *kahan=, *momentum_dtype=, *variance_dtype=, *compensation_dtype=)
+BadStepError(step, norm, loss, why, kind=, ranks=, applied=)
+Batch(tokens, labels, documents=)
 Callback()
 Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=, averages=)
+Cost(flops, parameters)
+Datasets(tokenizer, train, validation)
 DistEnv(rank, local_rank, size, device, timeout=)
 FiniteGuard(device, policy=, max_skips=, spike_sigmas=, window=)
+Init(kind, std=, bound=, value=)
+LoadedState(step, train, notices=, folder=, origin=, left_out=, partial=, config=, changes=, verified=, is_foreign=)
 ModelSpec(name, args_class, flavors, build, init_rule, block_names, count_parameters, flops_per_token, head=, fsdp_units=, linears=, tensor_plan=, tensor_sizes=, sublayer_names=, pipeline_costs=, context_parallel=, experts=, tied=, hf_names=, hf_config=, args_from_hf=)
 PlainRunner(model, loss_function=, sync_every=)
+ReplicationFactors(tokens=, loss=)
+RunEnd(state, step, error=, reason=)
+Size(in_features, out_features)
 StepResult(loss, local_loss, grad_norm, layer_norms, good)
 StopSignal(at_once=)
 TrainStep(model, optimizer, runner, guard, max_norm, factors=, layer_norms=, before_update=, after_update=, phase=, in_backward=)
@@ -39,8 +49,11 @@ check_ranks(world, *config=, *texts=, *folder=, *needs_folder=)
 groups_by_class(model, names)
 load_config(path, world_size, flags=)
 read_datasets(run, share=)
+to_device(batches, device)
 validate(model, batches, device, runner, factors=)
 """  # noqa: E501
+#: Sections of the config: docs/config-keys.md freezes their fields.
+SECTIONS = {"ActivationCheckpoint", "Checkpoint", "Optimizer"}
 METHODS = {
     Callback: """\
 before_update(self, trainer)
@@ -70,7 +83,7 @@ def signature(name: str, found: Any) -> str:
 
 def test_public_names_and_signatures_are_frozen() -> None:
     assert callable(titanlite.build) and set(titanlite.__all__) <= set(dir(titanlite))
-    names = sorted(set(titanlite.__all__) - {"__version__", "RunConfig"})
+    names = sorted(set(titanlite.__all__) - {"__version__", "RunConfig", *SECTIONS})
     assert "".join(signature(n, build if n == "build" else getattr(titanlite, n)) for n in names) == SIGNATURES
     for owner, expected in METHODS.items():
         found = "".join(signature(name, value) for name, value in sorted(vars(owner).items()) if callable(value))
@@ -92,5 +105,55 @@ def test_type_checkers_know_the_same_names() -> None:
 
 
 def test_the_page_lists_every_public_name() -> None:
-    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8").partition("## Public names")[2]
+    page = public_page().partition(TYPES)[0]
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(titanlite.__all__) - {"__version__"}
+
+
+TYPES = "| type | module |"
+
+
+def public_page() -> str:
+    return (ROOT / "docs" / "library.md").read_text(encoding="utf-8").partition("## Public names")[2]
+
+
+def words_of(found: Any) -> set[str]:
+    """The names in the annotations of a function, or of the public methods and fields of a class."""
+    own = vars(found).items() if inspect.isclass(found) else [("__init__", found)]
+    functions = [
+        value for name, value in own if inspect.isfunction(value) and not re.match("_(?!_(init|call)__)", name)
+    ]
+    annotated = [*functions, *([found] if inspect.isclass(found) else [])]
+    texts = [
+        str(kind)
+        for one in annotated
+        for name, kind in inspect.get_annotations(one).items()
+        if name == "return" or not name.startswith("_")
+    ]
+    return {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
+
+
+def types_of(module: Any) -> dict[str, str]:
+    """Name in a module → the module of titanlite that it is from."""
+    tree = ast.parse(inspect.getsource(module))
+    known = {node.name: module.__name__ for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            alias = node.targets[0].id
+            if alias[0].isupper() and "TypeVar" not in ast.unparse(node.value):
+                known[alias] = module.__name__
+    for one in ast.walk(tree):
+        if isinstance(one, ast.ImportFrom) and str(one.module).startswith("titanlite."):
+            known.update({alias.name: str(one.module) for alias in one.names})
+    return known
+
+
+def test_every_type_in_a_public_signature_is_public_or_has_its_module_on_the_page() -> None:
+    listed = dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", public_page().partition(TYPES)[2], re.MULTILINE))
+    wanted: set[str] = set()
+    for name in set(titanlite.__all__) - {"__version__"}:
+        found = build if name == "build" else getattr(titanlite, name)
+        known = types_of(inspect.getmodule(found))
+        wanted |= words_of(found) & known.keys()
+    assert wanted - set(titanlite.__all__) == listed.keys()
+    for name, module in listed.items():
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"

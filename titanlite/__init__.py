@@ -18,11 +18,22 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.build import TrainingComponents as TrainingComponents
     from titanlite.build import build as build
     from titanlite.callbacks import Callback as Callback
+    from titanlite.callbacks import RunEnd as RunEnd
+    from titanlite.checkpoint.load import LoadedState as LoadedState
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
+    from titanlite.config.model_sections import Optimizer as Optimizer
+    from titanlite.config.sections import ActivationCheckpoint as ActivationCheckpoint
+    from titanlite.config.sections import Checkpoint as Checkpoint
+    from titanlite.data.loader import Batch as Batch
+    from titanlite.data.loader import to_device as to_device
     from titanlite.derive import RunConfig as RunConfig
     from titanlite.fit import load_config as load_config
+    from titanlite.guard import BadStepError as BadStepError
     from titanlite.guard import FiniteGuard as FiniteGuard
+    from titanlite.models.spec import Cost as Cost
+    from titanlite.models.spec import Init as Init
     from titanlite.models.spec import ModelSpec as ModelSpec
+    from titanlite.models.spec import Size as Size
     from titanlite.optim.adamw import AnyPrecisionAdamW as AnyPrecisionAdamW
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
@@ -33,9 +44,11 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.parallel.tensor import apply_tp as apply_tp
     from titanlite.parallel.wrapping import groups_by_class as groups_by_class
     from titanlite.rank_checks import check_ranks as check_ranks
+    from titanlite.run_text import Datasets as Datasets
     from titanlite.run_text import read_datasets as read_datasets
     from titanlite.signals import StopSignal as StopSignal
     from titanlite.step import PlainRunner as PlainRunner
+    from titanlite.step import ReplicationFactors as ReplicationFactors
     from titanlite.step import StepResult as StepResult
     from titanlite.step import TrainStep as TrainStep
     from titanlite.trainer import Trainer as Trainer
@@ -44,12 +57,16 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
 #: Module → its public names.
 _PUBLIC = {
     "build": ["TrainingComponents", "build"],
-    "callbacks": ["Callback"],
+    "callbacks": ["Callback", "RunEnd"],
+    "checkpoint.load": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],
+    "config.model_sections": ["Optimizer"],
+    "config.sections": ["ActivationCheckpoint", "Checkpoint"],
+    "data.loader": ["Batch", "to_device"],
     "derive": ["RunConfig"],
     "fit": ["load_config"],
-    "guard": ["FiniteGuard"],
-    "models.spec": ["ModelSpec"],
+    "guard": ["BadStepError", "FiniteGuard"],
+    "models.spec": ["Cost", "Init", "ModelSpec", "Size"],
     "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
     "parallel.compile": ["apply_compile"],
@@ -60,9 +77,9 @@ _PUBLIC = {
     "parallel.tensor": ["apply_tp"],
     "parallel.wrapping": ["groups_by_class"],
     "rank_checks": ["check_ranks"],
-    "run_text": ["read_datasets"],
+    "run_text": ["Datasets", "read_datasets"],
     "signals": ["StopSignal"],
-    "step": ["PlainRunner", "StepResult", "TrainStep"],
+    "step": ["PlainRunner", "ReplicationFactors", "StepResult", "TrainStep"],
     "trainer": ["Trainer"],
     "validation": ["validate"],
 }

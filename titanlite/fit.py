@@ -15,21 +15,23 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.checks import Finding, closed_urls, contradictions, missing_files, missing_packages, placed
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
 from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
-from titanlite.config.toml import quote
+from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.data.remote import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
-from titanlite.models.spec import ModelSpec, ShapeError
+from titanlite.derive import RunConfig, below, degrees_of, derive, parallelism, smallest_world
+from titanlite.folder_shape import FolderShapeError, read_shape, source_misfits
+from titanlite.models.args import FROM_FOLDER, checked_fields, unknown_flavor
+from titanlite.models.spec import ModelSpec, ShapeError, get_spec
 from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
-from titanlite.utils import counted
+from titanlite.utils import counted, is_dotted
 
 _PP = "experimental.pipeline_parallel_"
 _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
@@ -71,18 +73,40 @@ def check_loaded(
 
     look_at_text: also list local folders of text; False for another layout of a config whose text was looked at.
     """
-    _stop(problems)
+    _stop(problems and [*problems, *_model_names(config)])
     admit(config.claims, config.origin)
     found = contradictions(config)
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
         found += [*refused(config), *closed_urls(config), *missing_files(config), *missing_packages(config)]
-    _stop(found)
+    _stop(found and [*found, *_model_names(config)])
+    config = shaped(config)
     run = _fitted(config, world_size or smallest_world(config))
     if look_at_text:
         run = replace_fields(run, warnings=(*run.warnings, *many_passes(run)))
     return config, run
+
+
+def shaped(config: LoadedConfig) -> LoadedConfig:
+    """Return the config with the shape that `model.flavor = "from_folder"` asks for, in model.overrides.
+
+    So the config that a run keeps describes its model by itself. Raises ConfigError for a folder that gives no shape.
+    """
+    d = config.sections
+    try:
+        shape = read_shape(d.model, d.checkpoint, below(d.job.dump_folder, d.checkpoint.folder))
+    except FolderShapeError as error:
+        raise ConfigError(placed(config, [("model", error.key, str(error), error.advice)])) from None
+    except ShapeError as error:
+        raise ConfigError(_model_problems(config, error)) from None
+    if shape is None:
+        return config
+    sections = replace_fields(d, model=replace_fields(d.model, overrides=dict(shape.overrides)))
+    source = Source("file", shape.file)
+    sources = {f"model.overrides.{quote_key(name)}": source for name in shape.overrides}
+    note = f'model.flavor "from_folder": the shape of {shape.file}, in model.overrides of the config that is kept'
+    return replace(config, sections=sections, sources={**sources, **config.sources}, notes=(*config.notes, note))
 
 
 def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
@@ -95,6 +119,7 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 
 
 def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+    config = shaped(config)
     run = derive(config, world_size, total_sequences)
     _stop(misfits(config, run))
     return run
@@ -135,6 +160,7 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     except ShapeError as error:
         return placed(config, found) + _model_problems(config, error)
     found += [*_not_offered(run), *_recomputation_misfits(run.spec, args, d)]
+    found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += [
             *_expert_misfits(args, run),
@@ -176,6 +202,28 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
         place = config.place(key) or (given[-1] if given else "")
         problems.append(Problem(place, key, misfit.message, misfit.advice, code="model"))
     return problems
+
+
+def _model_names(config: LoadedConfig) -> list[Problem]:
+    """Check the names of family, flavor and overrides alone, of a family of titanlite's.
+
+    The third stage finds them too. They are told with the problems of the first two, so that nobody waits for them.
+    """
+    model = config.sections.model
+    if is_dotted(model.name) or model.name == "hf":
+        return []
+    found: list[Problem] = []
+    try:
+        spec = get_spec(model.name)
+    except ShapeError as error:
+        return _model_problems(config, error)
+    if model.flavor not in (*spec.flavors, FROM_FOLDER):
+        found += _model_problems(config, unknown_flavor(spec, model.flavor))
+    try:
+        checked_fields(spec.args_class, model.overrides, "overrides")
+    except ShapeError as error:
+        found += _model_problems(config, error)
+    return found
 
 
 def _recomputation_misfits(spec: ModelSpec, args: Any, d: Config) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
+from titanlite.folder_shape import source_misfits
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,10 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    # Text takes long; a vocabulary that is the tokenizer's was not known when the config was checked.
+    misfits = source_misfits(run.model, run.checkpoint, run.model_args(tokenizer.vocab_size))
+    if problems := [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]:
+        raise ConfigError(problems)
     train = read_training_text(run, tokenizer, share)
     total = train.total_sequences
     if run.data.source and total is not None and run.steps and total < run.steps * run.batch.global_batch_size:

@@ -394,22 +394,6 @@ def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
     return found
 
 
-def unresolved(path: str) -> str:
-    """Return why a dotted path surely cannot be resolved, without an import; "" where it may be."""
-    module_name, _, name = path.partition(":")
-    if not (module_name and name):
-        return "names no object: a colon comes before its name"
-    if not module_name.startswith((".", "/")):
-        package = module_name.partition(".")[0]
-        return "" if importlib.util.find_spec(package) else f"cannot be imported: No module named {package!r}"
-    try:
-        words = set(re.findall(rb"\w+", Path(module_name).read_bytes()))
-    except OSError:
-        return f"cannot be imported: there is no file {Path(module_name).resolve()}"
-    first = name.partition(".")[0]
-    return "" if first.encode() in words else f"cannot be imported: {module_name} has no {first}"
-
-
 def module_name(name: str) -> str:
     """Return a module's name for people: of a file in a dotted path, its own."""
     return re.sub(r"^titanlite_(.+)_\d+$", r"\1", name)

@@ -18,11 +18,12 @@ from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
 from tests.processes import environment, python
-from titanlite.checkpoint.hf import config_differences, open_weights
+from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.meta import args_from_meta
 from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.source_model import differences, read_model
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
@@ -244,9 +245,12 @@ def test_metas_params_json_without_a_theta_has_that_of_llama_2(tmp_path: Path) -
     torch.save(state, tmp_path / "consolidated.00.pth")
     params = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "norm_eps": 1e-5}
     (tmp_path / "params.json").write_text(json.dumps(params))
-    weights = open_weights(tmp_path, get_spec("llama3"), ARGS)
-    assert config_differences(weights, get_spec("llama3"), ARGS) == ["rope_theta is 10000.0 there, 500000.0 by [model]"]
-    assert not config_differences(weights, get_spec("llama3"), replace(ARGS, rope_theta=1e4))
+    spec = get_spec("llama3")
+    assert open_weights(tmp_path, spec, ARGS).args == ARGS
+    there = read_model(tmp_path, "llama3", spec)
+    assert there is not None
+    assert differences(there, "llama3", spec, ARGS) == ["model.overrides.rope_theta is 500000.0 here, 10000.0 there"]
+    assert not differences(there, "llama3", spec, replace(ARGS, rope_theta=1e4))
 
 
 _FULL = """

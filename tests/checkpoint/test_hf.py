@@ -272,7 +272,7 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, t
         "no-json": f"{index} cannot be read",
         "cut": f"{shard} cannot be read",
         "moved": f"lacks {BLOCKS}, which {index} says it holds",
-        "deeper": "num_hidden_layers is 3 there, 2 by [model] rms_norm_eps is 1e-06 there, 1e-05 by [model]",
+        "deeper": "model.overrides.n_layers is 2 here, 3 there model.overrides.norm_eps is 1e-05 here, 1e-06 there",
         "bert": "model_type is 'bert'",
         "missing": f"{ours} – float32[64, 64] missing",
         "unknown": "model.extra",

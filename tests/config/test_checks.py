@@ -40,10 +40,12 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
         file.write_text(text)
         return [f"{p.where.rpartition(':')[2]} {p.key}" for p in refusals([f"--job.config_file={file}", *flags], 8)]
 
-    assert found(RUN, "--training.setps=3") == ["2 training.batch_size", "command line training.setps"]
+    first = ["2 training.batch_size", "7 model.flavor", "command line training.setps"]
+    assert found(RUN, "--training.setps=3") == first, "a flavor is known to be wrong at once"
     second = RUN.replace('"four"', "4")
     assert found(second, "--experimental.enable_compiled_autograd", "--model.tokenizer_path=/nope") == [
         "5 checkpoint.start",
+        "7 model.flavor",
         "command line experimental.enable_compiled_autograd",
         "command line model.tokenizer_path",
     ]

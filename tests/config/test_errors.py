@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import strategies as st
 
 from titanlite.config.entries import known_names, known_sections
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
+from titanlite.config.unsupported_keys import OTHER_TRAINERS
 from titanlite.fit import check_config
+from titanlite.models import SPECS
 
 HERE = Path("run.toml")
 
@@ -68,6 +72,46 @@ WRONG = [
     ("training.batch_size = 4\ntraining.local_batch_size = 8", 2, "training.local_batch_size", "given-twice", ""),
     ('[job]\nconfig_file = "x.toml"', 2, "job.config_file", "misplaced", ""),
 ]
+
+
+#: Names of other trainers, and slips → the key that is meant.
+MEANT = {
+    "model.dim": "model.overrides.dim",
+    "model.tie_embeddings": "model.overrides.tied",
+    "model.num_hidden_layers": "model.overrides.n_layers",
+    "metrics.log_interval": "metrics.log_freq",
+    "metrics.log_frequency": "metrics.log_freq",
+    "metrics.wandb_project": "metrics.enable_wandb",
+    "train.batch_size": "training.batch_size",
+    "train.grad_clip_norm": "training.max_norm",
+    "train.max_steps": "training.steps",
+    "scheduler.min_lr_ratio": "lr_scheduler.min_lr_factor",
+    "distributed.tp": "training.tensor_parallel_degree",
+    "distributed.nccl_timeout_sec": "comm.train_timeout_seconds",
+    "checkpoint.keep_last_n": "checkpoint.keep_latest_k",
+    "checkpoint.save_folder": "checkpoint.folder",
+    "eval.interval": "validation.freq",
+    "profiling.enable": "profiling.enable_profiling",
+    "training.parallel_tensor_degree": "training.tensor_parallel_degree",
+    "training.batchsize": "training.batch_size",
+    "optimizer.weightdecay": "optimizer.weight_decay",
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_an_unknown_key_is_told_the_key_that_is_meant(name):
+    (problem,) = problems(f"--{name}=1")
+    assert problem.code in ("unknown-key", "unknown-section") and problem.hint.endswith(f" {MEANT[name]}")
+
+
+def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
+    known = {field.name for spec in SPECS.values() for field in fields(spec.args_class)}
+    for name, ours in OTHER_TRAINERS.items():
+        for key in ours.split(" and "):
+            assert key in keys() or (key.startswith("model.overrides.") and key.rpartition(".")[2] in known), name
+        assert name not in keys(), name
+    (problem,) = problems("--model.activation=silu")
+    assert problem.hint.startswith("keys of [model]: "), "nothing is like it"
 
 
 @pytest.mark.parametrize(("text", "line", "key", "code", "hint"), WRONG)

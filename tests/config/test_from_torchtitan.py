@@ -142,6 +142,28 @@ def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
     assert not any("0.2.x" in note for note in run_of(text("2024", "debug_model"), 8).notes)
 
 
+@pytest.mark.parametrize("name", [*LATER, None])
+def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) -> None:
+    """0.1.0 had model.tokenizer_path, 0.2.x has model.hf_assets_path: the models of 0.1.0 have RoPE without scaling."""
+    if name is None:  # the default flavor
+        toml, o = "[model]\ntokenizer_path = 'x'\n[training]\nlocal_batch_size = 1\n", LATER["debug_model"]
+    else:
+        toml, o = text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n'), LATER[name]
+    run = run_of(toml, o.gpus)
+    args = run.model_args()
+    assert (args.dim, args.n_layers, args.rope_scaling, run.schedule.style) == (o.dim, o.layers, None, "titan-0.2")
+    assert any("as torchtitan 0.1.0 does" in note for note in run.notes)
+    for again in (run.toml, migrate_text(toml, HERE).text):
+        assert trained(run_of(again, o.gpus)) == trained(run)
+    said = toml.replace("[job]", "") if "[job]" in toml else toml
+    for later in (f'[job]\ndialect = "2026"\n{said}', toml.replace("tokenizer_path", "hf_assets_path")):
+        scaling = run_of(later, o.gpus).model_args().rope_scaling
+        assert scaling is not None and scaling.factor == 8
+    own = toml.replace("[model]", "[model]\nrope_scaling = 4.0")
+    scaling = run_of(own, o.gpus).model_args().rope_scaling
+    assert scaling is not None and scaling.factor == 4
+
+
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
     for there, (here, difference) in LATER_FLAVORS.items():
         older, later = SHAPES["llama3"][there], SHAPES["llama3"][here]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlite.checkpoint.hf import config_differences
+from titanlite.checkpoint.source_model import differences, from_hf
 from titanlite.fingerprints import weights_fingerprints
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.counts import count_active_parameters
@@ -150,9 +150,9 @@ def test_the_losses_of_routers_make_no_other_model() -> None:
     assert weights_fingerprints("mixtral", ARGS, tokenizer) == weights_fingerprints("mixtral", other, tokenizer)
     wider = replace(ARGS, ffn_dim=56)
     assert weights_fingerprints("mixtral", ARGS, tokenizer) != weights_fingerprints("mixtral", wider, tokenizer)
-    weights: Any = SimpleNamespace(config=SPEC.hf_config(ARGS), path=Path("model.safetensors"))
-    assert config_differences(weights, SPEC, other) == []
-    assert len(config_differences(weights, SPEC, wider)) == 1
+    there = from_hf(Path("config.json"), SPEC.hf_config(ARGS), SPEC)
+    assert differences(there, "mixtral", SPEC, other) == []
+    assert differences(there, "mixtral", SPEC, wider) == ["model.overrides.ffn_dim is 56 here, 48 there"]
 
 
 def test_experts_are_drawn_one_by_one() -> None:

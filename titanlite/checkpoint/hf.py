@@ -35,9 +35,9 @@ from titanlite.checkpoint.hf_files import META_FILES as META_FILES
 from titanlite.checkpoint.hf_files import holds_weights as holds_weights
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.models.hf_names import HF_HEAD, as_names, family_of, is_derived
+from titanlite.checkpoint.source_model import differences, read_json, read_model, remedy
+from titanlite.models.hf_names import HF_HEAD, as_names, entry_of, family_of, is_derived
 from titanlite.models.spec import ModelSpec, get_spec
-from titanlite.utils import parse_json
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -45,8 +45,6 @@ _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _SCALES = re.compile(r".*\.(weight_scale|weight_scale_inv|input_scale|activation_scale|[kv]_scale)")
 #: Elements that are compared at a time.
 _CHUNK = 1 << 24
-#: Names of one program's config → ours, for Meta's params.json.
-META_NAMES = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps")
 Slices = tuple[slice, ...]
 
 
@@ -156,16 +154,14 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
 def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     folder = path if path.is_dir() else path.parent
     file = folder / HF_CONFIG
+    config = read_json(file) if file.is_file() or spec is None or path.is_dir() else {}
+    family = ""
     try:
-        config = read_json(file) if file.is_file() or spec is None or path.is_dir() else {}
-        family = ""
         if spec is None:
             family, args = family_of(config)
             spec = get_spec(family)
         names = spec.hf_names(args)
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: copy it from where the weights are from") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
     tied = spec.tied(args)
@@ -179,18 +175,12 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
             parts[ours] = [part if part.offsets else part.at(*(0 for _ in part.shape)) for part in one if part]
         elif any(one):
             lacking = next(name for name, part in zip(as_names(theirs), one, strict=True) if not part)
-            raise CheckpointError(f"{path} lacks {lacking}, a part of {ours}: download the folder again")
+            raise CheckpointError(
+                f"{path} lacks {lacking}, a part of {ours}: files are missing, or the model has another number of parts"
+            )
     parts.update((name, [part.at(*(0 for _ in part.shape))]) for name, part in found.items())
     parts.update((name, parts[other]) for name, other in tied.items() if other in parts)
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Raises OSError or ValueError."""
-    content = parse_json(file.read_bytes())
-    if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
-    return content
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
@@ -210,8 +200,8 @@ def _files(path: Path) -> dict[Path, set[str]]:
         )
     try:
         names = read_json(index).get("weight_map")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error}; download it again") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; download it again") from None
     if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
         raise CheckpointError(f"{index} has no weight_map of files in this folder; download it again")
     found: dict[Path, set[str]] = {}
@@ -247,7 +237,7 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             if scale is None:
                 raise CheckpointError(f"{file}: {name} is {_FLOAT8[kind]} without a tensor {name}_scale_inv or _scale")
             scales = opened[scale][1].get_tensor(scale)
-            read = _dequantized(file, name, view, shape, scales, config.get("quantization_config") or {})
+            read = _dequantized(file, name, view, shape, scales, _block_of(config))
             parts[name] = Part(file, name, torch.float32, shape, read)
         elif kind in _DTYPES:
             parts[name] = Part(file, name, getattr(torch, _DTYPES[kind]), shape, partial(_sliced, view))
@@ -264,8 +254,19 @@ def _sliced(view: Any, slices: Slices) -> torch.Tensor:
     return tensor
 
 
+def _block_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return rows and columns that share a scale, by config.json; None: it does not say. Raises CheckpointError."""
+    try:
+        block: list[Any] = entry_of(entry_of(config, "quantization_config", dict, {}), "weight_block_size", list, [])
+    except ValueError as error:
+        raise CheckpointError(f"{HF_CONFIG}: {error}") from None
+    if block and (len(block) != 2 or not all(type(size) is int and size > 0 for size in block)):
+        raise CheckpointError(f"{HF_CONFIG}: weight_block_size is {block!r:.80}, expected two positive integers")
+    return tuple(block) or None
+
+
 def _dequantized(
-    file: Path, name: str, view: Any, shape: tuple[int, ...], scale: torch.Tensor, config: Mapping[str, Any]
+    file: Path, name: str, view: Any, shape: tuple[int, ...], scale: torch.Tensor, block: tuple[int, ...] | None
 ) -> Callable[[Slices], torch.Tensor]:
     """Return a reader of float8 weights times their scales, in float32, which holds the product exactly enough.
 
@@ -274,7 +275,6 @@ def _dequantized(
     grid = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     if grid.ndim == 1:
         grid = grid[:, None]
-    block = config.get("weight_block_size")
     if block is None and grid.shape in ((1, 1), (shape[0], 1)):
         block = (shape[0] if grid.size(0) == 1 else 1, shape[-1])
     if len(shape) != 2 or block is None or tuple(grid.shape) != tuple(map(_ceil_div, shape, block)):
@@ -296,69 +296,26 @@ def _ceil_div(size: int, step: int) -> int:
     return -(-size // step)
 
 
-# The config.json against the section [model]
+# The model that a folder describes, against the section [model]
 
 
-def config_differences(weights: Weights, spec: ModelSpec, args: Any) -> list[str]:
-    """Return the keys in which the config beside the weights differs from the run's model, a line each."""
-    if not weights.config:
-        return []  # a single file without one
-    try:
-        if weights.path.is_dir() and not (weights.path / HF_CONFIG).is_file():
-            given = {"rope_theta": 10000.0, **weights.config}  # Llama 2's does not say it
-            names = [name for name in (*META_NAMES, "rope_theta") if given.get(name) is not None]
-            skip = {"multiple_of", "ffn_dim_multiplier"}  # shapes tell the width
-            theirs = {name: given[name] for name in names if name not in skip}
-            ours = {name: getattr(args, "kv_heads" if name == "n_kv_heads" else name) for name in theirs}
-            theirs["use_scaled_rope"] = bool(weights.config.get("use_scaled_rope"))
-            ours["use_scaled_rope"] = args.rope_scaling is not None
-        else:
-            theirs = _flat(spec.hf_config(spec.args_from_hf(weights.config)))
-            ours = _flat(spec.hf_config(args))
-    except (ValueError, TypeError, KeyError) as error:
-        return [str(error)]
-    return [
-        f"{name} is {theirs.get(name)} there, {ours.get(name)} by [model]"
-        for name in sorted({*theirs, *ours})
-        if theirs.get(name) != ours.get(name)
-    ]
+def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
+    """Return the differences between the run's model and the one that a folder describes, a line each.
 
-
-def check_config(weights: Weights, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
-    """Return the differences of `config_differences`. Raises CheckpointError for any, unless they are allowed."""
-    found = config_differences(weights, spec, args)
-    if found and not allowed:
-        like = _flavor_like(spec, weights.config)
+    name: `model.name`. Raises CheckpointError for any difference, unless they are allowed.
+    """
+    if isinstance(path, StorePath):
+        return []  # `open_weights` refuses it
+    there = read_model(path, name, spec)
+    found = differences(there, name, spec, args) if there is not None else []
+    if there is not None and found and not allowed:
         lines = "".join(f"\n  {line}" for line in found)
-        way = f'The flavor "{like}" of {spec.name} is that model' if like else "Set [model], or model.overrides, so"
+        way = remedy(there, spec) or "Set [model], or model.overrides, so"
         raise CheckpointError(
-            f"{weights.path} is of another model than this run's:{lines}\n{way}. If the difference is meant, and "
-            "changes no shape, say so: --checkpoint.allow_changes=model"
+            f"{path} is of another model than this run's, by its {there.kind}:{lines}\n{way}. If the difference is "
+            "meant, and changes no shape, say so: --checkpoint.allow_changes=model"
         )
     return found
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config.json that decide the logits, nested ones by dotted names, each once."""
-    skip = {"max_position_embeddings", "dtype", "torch_dtype", "architectures", "rope_scaling"}
-    skip |= {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version", "_name_or_path"}
-    skip |= {"router_aux_loss_coef"}
-    skip |= {"rope_theta"} if "rope_parameters" in config else set()
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if name not in skip:
-            found.update({f"{name}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {name: value})
-    return found
-
-
-def _flavor_like(spec: ModelSpec, config: Mapping[str, Any]) -> str:
-    """Return the flavor of the model that a config.json describes; "" where none is like it."""
-    try:
-        wanted = _flat(spec.hf_config(spec.args_from_hf(config)))
-    except (ValueError, TypeError, KeyError):
-        return ""
-    flavors = ((name, args) for name, args in spec.flavors.items() if getattr(args, "vocab_size", None))
-    return next((name for name, args in flavors if _flat(spec.hf_config(args)) == wanted), "")
 
 
 # Reading by torch.distributed.checkpoint

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.hf import WeightsReader, as_manifest, check_config, holds_weights, open_weights
+from titanlite.checkpoint.hf import WeightsReader, as_manifest, check_model, holds_weights, open_weights
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -318,9 +318,11 @@ class Loader:
         if not self.config.initial_load_model_only:
             raise CheckpointError(f"{path} holds weights only: set checkpoint.initial_load_model_only = true")
         spec, args = self.model()
+        # First the small file: the tensors of another model would be missing, or have another shape.
+        name = str(self.run_config["model"]["family"])
+        found = check_model(path, name, spec, args, "model" in self.config.allow_changes)
         weights = open_weights(path, spec, args)
         weights.check_head()
-        found = check_config(weights, spec, args, "model" in self.config.allow_changes)
         notices = [f"another model, by checkpoint.allow_changes: {line}" for line in found]
         return as_manifest(weights), LoadedState(0, {}, notices, path, "from", is_foreign=True)
 

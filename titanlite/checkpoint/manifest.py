@@ -37,6 +37,9 @@ INDEX = ".metadata"
 PIN = "KEEP"
 #: File with the reason in a quarantined folder, `step-N.invalid-K`.
 REASON = "invalid.txt"
+#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
+#: text, torch's random generators, averages of the weights.
+GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 PARTIAL, DELETED = ".partial-", ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
 #: Levels of folders that `roots_below` searches.

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from titanlite.checkpoint.hf import META_CONFIG, META_FILES, META_NAMES, Part, Slices, Weights, read_json
+from titanlite.checkpoint.hf import Part, Slices, Weights
+from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.source_model import meta_args, read_json
 from titanlite.models.hf_names import is_derived
-from titanlite.models.llama import LlamaArgs, RopeScaling
+from titanlite.models.llama import LlamaArgs
 from titanlite.models.llama_hf import hf_names, permute
-from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import get_spec
 
 
@@ -70,21 +71,10 @@ def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tenso
 
     Raises ValueError for a model with experts or quantised weights. A head that is equal to the embedding is tied.
     """
-    if unknown := sorted({"moe_args", "quantization_args", "vision_chunk_size"} & config.keys()):
-        raise ValueError(f"it has {unknown[0]}: such models are not read")
-    given = {name: config[name] for name in META_NAMES if config.get(name) is not None}
+    args = meta_args(config)
     embedding = states[0]["tok_embeddings.weight"]
-    vocabulary = embedding.size(0) * (1 if embedding.size(1) != config["dim"] else len(states))
-    # Llama 3.2: the files hold the tied head once more, and params.json does not tell its RoPE from that of 3.1.
+    vocabulary = embedding.size(0) * (1 if embedding.size(1) != args.dim else len(states))
+    # Llama 3.2: the files hold the tied head once more.
     heads = ((state.get("output.weight"), state["tok_embeddings.weight"]) for state in states)
     tied = all(head is None or torch.equal(head, table) for head, table in heads)
-    published = {(one.dim, one.n_layers): one.rope_scaling for one in SHAPES["llama3"].values()}
-    scaling = published.get((config["dim"], config["n_layers"])) or RopeScaling(factor=8.0)
-    scaling = replace(scaling, factor=float(config.get("rope_scale_factor", scaling.factor)))
-    return LlamaArgs(
-        **given,
-        vocab_size=vocabulary,
-        rope_theta=float(config.get("rope_theta", 10000.0)),
-        rope_scaling=scaling if config.get("use_scaled_rope") else None,
-        tied=tied,
-    )
+    return replace(args, vocab_size=vocabulary, tied=tied)

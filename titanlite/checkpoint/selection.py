@@ -8,14 +8,11 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.manifest import GROUPS, CheckpointError
 from titanlite.config.toml import quote
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.utils import Table, render
 
-#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
-#: text, torch's random generators, averages of the weights.
-GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 MISSING, UNEXPECTED, SHAPE, DTYPE = "missing", "unexpected", "another shape", "another dtype"
 _FLOATS = {"float64", "float32", "bfloat16", "float16"}
 #: Rows of the table of differences: one screen, with the text around it.

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, get_args, get_origin
 
 from titanlite.config.aliases import ALIASES
-from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest
+from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest, nearest_key
 from titanlite.config.keys import base, choices, fits, keys, members, sections, table_of, type_of
 from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
 from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED, unsupported_type
@@ -100,15 +100,17 @@ def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
     here = {known.rpartition(".")[2]: known for known in known_names() if known.rpartition(".")[0] == section}
     same_name = sorted(known for known in known_names() - UNSUPPORTED.keys() if known.rpartition(".")[2] == last)
     if is_section:
-        close = nearest(name, [known for known in known_sections() if "." not in known])
-        hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
+        alike = nearest(name, [known for known in known_sections() if "." not in known])
+        hint = f"nearest section: [{alike[0]}]" if alike else f"sections: {', '.join(sections())}"
         return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
-    if same_name:
+    if name in OTHER_TRAINERS:
+        hint = f"here this is {OTHER_TRAINERS[name]}"
+    elif same_name:
         hint = f"{last} belongs to another section: {next(filter(keys().__contains__, same_name), same_name[0])}"
     elif last in OTHER_TRAINERS:
         hint = f"here this is {OTHER_TRAINERS[last]}"
-    elif close := [here[word] for word in nearest(last, here)] or nearest(name, known_names()):
-        hint = f"nearest: {close[0]}"
+    elif close := nearest_key(name, known_names()) or _in_like_section(name):
+        hint = f"nearest: {close}"
     else:
         hint = (
             f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
@@ -117,6 +119,14 @@ def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
         return Problem(source.place, name, f"unknown section [{section}]", hint, code="unknown-section")
     message = "unknown key" if section else "unknown key outside any section"
     return Problem(source.place, name, message, hint, code="unknown-key")
+
+
+def _in_like_section(name: str) -> str:
+    """Return the key of a section that looks like an unknown one, or that section; "": none does."""
+    section = name.rpartition(".")[0]
+    if section not in known_sections():
+        return "".join(nearest(name, known_names()))
+    return "".join(nearest(name, [one for one in known_sections() if one.startswith(f"{section}.")]))
 
 
 def begins_option(word: str) -> bool:

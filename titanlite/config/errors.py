@@ -90,3 +90,33 @@ def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return up to `count` known words that look like `word`, the most alike first; capitals do not count."""
     by_lower = {k.lower(): k for k in known}
     return [by_lower[m] for m in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]
+
+
+#: The least likeness of two names, from 0 to 1: of keys in one section, and in different ones.
+_ALIKE, _ALIKE_ELSEWHERE = 0.6, 0.8
+
+
+def nearest_key(name: str, known: Iterable[str]) -> str:
+    """Return the key of `section.name` that looks most like `name`, by whole words before letters; "": none does."""
+    section, _, last = name.lower().rpartition(".")
+    best, found = 0.0, ""
+    for key in sorted(known):
+        place, _, word = key.lower().rpartition(".")
+        likeness = max(_of_words(last, word), _of_letters(last, word))
+        has_word = place == section and _of_words(last, word) > 0
+        if likeness < (_ALIKE if place == section else _ALIKE_ELSEWHERE) and not has_word:
+            continue
+        total = likeness + (0.5 if place == section else 0.25 * _of_letters(section, place))
+        if total > best:
+            best, found = total, key
+    return found
+
+
+def _of_words(one: str, other: str) -> float:
+    """Return the share of equal words, of both names: 1 for the same words in any order."""
+    ours, theirs = one.split("_"), other.split("_")
+    return 2 * len({*ours} & {*theirs}) / (len(ours) + len(theirs))
+
+
+def _of_letters(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

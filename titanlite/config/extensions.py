@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.signatures import class_signature, names_class
-from titanlite.utils import is_dotted, resolve_as, unresolved
+from titanlite.dotted_names import unresolved
+from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig

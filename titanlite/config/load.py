@@ -163,6 +163,9 @@ class _Layers:
     notes: list[str] = field(default_factory=list)
     #: The first sign that a file was written for torchtitan 0.2.x.
     later: Source | None = None
+    #: Where a file names the tokenizer as torchtitan did until 0.1.0, and as it does since.
+    tokenizer_path: Source | None = None
+    hf_assets_path: Source | None = None
 
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
         """Add a file and all it extends; chain: the files that led here, failure: the problem, but for the reason."""
@@ -227,6 +230,10 @@ class _Layers:
             alias = ALIASES.get(entry.name)
             if alias and alias.is_later and file and self.later is None:
                 self.later = entry.source
+            if file and entry.name == "model.tokenizer_path":
+                self.tokenizer_path = entry.source
+            if file and entry.name == "model.hf_assets_path":
+                self.hf_assets_path = entry.source
             found = self._check(entry, file)
             if isinstance(found, _Value):
                 key = key_of(entry.name)
@@ -345,13 +352,44 @@ class _Layers:
         there = self._get("model.flavor")
         if (self._get("model.name"), there) == ("qwen3", "debugmodel"):
             self.notes.append('the "debugmodel" of qwen3 is titanlite\'s own: that of torchtitan has another shape')
-        if self._get("model.name") == "llama3" and there in LATER_FLAVORS:
+        if self._is_of_0_1_0(sign):
+            self._apply_0_1_0(source)
+        elif self._get("model.name") == "llama3" and there in LATER_FLAVORS:
             flavor, difference = LATER_FLAVORS[there]
             given = self.values.get("model.flavor", _Value(there, DEFAULT)).source
             if given.file == sign.file or given.kind == "command line":
                 source = replace(given, written=f"model.flavor = {quote(there)}")
             self.values["model.flavor"] = _Value(flavor, source)
             self.notes.append(f"model.flavor {quote(there)} of torchtitan 0.2.x is {quote(flavor)}: {difference}")
+
+    def _is_of_0_1_0(self, sign: Source) -> bool:
+        """Return whether a file with later names is of torchtitan 0.1.0 (spring 2025).
+
+        That names the tokenizer model.tokenizer_path, and 0.2.x names it model.hf_assets_path: so do all their files.
+        """
+        if "job.dialect" in self.values and self.values["job.dialect"].source.kind != "dialect":
+            return False
+        told = self.tokenizer_path
+        return told is not None and told.file == sign.file and self.hf_assets_path is None
+
+    def _apply_0_1_0(self, source: Source) -> None:
+        """Give a file of torchtitan 0.1.0 its models: RoPE without scaling, and 6 layers in the debug model."""
+        there = self._get("model.flavor")
+        if self._get("model.name") != "llama3" or there not in LATER_FLAVORS:
+            return
+        if there == "debugmodel":
+            given = self.values.get("model.flavor", _Value(there, DEFAULT)).source
+            if given.file == source.file or given.kind == "command line":
+                source = replace(given, written=f"model.flavor = {quote(there)}")
+            self.values["model.flavor"] = _Value(LATER_FLAVORS[there][0], source)
+        is_scaled = there in ("debugmodel", "405B")
+        if is_scaled and {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(self.values):
+            self.values["model.rope_scaling"] = _Value("none", Source("dialect", source.file, source.line))
+        place = self.tokenizer_path.place if self.tokenizer_path else ""
+        self.notes.append(
+            f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has model.hf_assets_path: "
+            f'model.flavor {quote(there)} has RoPE without scaling. [job] dialect = "2026" gives it that of 0.2.x'
+        )
 
     def _note_scaled_405b(self) -> None:
         scaled = {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(self.values)

@@ -16,10 +16,10 @@ class Model(Section, frozen=True):
     """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a dotted path to a
     ModelSpec (docs/library.md)."""
     flavor: str = "debugmodel"
-    """Size within the family."""
+    """Size within the family. from_folder: that of the model in checkpoint.initial_load_path, or of hf_config."""
     hf_config: Location | None = None
-    """For name = "hf": a config.json of transformers, its folder, or the id of a model on Hugging Face's hub. A path
-    that begins with a dot is relative to the file that names it."""
+    """For name = "hf", and for the shape of flavor = "from_folder": a config.json of transformers, its folder, or the
+    id of a model on Hugging Face's hub. A path that begins with a dot is relative to the file that names it."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
     """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
     it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
@@ -38,7 +38,7 @@ class Model(Section, frozen=True):
     @property
     def title(self) -> str:
         """Name and flavor, for messages."""
-        return f"{self.name} {self.hf_config or self.flavor}"
+        return f"{self.name} {self.hf_config if self.name == 'hf' and self.hf_config else self.flavor}"
 
 
 class OptimizerGroup(Section, frozen=True):

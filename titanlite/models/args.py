@@ -10,11 +10,16 @@ from typing import Any
 
 from titanlite.config.trust import Origin, admit, code_claim
 from titanlite.models.hf import read_args
-from titanlite.models.spec import Misfit, ShapeError, get_spec, names_like, shown
+from titanlite.models.spec import Misfit, ModelSpec, ShapeError, get_spec, names_like, shown
 from titanlite.utils import is_dotted
 
 if typing.TYPE_CHECKING:
     from titanlite.config.model_sections import Model
+
+
+#: Value of `model.flavor`: the shape is that of a folder. `titanlite.folder_shape` reads it into `model.overrides`, so
+#: that the config which is kept needs the folder no more.
+FROM_FOLDER = "from_folder"
 
 
 def resolve_args(
@@ -39,8 +44,7 @@ def resolve_args(
     """
     spec = get_spec(family)
     if (base := base or spec.flavors.get(flavor)) is None:
-        message = f"{spec.name} has no flavor {shown(flavor)}"
-        raise ShapeError(Misfit(message, "flavor", names_like(flavor, spec.flavors)))
+        raise unknown_flavor(spec, flavor)
     changes = checked_fields(spec.args_class, overrides or {}, "overrides")
     if vocab_size is not None:
         if changes.get("vocab_size", vocab_size) != vocab_size:
@@ -64,6 +68,12 @@ def resolve_args(
     return args
 
 
+def unknown_flavor(spec: ModelSpec, flavor: str) -> ShapeError:
+    """Return the error of a flavor that a family does not have."""
+    message = f"{spec.name} has no flavor {shown(flavor)}"
+    return ShapeError(Misfit(message, "flavor", names_like(flavor, [*spec.flavors, FROM_FOLDER])))
+
+
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
     """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
     overrides, base = dict(model.overrides), None
@@ -77,8 +87,10 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         if model.flavor != "debugmodel":  # the key's default
             raise ShapeError(Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it"))
         base, overrides = read_args(model.hf_config, overrides), {}
+    elif model.flavor == FROM_FOLDER:
+        base = shape_of(model)
     elif model.hf_config is not None:
-        raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", 'set model.name = "hf"'))
+        raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", _WAYS))
     return resolve_args(
         model.name,
         model.flavor,
@@ -88,6 +100,32 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         max_seq_len=max_seq_len,
         base=base,
     )
+
+
+_WAYS = 'set model.name = "hf", or model.flavor = "from_folder" to take its shape'
+
+
+def shape_of(model: Model) -> Any:
+    """Return the arguments of a model from a folder, which the overrides hold.
+
+    Raises ShapeError if some are missing.
+    """
+    cls = get_spec(model.name).args_class
+    given = checked_fields(cls, model.overrides, "overrides")
+    if missing := missing_fields(model):
+        message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
+        raise ShapeError(Misfit(message, "flavor", "name it as checkpoint.initial_load_path, or as model.hf_config"))
+    return _made(lambda: cls(**given))
+
+
+def missing_fields(model: Model) -> list[str]:
+    """Return the fields of a model from a folder that neither its overrides nor its other keys give."""
+    found = []
+    for field in fields(get_spec(model.name).args_class):
+        has_none = field.default is None or field.name == "max_seq_len"
+        if not (has_none or field.name in model.overrides or getattr(model, field.name, None) is not None):
+            found.append(field.name)
+    return found
 
 
 def as_record(family: str, args: Any) -> dict[str, Any]:

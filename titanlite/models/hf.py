@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 #: Entries of a config.json that change no number of a run.
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
+#: Entries besides that change no tensor and no logit.
+_UNDECIDING = frozenset(
+    {*_IGNORED, "max_position_embeddings", "rope_scaling", "router_aux_loss_coef"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
 
 
 #: Entries that name Python files for `transformers` to run.
@@ -59,6 +64,18 @@ class HFArgs:
     @property
     def skeleton(self) -> Skeleton:
         return _skeleton(self.config, self.vocab_size)
+
+    def deciding(self) -> dict[str, Any]:
+        """Return the entries of config.json that decide tensors or logits, nested ones by dotted names."""
+        found: dict[str, Any] = {}
+        for name, value in hf_config(self).items():
+            if name in _UNDECIDING or (name == "rope_theta" and "rope_parameters" in self.skeleton.config.to_dict()):
+                continue
+            if isinstance(value, dict):
+                found.update({f"{name}.{inner}": item for inner, item in value.items()})
+            else:
+                found[name] = value
+        return found
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,7 @@ def read_config(content: Mapping[str, Any]) -> Any:
         message = f'"hf" needs the package transformers: {error}'
         raise _refused(message, "pip install 'titanlite[hf]'", "name") from error
     kind: Any = content.get("model_type")
-    if kind not in CAUSAL:
+    if not isinstance(kind, str) or kind not in CAUSAL:
         near = names_like(str(kind), CAUSAL).partition("; there are")[0]
         raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
     try:
@@ -294,13 +311,8 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
     """
     if source is None:
         raise _refused('is needed for model.name = "hf": a config.json, its folder, or the id of a model on the hub')
-    path = os.path.join(source, "config.json") if os.path.isdir(source) else source
     try:
-        if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
-            from huggingface_hub import hf_hub_download
-
-            path = hf_hub_download(source, "config.json")
-        content = parse_json(Path(path).read_bytes())
+        content = parse_json(Path(config_file(source)).read_bytes())
         if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
         return args_from_hf(content, overrides)
@@ -309,6 +321,19 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
     except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise _refused(f"cannot read {shown(source)}: {reason}", "give a config.json or its folder") from error
+
+
+def config_file(source: str) -> str:
+    """Return the path of a config.json: a file, its folder, or the id of a model on the hub, which is downloaded.
+
+    Nothing but the hub is asked whether it is there. Raises what `huggingface_hub` and its HTTP client raise.
+    """
+    path = os.path.join(source, "config.json") if os.path.isdir(source) else source
+    if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+        from huggingface_hub import hf_hub_download
+
+        path = hf_hub_download(source, "config.json")
+    return path
 
 
 def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import re
 from collections.abc import Mapping, Set
 from dataclasses import replace
@@ -38,11 +40,47 @@ def compare_names(wanted: Set[str], given: Set[str]) -> None:
         raise ValueError(f"these weights are not of this model: {' and '.join(parts)}")
 
 
-def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging Face describes.
+#: Type of an entry of config.json → its name for people.
+_KINDS: dict[type, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "a table",
+}
 
-    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that titanlite lacks.
+
+def entry_of(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """Return an entry of somebody else's JSON file, which must be of the type `kind`; an integer also fits a float.
+
+    default: for a file without the entry, or with null; None: the entry must be there.
+    Raises ValueError naming the entry.
     """
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if name not in config:
+        raise ValueError(f"{name} is missing")
+    if kind is float and type(value) is int:
+        value = float(value)
+    is_endless = isinstance(value, float) and not math.isfinite(value)
+    if type(value) is not kind or is_endless:
+        raise ValueError(f"{name} is {value!r:.80}, expected {_KINDS[kind]}")
+    return value
+
+
+def texts_of(config: Mapping[str, Any], name: str) -> list[str]:
+    """Return an entry that is a list of strings; empty where it is missing. Raises ValueError naming the entry."""
+    found: list[Any] = entry_of(config, name, list, [])
+    if not all(isinstance(item, str) for item in found):
+        raise ValueError(f"{name} is {found!r:.80}, expected a list of strings")
+    return found
+
+
+@functools.cache
+def _model_types() -> dict[str, str]:
+    """Return `model_type` of Hugging Face's → the built-in family; of those with the same, the last."""
     from titanlite.models import SPECS
 
     known: dict[str, str] = {}
@@ -50,12 +88,28 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
         with contextlib.suppress(ValueError, StopIteration):  # a model without this format, or without flavors
             args = replace(next(iter(spec.flavors.values())), vocab_size=1)
             known[spec.hf_config(args)["model_type"]] = name
-    kind = config.get("model_type")
-    family = known.get(str(kind), "hf")
+    return known
+
+
+def builtin_family(config: Mapping[str, Any]) -> str | None:
+    """Return the built-in family of a config.json, by its `model_type`; None: there is none."""
+    return _model_types().get(str(config.get("model_type")))
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging Face describes.
+
+    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that titanlite lacks.
+    """
+    from titanlite.models import SPECS
+
+    builtin = builtin_family(config)
+    family = builtin or "hf"
     try:
         return family, SPECS[family].args_from_hf(config)
     except ValueError as error:
-        if kind in known:
+        if builtin:
             raise
-        names = ", ".join(sorted(known))
+        names = ", ".join(sorted(_model_types()))
+        kind = config.get("model_type")
         raise ValueError(f"model_type is {kind!r}, and there is no such model here: {names}; {error}") from error

@@ -158,6 +158,17 @@ class LlamaArgs:
             return max(self.max_seq_len, 16 * self.rope_scaling.original_context)  # 131072 of Llama 3.1 and 3.2
         return max(self.max_seq_len, {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0))  # Llama 2, Llama 3
 
+    def deciding(self) -> dict[str, typing.Any]:
+        """Return field → value of all that decides shapes or logits, with the rules of Llama worked out."""
+        kept = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta", "rope_scaling", "tied", "window")
+        return {
+            **{name: getattr(self, name) for name in kept},
+            "n_kv_heads": self.kv_heads,
+            "ffn_dim": self.ffn_width,
+            "norm_type": "rmsnorm" if self.norm_type == "fused_rmsnorm" else self.norm_type,
+            **({"head_dim": self.head_dim} if "head_dim" in self.__dataclass_fields__ else {}),
+        }
+
     @property
     def n_vocab(self) -> int:
         """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""

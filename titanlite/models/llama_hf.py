@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import LlamaArgs, RopeScaling, block_names
 
 if TYPE_CHECKING:
@@ -101,40 +102,43 @@ def args_from_hf(
     for name, ours in _FIXED.items():
         if config.get(name, ours) != ours:
             raise ValueError(f"{name} is {config[name]!r}; the models here have {ours!r}")
-    try:
-        dim, heads = config["hidden_size"], config["num_attention_heads"]
-        # With both `transformers` takes the older entry.
-        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-        args = args_class(
-            dim=dim,
-            n_layers=config["num_hidden_layers"],
-            n_heads=heads,
-            n_kv_heads=config.get("num_key_value_heads", heads),
-            ffn_dim=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            norm_eps=config["rms_norm_eps"],
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            rope_scaling=_scaling_from_hf(rope),
-            tied=config.get("tie_word_embeddings", False),
-            max_seq_len=config["max_position_embeddings"],
-            **more,
-        )
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]} is missing") from None
-    if config.get("head_dim") not in (None, args.head_dim):
-        raise ValueError(
-            f"head_dim is {config['head_dim']}; here it is hidden_size / num_attention_heads = {dim // heads}"
-        )
+    rope = _rope_of(config)
+    dim = entry_of(config, "hidden_size", int)
+    heads = entry_of(config, "num_attention_heads", int)
+    args = args_class(
+        dim=dim,
+        n_layers=entry_of(config, "num_hidden_layers", int),
+        n_heads=heads,
+        n_kv_heads=entry_of(config, "num_key_value_heads", int, heads),
+        ffn_dim=entry_of(config, "intermediate_size", int),
+        vocab_size=entry_of(config, "vocab_size", int),
+        norm_eps=entry_of(config, "rms_norm_eps", float),
+        rope_theta=entry_of(rope, "rope_theta", float, entry_of(config, "rope_theta", float, 10000.0)),
+        rope_scaling=_scaling_from_hf(rope),
+        tied=entry_of(config, "tie_word_embeddings", bool, False),
+        max_seq_len=entry_of(config, "max_position_embeddings", int),
+        **more,
+    )
+    head_dim = entry_of(config, "head_dim", int, args.head_dim)
+    if head_dim != args.head_dim:
+        raise ValueError(f"head_dim is {head_dim}; here it is hidden_size / num_attention_heads = {dim // heads}")
     return args
 
 
+def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table of the rotary positions; of both names `transformers` takes the older one."""
+    older: dict[str, Any] = entry_of(config, "rope_scaling", dict, {})
+    return older or dict(entry_of(config, "rope_parameters", dict, {}))
+
+
 def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = entry_of(rope, "rope_type", str, entry_of(rope, "type", str, "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; there is 'default' and 'llama3' here")
-    return RopeScaling(**{name: rope[theirs] for theirs, name in _SCALING.items()})
+    types = {"original_max_position_embeddings": int}
+    return RopeScaling(**{name: entry_of(rope, theirs, types.get(theirs, float)) for theirs, name in _SCALING.items()})
 
 
 def _needs_rmsnorm(args: LlamaArgs) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models import llama_hf
+from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import LlamaArgs, decoder_spec
 
 
@@ -43,10 +44,11 @@ def hf_config(args: MistralArgs) -> dict[str, Any]:
 
 def args_from_hf(config: Mapping[str, Any]) -> MistralArgs:
     """Return the arguments that a config.json describes. Raises ValueError for another model."""
-    # Without the entry `transformers` takes its default.
-    window = config.get("sliding_window", 4096)
+    # Without the entry `transformers` takes its default; null is a model without a window.
+    is_null = "sliding_window" in config and config["sliding_window"] is None
+    window = None if is_null else entry_of(config, "sliding_window", int, 4096)
     # `transformers` makes a Ministral of such a config, whose layers differ.
-    if (kinds := {*(config.get("layer_types") or ())}) - {"sliding_attention" if window else "full_attention"}:
+    if (kinds := {*texts_of(config, "layer_types")}) - {"sliding_attention" if window else "full_attention"}:
         raise ValueError(f"layer_types has {', '.join(sorted(kinds))}; all layers of a Mistral here are alike")
     return llama_hf.args_from_hf(config, "mistral", MistralArgs, window=window)
 

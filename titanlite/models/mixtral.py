@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models import llama, llama_hf
+from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import LlamaArgs, decoder_spec, linear_init
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
 
@@ -49,6 +50,10 @@ class MixtralArgs(LlamaArgs):
         ]
         if wrong:
             raise ShapeError(*map(Misfit, wrong))
+
+    def deciding(self) -> dict[str, Any]:
+        """Add the experts; the weights of the routers' losses change no logit."""
+        return {**super().deciding(), "n_experts": self.n_experts, "top_k": self.top_k}
 
     @property
     def context(self) -> int:
@@ -111,9 +116,9 @@ def args_from_hf(config: Mapping[str, Any]) -> MixtralArgs:
         if config.get(name):
             raise ValueError(f"{name} is {config[name]!r}; the family mixtral here has none")
     experts: dict[str, Any] = {
-        "n_experts": config.get("num_local_experts", 8),
-        "top_k": config.get("num_experts_per_tok", 2),
-        "aux_loss": float(config.get("router_aux_loss_coef", 0.001)),
+        "n_experts": entry_of(config, "num_local_experts", int, 8),
+        "top_k": entry_of(config, "num_experts_per_tok", int, 2),
+        "aux_loss": entry_of(config, "router_aux_loss_coef", float, 0.001),
     }
     # Without the entry `transformers` takes its default.
     return llama_hf.args_from_hf({"rope_theta": 1e6, **config}, "mixtral", MixtralArgs, **experts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.models import llama_hf
+from titanlite.models.hf_names import entry_of, texts_of
 from titanlite.models.llama import LlamaArgs, decoder_spec
 
 
@@ -47,9 +48,10 @@ def hf_config(args: Qwen3Args) -> dict[str, Any]:
 
 def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     """Return the arguments that a config.json describes. Raises ValueError for another model, or one with windows."""
-    if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
+    has_windows = entry_of(config, "use_sliding_window", bool, False)
+    if has_windows or {*texts_of(config, "layer_types")} - {"full_attention"}:
         raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")
-    head_dim = config.get("head_dim", 128)
+    head_dim = entry_of(config, "head_dim", int, 128)
     return llama_hf.args_from_hf(config, "qwen3", Qwen3Args, head_dim=head_dim)
 
 

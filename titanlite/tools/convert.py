@@ -53,7 +53,7 @@ from titanlite.models.spec import ShapeError
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
-from titanlite.tools.tensors import Contents, compare_logits, quiet
+from titanlite.tools.tensors import Contents, compare_ids, compare_logits, quiet
 from titanlite.utils import atomic_write, human_bytes
 
 Format = Literal["hf", "torch", "checkpoint"]
@@ -215,10 +215,11 @@ def convert(
     of weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and nothing is
     overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of the
     weights (optimizer.ema_decay), from a checkpoint.
-    report: takes the line about the logits that both sides compute of a sample, which are compared unless it is None.
+    report: takes a line about the logits that both sides compute of a sample, and for a folder of Hugging Face's one
+    about the ids of texts; both are compared unless it is None.
     trust_code: as for `open_source`.
 
-    Raises CheckpointError, also when the logits differ; then nothing is published.
+    Raises CheckpointError, also when logits or ids differ; then nothing is published.
     """
     if to == "checkpoint" and step_of(target) is not None:
         raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
@@ -258,6 +259,8 @@ def _write_hf(source: Source, final: AnyPath, shard_bytes: int, report: Callable
         write_configs(folder, config, files, entries, hf_files(source.tokenizer) if source.tokenizer else {})
         if report is not None:
             report(compare_logits(source.family, source.args, source.read, folder))
+            if source.tokenizer:
+                report(compare_ids(source.tokenizer, folder))
         publish_folder(folder, final)
     except BaseException:
         with suppress(OSError):

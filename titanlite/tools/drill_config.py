@@ -11,8 +11,9 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
-from titanlite.fit import check_config
+from titanlite.fit import check_config, shaped
 from titanlite.models import SHAPES
+from titanlite.models.args import FROM_FOLDER
 from titanlite.tools import refuse_keys
 
 #: Steps of a whole run, of its first half, and between saves.
@@ -79,6 +80,8 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     if d.model.name == "hf":
         message = "the drill shrinks a model by dim and n_layers, which models of transformers lack"
         raise ConfigError([Problem(base.place("model.name"), "model.name", message, "name a family of titanlite's")])
+    if d.model.flavor == FROM_FOLDER:
+        d = shaped(base).sections
     wanted = [key for key in _DEGREES if base.value(key) > 1]
     ranks = ranks or max(2, min(_MOST_RANKS, 2 ** len(wanted)))
     degrees, shard = dict.fromkeys(_DEGREES, 1), ranks
@@ -116,6 +119,7 @@ def _sizes(d: Config, degrees: dict[str, int], shard: int) -> dict[str, Any]:
     shape |= {"ffn_dim": 128, **({"vocab_size": _VOCABULARY} if "vocab_size" in d.model.overrides else {})}
     micro, readers = 2 if pipeline else 1, shard * degrees["training.data_parallel_replicate_degree"]
     return {
+        **({"model.flavor": "debugmodel", "model.hf_config": None} if d.model.flavor == FROM_FOLDER else {}),
         **{f"model.overrides.{name}": value for name, value in shape.items()},
         "training.batch_size": micro,
         "training.global_batch_size": micro * (4 if 4 % readers == 0 else 2 * readers),

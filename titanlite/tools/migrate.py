@@ -254,7 +254,7 @@ class _Rewriter:
     def add_defaults(self) -> None:
         """Write out the later defaults that the file relied on, and take what stands behind its last statement."""
         self.here.body += self.gap
-        for key in (*LATER_DEFAULTS, "model.flavor"):
+        for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling"):
             source, text = self.before.source(key), quote(self.before.value(key))
             if (source.kind, source.file) == ("dialect", self.file):
                 self._change("defaults written out", source.line or 0, f"{key} = {text}")

@@ -142,6 +142,35 @@ def compare_logits(family: str, args: Any, read: Read, theirs: AnyPath | Read, d
     return line
 
 
+def compare_ids(tokenizer: str, folder: AnyPath) -> str:
+    """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with titanlite's; return a line.
+
+    tokenizer: path or URL of the run's. Raises CheckpointError when ids differ, unless `transformers` takes a class of
+    its own for such a model: no file can change that, and the line says so.
+    """
+    from titanlite.data import DataError
+    from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.data.tokenizer.hf_export import SAMPLES, differing_ids, other_class
+
+    try:
+        ours = load_tokenizer(tokenizer)
+    except DataError as error:
+        return f"ids of texts are not compared: {error}"
+    if importlib.util.find_spec("transformers") is None:
+        return "ids of texts are not compared: transformers is not installed"
+    line = f"ids of {len(SAMPLES)} texts, compared with those of AutoTokenizer"
+    if found := differing_ids(Path(str(folder)), ours):
+        shown = "".join(f"\n  {one}" for one in found[:5])
+        with contextlib.suppress(Exception):  # it cannot be read at all
+            if taken := other_class(Path(str(folder))):
+                return f"{line}: {len(found)} differ, as transformers takes {taken} for every such model:{shown}"
+        raise CheckpointError(
+            f"{line}: {len(found)} differ, and nothing is published:{shown}\n"
+            "`titanlite checkpoint convert --to hf` writes the folder without this comparison"
+        )
+    return f"{line}: they are equal"
+
+
 def _rounded(read: Read, dtype: str | None) -> Read:
     return (lambda name: read(name).to(getattr(torch, dtype))) if dtype else read
 

@@ -20,6 +20,7 @@ from titanlite.data.tokenizer import (
     kind_of,
     load_tokenizer,
 )
+from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
 from titanlite.utils import logger, parse_json, public
 
@@ -84,7 +85,7 @@ def read_url(url: str) -> bytes:
         raise DataError(f"{message}; copy the file, and give its path") from error
 
 
-GENERATION, CONFIG = "generation_config.json", "tokenizer_config.json"
+GENERATION = "generation_config.json"
 #: Files that `transformers` and vLLM read beside the weights.
 FILES = (
     *("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
@@ -102,43 +103,30 @@ def tokenizer_path(path: str | None, family: str) -> str:
 def hf_files(path: str) -> dict[str, bytes]:
     """Return name → content of the files for `transformers`, and a generation_config.json.
 
-    path: a tokenizer's file or folder, or its URL. Files that lie there are copied. A rank file of tiktoken's or a
-    sentencepiece model alone becomes a tokenizer.json, if `transformers` is installed.
+    path: a tokenizer's file or folder, or its URL. Files that lie there are copied, if `AutoTokenizer` reads the ids of
+    titanlite from them, with BOS before a text. Else a tokenizer.json and its config are made that give these ids.
+    Without `transformers` the files are copied as they are.
     """
     found: dict[str, bytes] = {}
     try:
         if is_url(path):
-            from titanlite.data.tokenizer.files import read_url
-
-            folder = path.rpartition("/")[0]
-            for name in FILES:
-                with suppress(FileNotFoundError):
-                    found[name] = read_url(f"{folder}/{name}")
-        else:
-            file = find_file(Path(path))
-            found = {name: (file.parent / name).read_bytes() for name in FILES if (file.parent / name).is_file()}
-            kind = kind_of(file.read_bytes(), file)
-            if kind != "tokenizer.json" and not {"tokenizer.json", CONFIG} & found.keys():
-                found = {name: found[name] for name in ("chat_template.jinja", GENERATION) if name in found}
-                if importlib.util.find_spec("transformers") is not None:
-                    found |= _converted(file, kind)
-                else:
-                    found["tokenizer.model"] = file.read_bytes()
-                    logger.warning(f"{file} is copied as it is: tokenizer.json needs `pip install 'titanlite[hf]'`")
+            with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as copies:
+                return hf_files(_download(path, copies))
+        file = find_file(Path(path))
+        found = {name: (file.parent / name).read_bytes() for name in FILES if (file.parent / name).is_file()}
+        content, tokenizer = file.read_bytes(), load_tokenizer(path)
+        kind = kind_of(content, file)
         if GENERATION not in found:
-            tokenizer = load_tokenizer(path)
             ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             found[GENERATION] = (json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n").encode()
-        config = parse_json(found.get(CONFIG, b"{}"))
-        if "tokenizer.json" in found and "tokenizer_class" not in config:
-            # Without a class `transformers` takes that of the model's family, which may split text by rules of its own.
-            tokenizer = load_tokenizer(path)
-            named = {number: name for name, number in tokenizer.special_tokens.items()}
-            ends = {"bos_token": named[tokenizer.bos_id], "eos_token": named[tokenizer.eos_id]}
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **ends, **config}
-            found[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+        if importlib.util.find_spec("transformers") is not None:
+            found = equal_files(found, content, kind, tokenizer)
+        else:
+            found.setdefault("tokenizer.json" if kind == "tokenizer.json" else "tokenizer.model", content)
+            found = with_class(found, tokenizer)
+            logger.warning(f"{file} is copied as it is: a comparison of its ids needs `pip install 'titanlite[hf]'`")
     except Exception as error:  # of any package: the weights are worth more than these files
-        logger.warning(f"files of the tokenizer are missing beside the weights: {error}")
+        logger.warning(f"files of the tokenizer may be missing beside the weights, or give other ids: {error}")
     try:
         if not isinstance(parse_json(found.get(GENERATION, b"{}")), dict):
             raise ValueError("it holds no object")
@@ -148,26 +136,13 @@ def hf_files(path: str) -> dict[str, bytes]:
     return found
 
 
-def _converted(file: Path, kind: str) -> dict[str, bytes]:
-    """Return the files that `transformers` makes of a rank file or a sentencepiece model; texts begin with BOS."""
-    with tempfile.TemporaryDirectory() as folder:
-        if kind == "sentencepiece":
-            from transformers import LlamaTokenizer
-
-            Path(folder, "tokenizer.model").write_bytes(file.read_bytes())
-            LlamaTokenizer.from_pretrained(folder).save_pretrained(folder)
-        else:
-            from tokenizers.processors import TemplateProcessing
-            from transformers import PreTrainedTokenizerFast
-            from transformers.convert_slow_tokenizer import TikTokenConverter
-
-            from titanlite.data.tokenizer.tiktoken_ranks import BOS, EOS, SPECIAL_TOKENS, SPLIT_PATTERN
-
-            special = list(SPECIAL_TOKENS)
-            made = TikTokenConverter(vocab_file=str(file), pattern=SPLIT_PATTERN, extra_special_tokens=special)
-            theirs = made.converted()
-            theirs.post_processor = TemplateProcessing(
-                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B:1", special_tokens=[(BOS, theirs.token_to_id(BOS))]
-            )
-            PreTrainedTokenizerFast(tokenizer_object=theirs, bos_token=BOS, eos_token=EOS).save_pretrained(folder)
-        return {name: Path(folder, name).read_bytes() for name in FILES if Path(folder, name).is_file()}
+def _download(url: str, copies: str) -> str:
+    """Copy the files of a tokenizer from a URL, of a file or of a folder; return the path to load it by."""
+    folder, _, file = url.rpartition("/")
+    for name in {*FILES, *([file] if file else FOLDER_FILES)}:
+        with suppress(FileNotFoundError):
+            content = read_url(f"{folder}/{name}")
+            copy = Path(copies, name)
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_bytes(content)
+    return str(Path(copies, file))

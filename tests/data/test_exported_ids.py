@@ -1,0 +1,225 @@
+"""Files beside exported weights: `AutoTokenizer` reads the ids that a run trains on, BOS before each text."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.data.tokenizer.files import hf_files
+from titanlite.data.tokenizer.hf_export import SAMPLES, as_tokenizer_json
+from titanlite.tools.tensors import compare_ids
+
+TEXTS = (
+    *SAMPLES,
+    "In 1811 a cafe\u0301  for 12345 ",
+    "x\n\n\ty",
+    "   \n ",
+    "[ins] is text [/ins]",
+    "a[ins]b [/ins][ins]  c",
+)
+
+
+def documents() -> list[str]:
+    records = iter_records(BUNDLED["c4_test"])
+    return [record.text for record, _ in zip(records, range(40), strict=False)]
+
+
+def sentencepiece_model(file: Path, kind: str = "bpe", **options: Any) -> Path:
+    """Train a small model with the settings of a published one."""
+    content = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(documents()),
+        model_writer=content,
+        vocab_size=700,
+        model_type=kind,
+        num_threads=1,
+        minloglevel=2,
+        **options,
+    )
+    file.write_bytes(content.getvalue())
+    return file
+
+
+#: Llama 2, Mistral and Mixtral: no normalisation, every space kept, bytes for unknown characters.
+PLAIN: dict[str, Any] = {
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "split_digits": True,
+}
+
+
+def llama_2(folder: Path) -> Path:
+    return _copy(BUNDLED_SENTENCEPIECE, folder / "tokenizer.model")
+
+
+def llama_2_with_a_config_without_bos(folder: Path) -> Path:
+    """As a folder whose config says `add_bos_token` = false, or nothing."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False}))
+    return _copy(BUNDLED_SENTENCEPIECE, folder / "tokenizer.model")
+
+
+def llama_3(folder: Path) -> Path:
+    return _copy(BUNDLED_TOKENIZER, folder / "tokenizer.model")
+
+
+def mistral_1(folder: Path) -> Path:
+    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, "chat_template": "{{ 1 }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<s>", "eos_token": "</s>"}))
+    return sentencepiece_model(folder / "tokenizer.model", **PLAIN)
+
+
+def mistral_3(folder: Path) -> Path:
+    """Its instructions are control pieces, which no text becomes."""
+    control = ["[INST]", "[/INST]", "[TOOL_CALLS]"]
+    return sentencepiece_model(folder / "tokenizer.model", **PLAIN, control_symbols=control)
+
+
+def user_defined(folder: Path) -> Path:
+    own = ["[ins]", "[/ins]", "\u2581\u2581"]
+    return sentencepiece_model(folder / "tokenizer.model", **PLAIN, user_defined_symbols=own)
+
+
+def unigram(folder: Path) -> Path:
+    """T5's kind: normalised by NFKC, runs of spaces as one."""
+    return sentencepiece_model(folder / "tokenizer.model", "unigram", byte_fallback=True)
+
+
+def qwen(folder: Path) -> Path:
+    """Byte-level BPE after NFC, and no BOS by its config: titanlite takes <|endoftext|>."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(documents(), trainer)
+    made.add_special_tokens(special)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<|endoftext|>"}))
+    return folder / "tokenizer.json"
+
+
+def llama_3_json(folder: Path) -> Path:
+    """A tokenizer.json alone, without a word on BOS, and with an end that others add."""
+    parsed = json.loads(as_tokenizer_json(BUNDLED_TOKENIZER.read_bytes(), "tiktoken", load_tokenizer()))
+    parsed["post_processor"]["processors"][-1]["single"].append(
+        {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}}
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(parsed))
+    return folder / "tokenizer.json"
+
+
+def _copy(source: Path, target: Path) -> Path:
+    target.write_bytes(source.read_bytes())
+    return target
+
+
+#: Kind → what makes its file, the families of models that are exported with it, and BOS.
+KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
+    llama_2: (("llama", "mistral", "mixtral", "qwen3"), "<s>"),
+    llama_2_with_a_config_without_bos: (("llama",), "<s>"),
+    llama_3: (("llama", "mistral", "mixtral", "qwen3"), "<|begin_of_text|>"),
+    llama_3_json: (("llama", "qwen3"), "<|begin_of_text|>"),
+    mistral_1: (("mistral", "mixtral"), "<s>"),
+    mistral_3: (("mistral", "mixtral"), "<s>"),
+    user_defined: (("llama",), "<s>"),
+    unigram: (("llama",), "<s>"),
+    qwen: (("qwen3", "llama"), "<|endoftext|>"),
+}
+
+
+def plain_ids(file: Path) -> Callable[[str], list[int]]:
+    """The ids of the library of this kind of file, without BOS."""
+    if file.name == "tokenizer.json":
+        made = tokenizers.Tokenizer.from_file(str(file))
+        return lambda text: list(made.encode(text, add_special_tokens=False).ids)
+    if file.read_bytes() == BUNDLED_TOKENIZER.read_bytes():
+        return load_tokenizer().encode
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    return lambda text: list(processor.encode(text))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_auto_tokenizer_reads_the_ids_of_the_run(tmp_path: Path, kind: Callable[[Path], Path]) -> None:
+    families, bos = KINDS[kind]
+    source = tmp_path / "source"
+    source.mkdir()
+    file = kind(source)
+    expected = plain_ids(file)
+    for family in families:
+        folder = tmp_path / family
+        folder.mkdir()
+        for name, content in hf_files(str(file)).items():
+            (folder / name).write_bytes(content)
+        (folder / "config.json").write_text(json.dumps({"model_type": family}))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        assert theirs.bos_token == bos
+        for text in [*TEXTS, *documents()[:5]]:
+            assert theirs(text)["input_ids"] == [theirs.bos_token_id, *expected(text)], (family, text)
+        assert compare_ids(str(file), folder).endswith("they are equal")
+        text = "Some text, 12 times."
+        assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
+        if kind is mistral_1:
+            assert theirs.chat_template == "{{ 1 }}"
+        if kind is mistral_3:
+            number = sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id("[INST]")
+            assert theirs("[INST]", add_special_tokens=False)["input_ids"] == [number], "chat templates need it"
+
+
+def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path: Path) -> None:
+    llama_2(tmp_path)
+    first = hf_files(str(tmp_path))
+    for name, content in first.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    again = hf_files(str(tmp_path))
+    assert again == {**first, "special_tokens_map.json": b'{"bos_token": "<s>"}'}
+
+
+def test_the_check_of_an_export_names_the_text_whose_ids_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = llama_2(tmp_path)
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for name, content in hf_files(str(file)).items():
+        (folder / name).write_bytes(content)
+    made = json.loads((folder / "tokenizer.json").read_bytes())
+    made["post_processor"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(CheckpointError, match=r"differ, and nothing is published:\n  '': \[\] there, \[1\] here"):
+        compare_ids(str(file), folder)
+    assert "not compared" in compare_ids(str(tmp_path / "gone.model"), folder)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "transformers is not installed" in compare_ids(str(file), folder)
+
+
+def test_without_transformers_the_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found = hf_files(str(llama_2(tmp_path)))
+    assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes() and "tokenizer.json" not in found
+
+
+def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:
+    """It takes its own for each Qwen2, which composes accents: Llama 3's tokenizer does not."""
+    for name, content in hf_files(str(BUNDLED_TOKENIZER)).items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    line = compare_ids(str(BUNDLED_TOKENIZER), tmp_path)
+    assert "1 differ, as transformers takes Qwen2Tokenizer for every such model:\n  'caf" in line

@@ -1,0 +1,291 @@
+"""A tokenizer for `transformers`: files that give the ids of ours, with BOS before each text, and their comparison.
+
+Every document that a run trains on begins with BOS, and so does every text that `titanlite sample` continues. Other
+programs read an export by `AutoTokenizer`, so its files must do the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.data import DataError
+from titanlite.data.tokenizer import Kind, Tokenizer
+
+CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
+#: Texts whose ids are compared: spaces at each place, digits, contractions, code, scripts, accents in both forms of
+#: Unicode, emoji, control characters.
+SAMPLES = (
+    "",
+    " ",
+    "   ",
+    "Hello world",
+    " one space first",
+    "  two spaces first",
+    "two  spaces within",
+    "a space last ",
+    "0 12 123 1234 12345 3.14159 1,000,000 2024-02-29",
+    "don't I'LL we've THEY'RE",
+    "line one\nline two\n\n\n  line three\r\n\tend\n",
+    "def f(x):\n    return {x: [1, 2]}  # why?\n",
+    "caf\u00e9 cafe\u0301 na\u00efve \u00c5ngstr\u00f6m \ufb01nal",
+    "\u4f60\u597d\uff0c\u4e16\u754c\u3002 \u041f\u0440\u0438\u0432\u0435\u0442",
+    "\u0645\u0631\u062d\u0628\u0627 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\U0001f642 \U0001f469\u200d\U0001f469\u200d\U0001f467 \u00a0\u2003\u200b",
+    "<b>bold</b> [x] {y} <|z|> @#$%^&*~`\\|",
+    "tab\tand\x0bothers\x1b[0m",
+    "\u2581 a sign of its own",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+)
+#: Entries of a tokenizer_config.json that say nothing of ids, and come along into one that is made here.
+_KEPT = (
+    "additional_special_tokens",
+    "chat_template",
+    "clean_up_tokenization_spaces",
+    "extra_special_tokens",
+    "model_input_names",
+    "model_max_length",
+    "pad_token",
+    "padding_side",
+    "truncation_side",
+    "unk_token",
+)
+#: Files that say nothing of ids.
+_BESIDE = ("chat_template.jinja", "chat_template.json", "generation_config.json")
+#: Kinds of pieces in a sentencepiece model, by its protocol.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_UNIGRAM, _BPE = 1, 2
+_SPACE = "\u2581"
+
+
+def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
+    """Compare the ids of `SAMPLES` by `AutoTokenizer`, from the files in `folder`, with ours; a line per difference.
+
+    Texts with the name of a special token are left out: `transformers` takes it for the token, titanlite for text.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any of its parts
+        return [f"transformers cannot read it: {type(error).__name__}: {error}"]
+    found = []
+    for text in SAMPLES:
+        if any(name in text for name in tokenizer.special_tokens):
+            continue
+        ours, there = tokenizer.encode(text, bos=True), list(theirs(text)["input_ids"])
+        if ours != there:
+            found.append(f"{text!r}: {_around_difference(there, ours)}")
+    return found
+
+
+def other_class(folder: Path) -> str:
+    """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "": it takes that one.
+
+    For some kinds of models `transformers` 5 has its own class, whatever the file says.
+    """
+    from transformers import AutoTokenizer
+
+    asked = _json((folder / CONFIG).read_bytes()).get("tokenizer_class")
+    taken = type(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)).__name__
+    is_plain = asked == "PreTrainedTokenizerFast" and taken == "TokenizersBackend"  # two names of one class
+    return "" if taken == asked or is_plain else taken
+
+
+def _around_difference(there: list[int], ours: list[int]) -> str:
+    """Show where two lists of ids part."""
+    pairs = zip(there, ours, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(there), len(ours)))
+    start = max(place - 2, 0)
+    lead = "… " if start else ""
+    return f"{lead}{there[start : place + 4]} there, {lead}{ours[start : place + 4]} here"
+
+
+def equal_files(found: Mapping[str, bytes], content: bytes, kind: Kind, tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return files from which `AutoTokenizer` reads the ids of `tokenizer`: `found` itself, or files made from it.
+
+    found: the files that lie beside the tokenizer's own; content, kind: of that file.
+    """
+    named = with_class(found, tokenizer)
+    if (TOKENIZER in found or CONFIG in found) and not _differing(named, tokenizer):
+        return named
+    made = {name: found[name] for name in _BESIDE if name in found}
+    made[TOKENIZER] = as_tokenizer_json(content, kind, tokenizer)
+    kept = {name: value for name, value in _json(found.get(CONFIG, b"{}")).items() if name in _KEPT}
+    made[CONFIG] = _config(kept, tokenizer)
+    if kind == "sentencepiece":
+        made["tokenizer.model"] = content  # for programs that read it alone
+    return made
+
+
+def with_class(found: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files with a class for a tokenizer.json.
+
+    Without one `transformers` takes that of the model's family, which may split text by rules of its own.
+    """
+    config = _json(found.get(CONFIG, b"{}"))
+    if TOKENIZER not in found or "tokenizer_class" in config:
+        return dict(found)
+    return {**found, CONFIG: _config(config, tokenizer)}
+
+
+def _differing(files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[str]:
+    with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as folder:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+        return differing_ids(Path(folder), tokenizer)
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    parsed = json.loads(content)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{CONFIG} holds no JSON object")
+    return parsed
+
+
+def _config(kept: Mapping[str, Any], tokenizer: Tokenizer) -> bytes:
+    """Return a tokenizer_config.json. The class takes tokenizer.json as it is, in `transformers` 4 and 5."""
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": names[tokenizer.bos_id],
+        "eos_token": names[tokenizer.eos_id],
+        "add_bos_token": True,
+        "clean_up_tokenization_spaces": False,
+        **kept,
+    }
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes:
+    """Return a tokenizer.json with the ids of a tokenizer's file, which puts BOS before each text. Raises DataError."""
+    if kind == "sentencepiece":
+        parsed = _of_sentencepiece(content)
+    elif kind == "tiktoken":
+        parsed = _of_ranks(content)
+    else:
+        parsed = json.loads(content)
+    names = {number: name for name, number in tokenizer.special_tokens.items()}
+    bos = _begin_with(names[tokenizer.bos_id], tokenizer.bos_id)
+    others = [part for part in _processors(parsed.get("post_processor")) if part.get("type") == "ByteLevel"]
+    parsed["post_processor"] = {"type": "Sequence", "processors": [*others, bos]} if others else bos
+    parsed["truncation"] = parsed["padding"] = None
+    return json.dumps(parsed, ensure_ascii=False).encode()
+
+
+def _processors(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the parts of a post-processor, one by one."""
+    if part is None:
+        return []
+    if part.get("type") == "Sequence":
+        return [inner for one in part.get("processors", []) for inner in _processors(one)]
+    return [part]
+
+
+def _begin_with(name: str, number: int) -> dict[str, Any]:
+    """Return the post-processor that puts a token before each text."""
+
+    def text(letter: str, kind: int) -> list[dict[str, Any]]:
+        return [{"SpecialToken": {"id": name, "type_id": kind}}, {"Sequence": {"id": letter, "type_id": kind}}]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": text("A", 0),
+        "pair": [*text("A", 0), *text("B", 1)],
+        "special_tokens": {name: {"id": name, "ids": [number], "tokens": [name]}},
+    }
+
+
+def _of_ranks(content: bytes) -> dict[str, Any]:
+    """Return the tokenizer.json of a rank file, with Llama 3's pattern and special tokens."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+
+    with tempfile.NamedTemporaryFile(prefix="titanlite-ranks-") as file:
+        file.write(content)
+        file.flush()
+        special = list(SPECIAL_TOKENS)
+        converter = TikTokenConverter(vocab_file=file.name, pattern=SPLIT_PATTERN, extra_special_tokens=special)
+        parsed: dict[str, Any] = json.loads(converter.converted().to_str())
+    return parsed
+
+
+def _of_sentencepiece(content: bytes) -> dict[str, Any]:
+    """Return the tokenizer.json of a sentencepiece model: its pieces, its normalisation, and a space before a text.
+
+    `transformers` makes one that puts no space before a text that begins with one, so its ids differ.
+    """
+    import tokenizers
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
+
+    proto = ModelProto.FromString(content)
+    trainer = proto.trainer_spec
+    if trainer.treat_whitespace_as_suffix or trainer.model_type not in (_UNIGRAM, _BPE):
+        raise DataError("tokenizer.json has no such kind of sentencepiece model: only BPE and Unigram, spaces first")
+    pieces = list(proto.pieces)
+    own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
+    unknown = next((number for number, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
+    model: Any
+    if trainer.model_type == _UNIGRAM:
+        scored = [(piece.piece, piece.score) for piece in pieces]
+        model = tokenizers.models.Unigram(scored, unknown, trainer.byte_fallback)
+    else:
+        vocabulary = {piece.piece: number for number, piece in enumerate(pieces)}
+        model = tokenizers.models.BPE(
+            vocabulary,
+            _merges(pieces),
+            unk_token=None if unknown is None else pieces[unknown].piece,
+            fuse_unk=True,
+            byte_fallback=trainer.byte_fallback,
+            ignore_merges=bool(own),  # no pairs make such a piece
+        )
+    made = tokenizers.Tokenizer(model)
+    made.normalizer = _normalizer(proto.normalizer_spec)
+    made.decoder = _decoder()
+    special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
+    made.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
+    if own:  # an added token would be normalised itself, and the text after it would get a space
+        longest_first = "|".join(re.escape(name) for name in sorted(own, key=len, reverse=True))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(longest_first), "isolated")
+    parsed: dict[str, Any] = json.loads(made.to_str())
+    return parsed
+
+
+def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
+    """Return the pairs of pieces that sentencepiece joins, the best first: all that make a piece, by its score."""
+    scores = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
+    places = {name: place for place, name in enumerate(scores)}
+    found = []
+    for name, score in scores.items():
+        splits = ((name[:cut], name[cut:]) for cut in range(1, len(name)))
+        for left, right in splits:
+            if left in scores and right in scores:
+                found.append((-score, places[name], places[left], places[right], (left, right)))
+    return [pair for *_, pair in sorted(found)]
+
+
+def _normalizer(spec: Any) -> Any:
+    from tokenizers import Regex, normalizers
+
+    steps: list[Any] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
+    if spec.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(_SPACE))
+    if spec.escape_whitespaces:
+        steps.append(normalizers.Replace(" ", _SPACE))
+    return normalizers.Sequence(steps)
+
+
+def _decoder() -> Any:
+    from tokenizers import decoders
+
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return decoders.Sequence(steps)
