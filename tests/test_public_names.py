@@ -18,7 +18,7 @@ ROOT = Path(titanlite.__file__).parents[1]
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
 AnyPrecisionAdamW(parameters, lr=, betas=, eps=, weight_decay=, *kahan=, *momentum_dtype=, *variance_dtype=, *compensation_dtype=)
-BadStepError(step, norm, loss, why, kind=, ranks=, applied=)
+BadStepError(step, norm, loss, why, kind=, ranks=, applied=, updated=)
 Batch(tokens, labels, documents=)
 Callback()
 Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=, averages=)

@@ -121,7 +121,8 @@ def _run(place: Path, script: str, *more: str) -> list[str]:
     record.unlink(missing_ok=True)
     path = f"{place / 'programs'}:/usr/bin:/bin"
     env = {"PATH": path, "PWNED": str(pwned), "RECORD": str(record), "SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}
-    env |= {"SLURM_JOB_NODELIST": "node1", "HOSTNAME": "x-worker-0", "HOME": "/root"}
+    env |= {"SLURM_JOB_NODELIST": "node1", "SLURM_STEP_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
+    env |= {"HOSTNAME": "x-worker-0", "HOME": "/root"}
     done = subprocess.run(["bash", file, *more], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not pwned.exists()

@@ -87,7 +87,7 @@ REASONS = {
     "help": "reads no file",
     "config template": "reads no file",
     "data fetch": "copies bytes",
-    "data verify": "reads numbers and their hashes; an index that names files elsewhere: tests/data/test_token_checks.py",
+    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",
     "data prepare": "reads texts; test_a_chain_of_urls_is_refused, templates: test_a_template_cannot_leave_its_sandbox",
     "benchmark": OWN,
     "drill": "makes its files itself",
