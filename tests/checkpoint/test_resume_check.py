@@ -118,13 +118,22 @@ def _line(found: dict[str, Any]) -> str:
     return str(line)
 
 
+def _numbers(folder: Path) -> list[float]:
+    """Return loss and gradient norm of step 5, as a run logged them."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row[name] for row in rows if row.get("step") == 5 for name in ("loss", "grad_norm") if name in row]
+
+
 @pytest.mark.parametrize(
     ("ranks", "end"), [(2, "bit for bit"), pytest.param(1, "2 then, 1 now", marks=pytest.mark.slow)]
 )
 def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str) -> None:
     result = _line(_resume(pool, ranks, left, tmp_path / "run"))
     assert result.startswith("resume verified at step 4: every file is as it was written; the next batch is the one")
-    assert end in result
+    # On some processors other numbers of ranks add up to the same bits.
+    same = _numbers(left) == _numbers(tmp_path / "run")
+    assert same or ranks == 1
+    assert ("bit for bit" if same else end) in result
 
 
 def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_every_fault_passes(flags: list[str]) -> None:
 
 #: A fault of the trainer: file, a piece of the code, what replaces it; the scenario that finds it, and what it tells.
 BROKEN = [
-    ("trainer.py", 'parts.loader.load_state_dict(loaded.train["data"])', "pass", "resume", "steps [5, 6, 7, 8]"),
+    ("trainer.py", "parts.loader.load_state_dict(data)", "pass", "resume", "steps [5, 6, 7, 8]"),
     ("trainer.py", 'state["validation_owed"] = True', "pass", "sigterm-validation", "steps [6]"),
     ("trainer.py", "if outcome.problem:", "if False:", "background-save", "not reported"),
     (

@@ -457,8 +457,11 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(poisoned: Poi
     resumed = [*flags, f"--training.steps={MORE + 1}", f"--job.dump_folder={poisoned.run}"]
     codes, said = train(resumed, 2, tmp_path / "console")
     assert codes == [0, 0] and f"resumed from step {MORE}" in said, said
-    initial = ["--training.steps=1", f"--checkpoint.initial_load_path={poisoned.step}"]
-    codes, said = train([*flags, *initial, f"--job.dump_folder={tmp_path}/new"], 2, tmp_path / "console")
+    initial = [*flags, "--training.steps=1", f"--checkpoint.initial_load_path={poisoned.step}"]
+    initial += [f"--job.dump_folder={tmp_path}/new"]
+    codes, said = train(initial, 2, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG] * 2 and "is code that its author names" in said, said
+    codes, said = train([*initial, '--checkpoint.allow_changes=["model"]'], 2, tmp_path / "console")
     assert codes == [0, 0], said
     assert not poisoned.evil.ran
 

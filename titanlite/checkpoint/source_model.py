@@ -219,6 +219,8 @@ def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
 
 def remedy(there: SourceModel, spec: ModelSpec) -> str:
     """Return how `[model]` becomes the model of a folder."""
+    if there.family is not None and is_dotted(there.family):
+        return "that name is code that its author names: look at it first, and name a copy of yours as model.name"
     if there.family is not None:
         return f"set model.name = {quote(there.family)}"
     if like := flavor_like(there, spec):

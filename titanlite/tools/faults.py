@@ -44,9 +44,9 @@ SAVE_EVENTS = {
     "manifest half": SaveEvent("os.fsync", r"/step-STEP/\.?manifest\.json"),
     "publish": SaveEvent("os.rename", r"-> .*/step-STEP/manifest\.json$"),
     "published": SaveEvent("os.fsync", r"/(step-\d+|checkpoint)$", after="publish"),
-    # Of an old checkpoint: its manifest goes first, then its other files.
-    "prune": SaveEvent("os.remove", r"/step-\d+/manifest\.json$", after="publish"),
-    "prune half way": SaveEvent("os.remove", r"/step-\d+/", after="prune", nth=2),
+    # Of an old checkpoint: its folder gets another name first, then its files go.
+    "prune": SaveEvent("os.rename", r"/step-\d+ -> .*/\.deleted-step-\d+", after="publish"),
+    "prune half way": SaveEvent("os.remove", r"/\.deleted-step-\d+[^/]*/", after="prune", nth=2),
 }
 #: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half way")
