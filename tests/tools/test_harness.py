@@ -65,8 +65,9 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
 
 
 def test_a_missing_harness_is_named_with_its_command(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["eval", "/no", "--tasks=x"]) == exit_codes.CONFIG
+    (tmp_path / "model.safetensors").touch()
+    assert main(["eval", str(tmp_path), "--tasks=x"]) == exit_codes.CONFIG
     assert "pip install lm_eval" in capsys.readouterr().err

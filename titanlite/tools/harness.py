@@ -46,10 +46,10 @@ def add_command(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> tuple[str, int]:
     no_flags(flags)
+    check_weights(to_path(arguments.checkpoint))
     if importlib.util.find_spec(PACKAGE) is None:
         message = "lm-evaluation-harness is not installed: pip install lm_eval"
         raise ConfigError([Problem("command line", "--tasks", message, code="missing-package")])
-    check_weights(to_path(arguments.checkpoint))
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import make_table
