@@ -30,8 +30,9 @@ def objective_of(loss: LossFunction) -> Objective | None:
     """Return the objective of `cross_entropy_sum` or of a result of `regularized`; None: of another function."""
     if loss is cross_entropy_sum:
         return Objective()
-    found: Objective | None = getattr(loss, "objective", None)
-    return found
+    found = getattr(loss, "objective", None)
+    # A function of the user may have an attribute of that name.
+    return found if isinstance(found, Objective) else None
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:

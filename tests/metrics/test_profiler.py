@@ -49,14 +49,7 @@ def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path)
 
 def test_a_full_disk_costs_the_trace_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("not a folder")
-    config = Profiling(enable_profiling=True, save_traces_folder=str(tmp_path / "traces"), profile_freq=5)
-    profiler = Profiler(config, 0, torch.device("cpu"))
-    profiler.on_start(at_step(0))
-    with listening() as said:
-        for step in range(1, 7):
-            profiler.on_step_end(at_step(step), ANY)
-        profiler.on_end(at_step(6), RunEnd("done", 6))
-    assert [line for line in said if str(tmp_path / "traces") in line], said
+    assert _said_of_one_cycle(tmp_path / "traces")
 
 
 def _said_of_one_cycle(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, full_precision, stepper, train, train_afresh
 from titanlite.config.sections import Compile
-from titanlite.loss import batch_loss, cross_entropy_sum, regularized
+from titanlite.loss import batch_loss, cross_entropy_sum, objective_of, regularized
 from titanlite.loss_chunks import ChunkedHead, chunk_head
 from titanlite.models.layers import Llama
 from titanlite.parallel.dist_env import DistEnv
@@ -261,3 +261,12 @@ def test_every_layout_trains_as_one_rank(pool: Pools, layout: dict[str, Any]) ->
     assert plain.losses[0] == alone.losses[0] and plain.losses[1] != alone.losses[1]
     for name, gradient in alone.gradients.items():
         assert relative(curve.gradients[name], gradient) < 1e-5, name
+
+
+def test_a_loss_of_the_user_with_an_attribute_of_the_same_name_is_not_replaced() -> None:
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits.sum()
+
+    loss.objective = "mine"  # type: ignore[attr-defined]
+    assert objective_of(loss) is None
+    assert objective_of(regularized(1e-4, 0.1)) == (1e-4, 0.1)
