@@ -1,14 +1,16 @@
-"""Step time, tokens per second and peak memory of each mode of activation checkpointing, eager and compiled.
+"""Step time, tokens per second and peak memory of each mode of activation checkpointing, eager and
+compiled.
 
-    python benchmarks/activation_modes.py                          # eager, on the GPU if there is one
-    python benchmarks/activation_modes.py --compile both           # and with torch.compile, the budgets too
+    python benchmarks/activation_modes.py  # eager, on the GPU if there is one
+    python benchmarks/activation_modes.py --compile both  # and with torch.compile, the budgets too
 
-A Llama on one rank trains on random tokens with titanlite's own build and step. Every cell is a process of its own, so
-that its peak is its own, over the counted steps: live bytes of the allocator on a GPU; on a CPU the high-water mark of
-resident memory, less what is resident between steps (weights, optimizer state, what a compiler left behind). Cells stay
-alive and take turns, one step each, so that a machine whose speed drifts moves them alike; medians are printed. On a
-CPU the time is the process's own: with one thread the step's time on an idle machine. Writes Markdown and JSON with
---out.
+A Llama on one rank trains on random tokens with titanlite's own build and step. Every cell is a
+process of its own, so that its peak is its own, over the counted steps: live bytes of the allocator
+on a GPU; on a CPU the high-water mark of resident memory, less what is resident between steps
+(weights, optimizer state, what a compiler left behind). Cells stay alive and take turns, one step
+each, so that a machine whose speed drifts moves them alike; medians are printed. On a CPU the time
+is the process's own: with one thread the step's time on an idle machine. Writes Markdown and JSON
+with --out.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ COMPILED = {
     "budget 0.1": {"mode": "budget", "memory_budget": 0.1},
 }
 #: On a GPU only: a CPU's activations are in host memory already.
-OFFLOADED = {"none, offload": {"mode": "none", "offload": True}, "full, offload": {"mode": "full", "offload": True}}
+OFFLOADED = {
+    "none, offload": {"mode": "none", "offload": True},
+    "full, offload": {"mode": "full", "offload": True},
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class Shape:
 
 
 CPU_SHAPE = Shape(dim=256, layers=8, heads=4, vocab=2048, seq=512, batch=4, dtype="float32")
-#: Weights and optimizer state of all cells, 4.3 GB each, share the GPU with the activations of one: 80 GB hold all.
+#: Weights and optimizer state of all cells, 4.3 GB each, share the GPU with the activations of one:
+#: 80 GB hold all.
 GPU_SHAPE = Shape(dim=1024, layers=16, heads=8, vocab=32768, seq=4096, batch=4, dtype="bfloat16")
 
 
@@ -72,7 +78,8 @@ class Row:
     seconds: list[float]
     seconds_to_warm: float
     peak_bytes: int
-    #: What all blocks keep of one micro-batch by the trace of one; of no meaning where a compiler decides.
+    #: What all blocks keep of one micro-batch by the trace of one; of no meaning where a compiler
+    #: decides.
     kept_bytes: int
     losses: list[float]
 
@@ -94,7 +101,11 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
-        dim=shape.dim, n_layers=shape.layers, n_heads=shape.heads, vocab_size=shape.vocab, max_seq_len=shape.seq
+        dim=shape.dim,
+        n_layers=shape.layers,
+        n_heads=shape.heads,
+        vocab_size=shape.vocab,
+        max_seq_len=shape.seq,
     )
     with DistEnv.open() as world:
         device = world.device
@@ -110,9 +121,15 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
         kept = builder.trace_activations(batch_size=shape.batch, seq_len=shape.seq)
         model = builder.build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), device)
-        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0)
-        window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
-        batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)
+        train_step = TrainStep(
+            model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0
+        )
+        window = torch.randint(
+            0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0)
+        )
+        batches = to_device(
+            [Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device
+        )
         at_rest = 0
         print(json.dumps({"device": _name(device), "kept": kept.total_bytes}), flush=True)
 
@@ -133,7 +150,8 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
                 at_rest = _begin_peak()
             print(json.dumps({"wall": wall, "own": own, "loss": loss}), flush=True)
         if device.type == "cuda":
-            # What another stream still reads is not allocated any more, but nobody can have it: it is active.
+            # What another stream still reads is not allocated any more, but nobody can have it: it
+            # is active.
             peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"]
         else:
             peak = _resident("VmHWM:") - at_rest
@@ -141,7 +159,9 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
 
 
 def _begin_peak() -> int:
-    """Return freed memory to the system, start a new high-water mark, and say what is resident now, in bytes."""
+    """Return freed memory to the system, start a new high-water mark, and say what is resident now,
+    in bytes.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -203,7 +223,8 @@ class Cell:
         self.process.stdin.close()
         peak = int(self._read()["peak"])
         self.process.wait()
-        # A GPU works while its process waits; on a CPU other processes take turns, whose time is not this one's.
+        # A GPU works while its process waits; on a CPU other processes take turns, whose time is
+        # not this one's.
         seconds = self.own if self.device.startswith("CPU") else self.wall
         warm = sum(self.wall[:WARM])
         return Row(self.mode, self.compiled, seconds[WARM:], warm, peak, self.kept, self.losses)
@@ -212,7 +233,10 @@ class Cell:
 def table(rows: list[Row], shape: Shape) -> list[str]:
     """Markdown: a row per cell, and its ratios to the first."""
     lines = [
-        "| compile | mode | s per step | tokens/s | speed | blocks keep, MiB | peak, MiB | peak less | s to warm up |",
+        (
+            "| compile | mode | s per step | tokens/s | speed | blocks keep, MiB | peak, MiB | "
+            "peak less | s to warm up |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     first = rows[0]
@@ -223,21 +247,31 @@ def table(rows: list[Row], shape: Shape) -> list[str]:
         kept = "" if row.compiled else f"{row.kept_bytes / 2**20:,.1f}"
         lines.append(
             f"| {'on' if row.compiled else 'off'} | {row.mode} | {seconds:.3f} | "
-            f"{shape.batch * shape.seq / seconds:,.0f} | {speed:.2f} | {kept} | {row.peak_bytes / 2**20:,.0f} | "
-            f"{1 - row.peak_bytes / first.peak_bytes:.0%} | {row.seconds_to_warm:.1f} |"
+            f"{shape.batch * shape.seq / seconds:,.0f} | {speed:.2f} | {kept} | "
+            f"{row.peak_bytes / 2**20:,.0f} | {1 - row.peak_bytes / first.peak_bytes:.0%} | "
+            f"{row.seconds_to_warm:.1f} |"
         )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--compile", choices=["off", "on", "both"], default="off")
-    parser.add_argument("--steps", type=int, default=10, help=f"counted steps of each cell, after {WARM} that are not")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=10,
+        help=f"counted steps of each cell, after {WARM} that are not",
+    )
     parser.add_argument("--modes", nargs="*", help="only these, as the table names them")
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
     for name in asdict(CPU_SHAPE):
         kind = str if name == "dtype" else int
-        parser.add_argument(f"--{name}", type=kind, help="of the model and batch; see CPU_SHAPE and GPU_SHAPE")
+        parser.add_argument(
+            f"--{name}", type=kind, help="of the model and batch; see CPU_SHAPE and GPU_SHAPE"
+        )
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cell:
@@ -248,16 +282,24 @@ def main() -> None:
     import torch
 
     gpu = torch.cuda.is_available()
-    given = {name: getattr(arguments, name) for name in asdict(CPU_SHAPE) if getattr(arguments, name) is not None}
+    given = {
+        name: getattr(arguments, name)
+        for name in asdict(CPU_SHAPE)
+        if getattr(arguments, name) is not None
+    }
     shape = Shape(**{**asdict(GPU_SHAPE if gpu else CPU_SHAPE), **given})
     wanted: list[tuple[str, dict[str, Any], bool]] = []
     if arguments.compile != "on":
-        wanted += [(mode, plan, False) for mode, plan in {**EAGER, **(OFFLOADED if gpu else {})}.items()]
+        wanted += [
+            (mode, plan, False) for mode, plan in {**EAGER, **(OFFLOADED if gpu else {})}.items()
+        ]
     if arguments.compile != "off":
         wanted += [(mode, plan, True) for mode, plan in COMPILED.items()]
     wanted = [cell for cell in wanted if not arguments.modes or cell[0] in arguments.modes]
     if not wanted:
-        parser.error(f"--modes {' '.join(arguments.modes)} matches no mode; there are {', '.join(COMPILED)}")
+        parser.error(
+            f"--modes {' '.join(arguments.modes)} matches no mode; there are {', '.join(COMPILED)}"
+        )
     cells = [Cell(shape, *cell) for cell in wanted]
     for step in range(WARM + arguments.steps):
         for cell in cells:
@@ -265,9 +307,9 @@ def main() -> None:
         print(f"round {step + 1} of {WARM + arguments.steps}", file=sys.stderr, flush=True)
     rows = [cell.finish() for cell in cells]
     head = (
-        f"{cells[0].device}, torch {torch.__version__}; dim {shape.dim}, {shape.layers} layers, {shape.heads} heads, "
-        f"vocabulary {shape.vocab:,}, {shape.batch} x {shape.seq} tokens, {shape.dtype}; medians of {arguments.steps} "
-        "steps in turn. Peak: "
+        f"{cells[0].device}, torch {torch.__version__}; dim {shape.dim}, {shape.layers} layers, "
+        f"{shape.heads} heads, vocabulary {shape.vocab:,}, {shape.batch} x {shape.seq} tokens, "
+        f"{shape.dtype}; medians of {arguments.steps} steps in turn. Peak: "
         + (
             "live bytes of the allocator in a counted step."
             if gpu
@@ -282,7 +324,12 @@ def main() -> None:
     if arguments.out:
         arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
         measured = [asdict(row) for row in rows]
-        report = {"device": cells[0].device, "shape": asdict(shape), "command": sys.argv, "rows": measured}
+        report = {
+            "device": cells[0].device,
+            "shape": asdict(shape),
+            "command": sys.argv,
+            "rows": measured,
+        }
         arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
 
 

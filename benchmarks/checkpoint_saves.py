@@ -1,13 +1,16 @@
-"""What saving and loading a checkpoint of about 1 GB costs: how long the loop stands, how fast bytes go, what memory.
+"""What saving and loading a checkpoint of about 1 GB costs: how long the loop stands, how fast
+bytes go, what memory.
 
-    python benchmarks/checkpoint_saves.py --folder /where/the/disk/is --out benchmarks/results/checkpoint_saves
+    python benchmarks/checkpoint_saves.py --folder /where/the/disk/is --out
+        benchmarks/results/checkpoint_saves
 
-A Llama of 89 million float32 parameters with AdamW's moments is trained, saved and loaded by titanlite's own pieces, on
-one process and on two (gloo), a thread each. The modes take turns, so that a disk whose speed drifts moves them alike;
-medians are shown. Hashing is timed within the saves: a file's bytes are hashed before they are written; and so is
-reading back. That and loads read what the system still has in memory: they measure titanlite, not the disk. "Blocked"
-is the time that `Checkpointer.save` and `await_copy` keep the loop; steps that are taken while a save is written are
-compared with steps alone.
+A Llama of 89 million float32 parameters with AdamW's moments is trained, saved and loaded by
+titanlite's own pieces, on one process and on two (gloo), a thread each. The modes take turns, so
+that a disk whose speed drifts moves them alike; medians are shown. Hashing is timed within the
+saves: a file's bytes are hashed before they are written; and so is reading back. That and loads
+read what the system still has in memory: they measure titanlite, not the disk. "Blocked" is the
+time that `Checkpointer.save` and `await_copy` keep the loop; steps that are taken while a save is
+written are compared with steps alone.
 """
 
 from __future__ import annotations
@@ -108,9 +111,15 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         training = Training(mixed_precision_param="float32")
         model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), world.device)
-        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
-        window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
-        data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
+        train_step = TrainStep(
+            model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0
+        )
+        window = torch.randint(
+            0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0)
+        )
+        data = to_device(
+            [Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device
+        )
         step = 0
 
         def train(before_update: Any = None) -> float:
@@ -123,7 +132,9 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             return time.perf_counter() - began
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
-            config = Checkpoint(enable_checkpoint=True, folder=str(folder / mode), async_mode=mode, verify=verify)
+            config = Checkpoint(
+                enable_checkpoint=True, folder=str(folder / mode), async_mode=mode, verify=verify
+            )
             return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):
@@ -146,7 +157,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
                 dist.barrier()
                 if repeat >= 0:
                     found.setdefault(mode, []).append(figures)
-        # At the end: a load gives the optimizer new tensors, for which the next background save takes new memory.
+        # At the end: a load gives the optimizer new tensors, for which the next background save
+        # takes new memory.
         savers["disabled"].save(step, model, optimizer, {})
         for repeat in range(-1, repeats):
             for verify in ("hash", "size"):
@@ -159,14 +171,17 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             print(json.dumps(found), flush=True)
 
 
-def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, step: int) -> dict[str, float]:
+def _save(
+    saver: Any, train: Any, world: Any, model: Any, optimizer: Any, step: int
+) -> dict[str, float]:
     """One save, with steps while it is written."""
     import torch
     import torch.distributed as dist
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    os.sync()  # a run saves every few minutes: the disk has long written what the save before left it
+    # a run saves every few minutes: the disk has long written what the save before left it
+    os.sync()
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS:")
     dist.barrier()
@@ -193,7 +208,12 @@ def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, step: 
     dist.all_reduce(memory)
     hashing = torch.tensor(TimedHash.seconds)
     dist.all_reduce(hashing, dist.ReduceOp.MAX)
-    figures = {"blocked": blocked, "written": written, "peak": memory[0].item(), "more": memory[1].item()}
+    figures = {
+        "blocked": blocked,
+        "written": written,
+        "peak": memory[0].item(),
+        "more": memory[1].item(),
+    }
     figures["hashing"], figures["read_back"] = hashing.item(), sum(read_back)
     if meanwhile:
         figures["step_meanwhile"] = statistics.median(meanwhile)
@@ -235,7 +255,9 @@ def measure(ranks: int, folder: Path, repeats: int, dim: int) -> dict[str, list[
     where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     cell = ["--cell", json.dumps({"folder": str(folder), "repeats": repeats, "dim": dim})]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, *where, __file__, *cell], stdout=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(
+        [*launcher, *where, __file__, *cell], stdout=subprocess.PIPE, text=True, env=environment
+    )
     if done.returncode:
         raise SystemExit(f"{ranks} ranks failed (see above)")
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
@@ -254,7 +276,8 @@ def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
     lines = [
         f"### {ranks} process{'es' if ranks > 1 else ''}",
         "",
-        "| async_mode | loop blocked, s | of a foreground save | written after, s | GB/s | of that hashing | "
+        "| async_mode | loop blocked, s | of a foreground save | written after, s | GB/s | of "
+        "that hashing | "
         "of that reading back | memory at most, GB | more than before, GB | steps meanwhile take |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -263,21 +286,26 @@ def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
         rows = found[mode]
         gigabytes = median(rows, "bytes") / 1e9
         longer = (
-            f"{statistics.median(r['step_meanwhile'] / r['step_alone'] for r in rows if 'step_meanwhile' in r):.2f} x"
+            (
+                f"{statistics.median(r['step_meanwhile'] / r['step_alone'] for r in rows if 'step_meanwhile' in r):.2f} "  # noqa: E501
+                "x"
+            )
             if any("step_meanwhile" in r for r in rows)
             else "–"
         )
         lines.append(
-            f"| {mode} | {median(rows, 'blocked'):.2f} | {median(rows, 'blocked') / median(base, 'blocked'):.1%} | "
+            f"| {mode} | {median(rows, 'blocked'):.2f} | "
+            f"{median(rows, 'blocked') / median(base, 'blocked'):.1%} | "
             f"{median(rows, 'written'):.2f} | {gigabytes / median(rows, 'written'):.2f} | "
-            f"{share(rows, 'hashing'):.1%} | {share(rows, 'read_back'):.1%} | {median(rows, 'peak') / 1e9:.2f} | "
-            f"{median(rows, 'more') / 1e9:.2f} | {longer} |"
+            f"{share(rows, 'hashing'):.1%} | {share(rows, 'read_back'):.1%} | "
+            f"{median(rows, 'peak') / 1e9:.2f} | {median(rows, 'more') / 1e9:.2f} | {longer} |"
         )
     gigabytes = median(base, "bytes") / 1e9
     loads = {verify: median(base, f"load_{verify}") for verify in ("hash", "size")}
     lines += [
         "",
-        f"A load that verifies every byte: {loads['hash']:.2f} s, {gigabytes / loads['hash']:.2f} GB/s; with "
+        f"A load that verifies every byte: {loads['hash']:.2f} s, {gigabytes / loads['hash']:.2f} "
+        "GB/s; with "
         f'verify = "size": {loads["size"]:.2f} s, {gigabytes / loads["size"]:.2f} GB/s.',
     ]
     return lines
@@ -287,18 +315,33 @@ def verdict(all_found: dict[int, dict[str, list[dict[str, float]]]]) -> list[str
     lines = []
     for ranks, found in all_found.items():
         base = median(found["disabled"], "blocked")
-        shares = {f"{mode} blocks, of a foreground save": median(found[mode], "blocked") / base for mode in MODES[1:]}
-        for name, value in {**shares, "hashing, of a foreground save": share(found["disabled"], "hashing")}.items():
-            lines.append(f"- {ranks} rank(s): {name}: {value:.1%} ({'under' if value < 0.1 else 'NOT under'} 10 %)")
+        shares = {
+            f"{mode} blocks, of a foreground save": median(found[mode], "blocked") / base
+            for mode in MODES[1:]
+        }
+        for name, value in {
+            **shares,
+            "hashing, of a foreground save": share(found["disabled"], "hashing"),
+        }.items():
+            lines.append(
+                f"- {ranks} rank(s): {name}: {value:.1%} "
+                f"({'under' if value < 0.1 else 'NOT under'} 10 %)"
+            )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where to save (default: the folder of temporary files)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where to save (default: the folder of temporary files)"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="counted saves of each kind")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--dim", type=int, default=SHAPE["dim"], help="of the model: another size of checkpoint")
+    parser.add_argument(
+        "--dim", type=int, default=SHAPE["dim"], help="of the model: another size of checkpoint"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -308,8 +351,12 @@ def main() -> None:
         return
     found = {}
     for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory(prefix="checkpoint-saves-", dir=arguments.folder) as folder:
-            kind = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True).stdout.strip()
+        with tempfile.TemporaryDirectory(
+            prefix="checkpoint-saves-", dir=arguments.folder
+        ) as folder:
+            kind = subprocess.run(
+                ["stat", "-f", "-c", "%T", folder], capture_output=True, text=True
+            ).stdout.strip()
             found[ranks] = measure(ranks, Path(folder), arguments.repeats, arguments.dim)
     import torch
 
@@ -319,9 +366,10 @@ def main() -> None:
 
     gigabytes = median(next(iter(found.values()))["disabled"], "bytes") / 1e9
     head = (
-        f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
-        f"{torch.__version__}; {gigabytes:.2f} GB per checkpoint, file system {kind}; medians of {arguments.repeats} "
-        "saves of each kind in turn, memory summed over ranks."
+        f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, torch {torch.__version__}; {gigabytes:.2f} GB per "
+        f"checkpoint, file system {kind}; medians of {arguments.repeats} saves of each kind in "
+        "turn, memory summed over ranks."
     )
     lines = [head]
     for ranks, figures in found.items():

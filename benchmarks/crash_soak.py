@@ -1,14 +1,16 @@
-"""A run that is killed again and again at random moments, and the question whether anyone could tell.
+"""A run that is killed again and again at random moments, and the question whether anyone could
+tell.
 
     python benchmarks/crash_soak.py --kills 40 --out benchmarks/results/crash_soak
 
-A small Llama trains on real ranks (gloo) and saves often. At a random moment of its start or its training all ranks, or
-one of them, get SIGKILL; then the same command is given again. In some rounds a random bit of a random file of the
-newest checkpoint is changed in between. Each start must resume the newest good checkpoint, and at the end every step
-must have been trained once on the sequences of a run that nothing happened to, with its losses and its final weights,
-bit for bit. The kills are shared out among kinds of saves: in the foreground, in the background, with the copy in the
-background too, and to an object store (a server of moto's on loopback, which `--kinds store` needs). Exit status 1 when
-anything differs.
+A small Llama trains on real ranks (gloo) and saves often. At a random moment of its start or its
+training all ranks, or one of them, get SIGKILL; then the same command is given again. In some
+rounds a random bit of a random file of the newest checkpoint is changed in between. Each start must
+resume the newest good checkpoint, and at the end every step must have been trained once on the
+sequences of a run that nothing happened to, with its losses and its final weights, bit for bit. The
+kills are shared out among kinds of saves: in the foreground, in the background, with the copy in
+the background too, and to an object store (a server of moto's on loopback, which `--kinds store`
+needs). Exit status 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -129,8 +131,8 @@ class Soak:
     startup: float
     training: float
     _lives: int = 0
-    #: Damaged steps that a start has told of, and how many folders of that step were set aside before; it will be one
-    #: more when the step is saved again.
+    #: Damaged steps that a start has told of, and how many folders of that step were set aside
+    #: before; it will be one more when the step is saved again.
     _reported: dict[int, int] = field(default_factory=dict)
 
     def go(self, kills: int) -> None:
@@ -138,7 +140,9 @@ class Soak:
             self._run(kills)
 
     def _run(self, kills: int) -> None:
-        """One run from its first start to its end, killed until there were enough kills or it got through."""
+        """One run from its first start to its end, killed until there were enough kills or it got
+        through.
+        """
         self._lives += 1
         run = self.folder / f"{self.tally.kind}-{self._lives}"
         run.mkdir()
@@ -160,7 +164,9 @@ class Soak:
     def _start(
         self, run: Path, expected: int, last: tuple[int, bool] | None, kills: int, damaged: set[int]
     ) -> int | None:
-        """One start, killed if there are kills left; the last step it recorded, None when it came to its end."""
+        """One start, killed if there are kills left; the last step it recorded, None when it came
+        to its end.
+        """
         tally = self.tally
         tally.starts += 1
         with Ranks(self._flags(run), self.ranks, run / "console", main=LOGGED) as ranks:
@@ -172,18 +178,32 @@ class Soak:
                 began = True
                 resumed = int(said.group(1) or 0)
                 if resumed != expected:
-                    raise Wrong(f"resumed from step {resumed}, and the newest good checkpoint is of {expected}")
+                    raise Wrong(
+                        f"resumed from step {resumed}, and the newest good checkpoint is of "
+                        f"{expected}"
+                    )
                 if last is not None:
                     (tally.lost_with_damage if last[1] else tally.lost).append(last[0] - resumed)
-                passed = {int(step) for step in re.findall(r"passed over: \S+/step-(\d+)\b", ranks.output())}
+                passed = {
+                    int(step)
+                    for step in re.findall(r"passed over: \S+/step-(\d+)\b", ranks.output())
+                }
                 tally.corruptions_found += len(passed & damaged)
-                self._reported.update({step: self._set_aside(run, step) for step in passed & damaged})
+                self._reported.update(
+                    {step: self._set_aside(run, step) for step in passed & damaged}
+                )
                 damaged -= passed
                 if tally.kills < kills:
                     time.sleep(self.chance.uniform(0, self.training / 3))
-            if tally.kills >= kills or all(process.exitcode is not None for process in ranks.processes):
+            if tally.kills >= kills or all(
+                process.exitcode is not None for process in ranks.processes
+            ):
                 codes = ranks.wait()
-                check(codes == [0] * self.ranks, f"a start without a kill has exit codes {codes}", ranks.output())
+                check(
+                    codes == [0] * self.ranks,
+                    f"a start without a kill has exit codes {codes}",
+                    ranks.output(),
+                )
                 return None
             self._kill(run, ranks, began)
         return self._last_step(run)
@@ -215,7 +235,11 @@ class Soak:
     def _flags(self, run: Path) -> list[str]:
         mode = KINDS[self.tally.kind].mode
         where = [f"--checkpoint.folder={self._root(run)}"] if self.bucket else []
-        return [*run_flags(run, self.steps, self.interval), f"--checkpoint.async_mode={mode}", *where]
+        return [
+            *run_flags(run, self.steps, self.interval),
+            f"--checkpoint.async_mode={mode}",
+            *where,
+        ]
 
     def _set_aside(self, run: Path, step: int) -> int:
         return sum(name.startswith(f"step-{step}.invalid-") for name in self._there(run))
@@ -244,7 +268,9 @@ class Soak:
         if len(good) < 2:
             return
         folder = step_folder(self._root(run), good[-1])
-        file = folder / self.chance.choice(sorted(name for name, stat in files_in(folder).items() if stat.st_size))
+        file = folder / self.chance.choice(
+            sorted(name for name, stat in files_in(folder).items() if stat.st_size)
+        )
         content = bytearray(file.read_bytes())
         content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
         file.write_bytes(bytes(content))
@@ -265,27 +291,49 @@ class Soak:
         steps = range(1, self.steps + 1)
         unlike = {step for step in steps if found.get(step) != expected[step]}
         ours, theirs = batches(run, self.ranks), batches(self.reference, self.ranks)
-        unlike |= {step for step in steps if any(a.get(step) != b[step] for a, b in zip(ours, theirs, strict=True))}
+        unlike |= {
+            step
+            for step in steps
+            if any(a.get(step) != b[step] for a, b in zip(ours, theirs, strict=True))
+        }
         self.tally.data_lost += len(unlike)
         roots = self._root(run), self.reference / "checkpoint"
         sides = [Contents(step_folder(root, self.steps)) for root in roots]
-        self.tally.tensors_unequal += sum(1 for one in compare(*sides) if one.elements or not one.comparable)
+        self.tally.tensors_unequal += sum(
+            1 for one in compare(*sides) if one.elements or not one.comparable
+        )
 
 
 def until(ranks: Ranks, pattern: str) -> re.Match[str]:
-    """Wait for a pattern in the output. Raises RanksError when all ranks end without it, or after the timeout."""
+    """Wait for a pattern in the output.
+
+    Raises RanksError when all ranks end without it, or after the timeout.
+    """
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while True:
         ended = all(process.exitcode is not None for process in ranks.processes)
         if found := re.search(pattern, ranks.output()):
             return found
-        check(not ended and time.monotonic() < deadline, f"no {pattern!r} in the output", ranks.output())
+        check(
+            not ended and time.monotonic() < deadline,
+            f"no {pattern!r} in the output",
+            ranks.output(),
+        )
         time.sleep(0.005)
 
 
 def run_flags(folder: Path, steps: int, interval: int) -> list[str]:
-    length = [f"--training.steps={steps}", f"--lr_scheduler.total_steps={steps}", f"--checkpoint.interval={interval}"]
-    return [*FLAGS, *length, f"--data.token_cache={folder.parent / 'tokens'}", f"--job.dump_folder={folder}"]
+    length = [
+        f"--training.steps={steps}",
+        f"--lr_scheduler.total_steps={steps}",
+        f"--checkpoint.interval={interval}",
+    ]
+    return [
+        *FLAGS,
+        *length,
+        f"--data.token_cache={folder.parent / 'tokens'}",
+        f"--job.dump_folder={folder}",
+    ]
 
 
 def records(run: Path) -> dict[int, list[tuple[Any, ...]]]:
@@ -301,19 +349,32 @@ def table(tallies: list[Tally], interval: int) -> list[str]:
     def worst(values: list[int]) -> str:
         return f"{max(values)} (mean {sum(values) / len(values):.1f})" if values else "–"
 
-    lines = ["| | " + " | ".join(KINDS[t.kind].title for t in tallies) + " |", "|---" * (len(tallies) + 1) + "|"]
+    lines = [
+        "| | " + " | ".join(KINDS[t.kind].title for t in tallies) + " |",
+        "|---" * (len(tallies) + 1) + "|",
+    ]
     rows = {
         "kills": [str(t.kills) for t in tallies],
-        "… of one rank, of all": [f"{t.kills_of_one_rank}, {t.kills - t.kills_of_one_rank}" for t in tallies],
-        "… in the start, in a save": [f"{t.kills_in_the_start}, {t.kills_in_a_save}" for t in tallies],
+        "… of one rank, of all": [
+            f"{t.kills_of_one_rank}, {t.kills - t.kills_of_one_rank}" for t in tallies
+        ],
+        "… in the start, in a save": [
+            f"{t.kills_in_the_start}, {t.kills_in_a_save}" for t in tallies
+        ],
         "bits flipped in the newest checkpoint": [str(t.corruptions) for t in tallies],
         "… found by the next start": [str(t.corruptions_found) for t in tallies],
-        f"steps trained again after a kill, at most (saved every {interval})": [worst(t.lost) for t in tallies],
+        f"steps trained again after a kill, at most (saved every {interval})": [
+            worst(t.lost) for t in tallies
+        ],
         "… after a kill and a flipped bit": [worst(t.lost_with_damage) for t in tallies],
-        "seconds until the other ranks had ended, at most": [f"{max(t.others_gone, default=0):.1f}" for t in tallies],
+        "seconds until the other ranks had ended, at most": [
+            f"{max(t.others_gone, default=0):.1f}" for t in tallies
+        ],
         "runs that came to their end": [str(t.runs_finished) for t in tallies],
         "steps lost, doubled or trained on other sequences": [str(t.data_lost) for t in tallies],
-        "final tensors that differ from an undisturbed run": [str(t.tensors_unequal) for t in tallies],
+        "final tensors that differ from an undisturbed run": [
+            str(t.tensors_unequal) for t in tallies
+        ],
     }
     return [*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items())]
 
@@ -321,7 +382,9 @@ def table(tallies: list[Tally], interval: int) -> list[str]:
 def wrong(tally: Tally, interval: int) -> list[str]:
     """What should not be, in words."""
     most = interval * (1 if KINDS[tally.kind].mode == "disabled" else 2)
-    found = [f"{max(tally.lost)} steps lost by one kill"] if max(tally.lost, default=0) > most else []
+    found = (
+        [f"{max(tally.lost)} steps lost by one kill"] if max(tally.lost, default=0) > most else []
+    )
     if tally.corruptions_found != tally.corruptions:
         found.append(f"{tally.corruptions - tally.corruptions_found} corruptions not found")
     if tally.data_lost or tally.tensors_unequal:
@@ -330,7 +393,9 @@ def wrong(tally: Tally, interval: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--kills", type=int, default=40, help="of all kinds of saves together")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of saves")
@@ -343,19 +408,30 @@ def main() -> int:
     began = time.monotonic()
     chance = random.Random(arguments.seed)
     tallies = [Tally(name) for name in arguments.kinds]
-    with tempfile.TemporaryDirectory(prefix="crash-soak-") as folder, contextlib.ExitStack() as stack:
-        buckets = {name: stack.enter_context(bucket()) for name in arguments.kinds if KINDS[name].store}
+    with (
+        tempfile.TemporaryDirectory(prefix="crash-soak-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
+        buckets = {
+            name: stack.enter_context(bucket()) for name in arguments.kinds if KINDS[name].store
+        }
         reference = Path(folder) / "undisturbed"
         reference.mkdir()
         flags = run_flags(reference, arguments.steps, arguments.interval)
-        train(run_flags(Path(folder) / "warm", 1, 1), 1, Path(folder) / "warm.log")  # imports torch, tokenizes the text
+        train(
+            run_flags(Path(folder) / "warm", 1, 1), 1, Path(folder) / "warm.log"
+        )  # imports torch, tokenizes the text
         started = time.monotonic()
         with Ranks(flags, arguments.ranks, reference / "console", main=LOGGED) as ranks:
             until(ranks, "a fresh run")
             startup = time.monotonic() - started
             codes = ranks.wait()
             training = time.monotonic() - started - startup
-            check(codes == [0] * arguments.ranks, f"the undisturbed run failed: {codes}", ranks.output())
+            check(
+                codes == [0] * arguments.ranks,
+                f"the undisturbed run failed: {codes}",
+                ranks.output(),
+            )
         for i, tally in enumerate(tallies):
             share = arguments.kills // len(tallies) + (i < arguments.kills % len(tallies))
             shape = (arguments.steps, arguments.interval, arguments.ranks)
@@ -367,7 +443,9 @@ def main() -> int:
 
 @contextlib.contextmanager
 def bucket() -> Iterator[str]:
-    """The URL of an empty bucket of a server that lives as long as the block; to be entered before any rank starts."""
+    """The URL of an empty bucket of a server that lives as long as the block; to be entered before
+    any rank starts.
+    """
     from tests.checkpoint import s3
 
     with s3.serving() as port:
@@ -384,18 +462,25 @@ def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) 
 
     device = device_name(torch.device("cpu"))
     head = (
-        f"{device}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
-        f"{arguments.ranks} ranks, runs of {arguments.steps} steps, seed {arguments.seed}; {seconds:.0f} s for "
-        f"{sum(t.starts for t in tallies)} starts."
+        f"{device}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
+        f"{torch.__version__}; {arguments.ranks} ranks, runs of {arguments.steps} steps, seed "
+        f"{arguments.seed}; {seconds:.0f} s for {sum(t.starts for t in tallies)} starts."
     )
     problems = [line for tally in tallies for line in wrong(tally, arguments.interval)]
-    verdict = f"**WRONG:** {'; '.join(problems)}" if problems else "Nothing was lost, nothing came twice."
+    verdict = (
+        f"**WRONG:** {'; '.join(problems)}" if problems else "Nothing was lost, nothing came twice."
+    )
     lines = [head, "", *table(tallies, arguments.interval), "", verdict]
     print("\n".join(lines))
     if arguments.out:
         arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
         record = {
-            **{"device": device, "cores": os.cpu_count(), "versions": provenance.versions(), "seconds": seconds},
+            **{
+                "device": device,
+                "cores": os.cpu_count(),
+                "versions": provenance.versions(),
+                "seconds": seconds,
+            },
             "arguments": {k: v for k, v in vars(arguments).items() if k != "out"},
             **{"tallies": [asdict(tally) for tally in tallies], "wrong": problems},
         }

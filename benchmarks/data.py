@@ -1,12 +1,15 @@
-"""Speed of text to token ids: tokens per second of one core, from the same files with the same tokenizer.
+"""Speed of text to token ids: tokens per second of one core, from the same files with the same
+tokenizer.
 
-    python benchmarks/data.py                        # titanlite, and a plain loop over a stream of `datasets`
+    python benchmarks/data.py  # titanlite, and a plain loop over a stream of `datasets`
     python benchmarks/data.py --versus torchtitan    # and torchtitan 0.2.2's HuggingFaceTextDataset
-    python benchmarks/data.py --memory               # instead: memory of a rank that streams 400 MB, and 2 GB of text
+    # instead: memory of a rank that streams 400 MB, and 2 GB of text
+    python benchmarks/data.py --memory
 
-The files are C4-format .json.gz shards of the bundled text. Each contestant runs in a process of its own, all in turn
-in every repeat, and the first one changes. The time starts after imports and the tokenizer's load, and ends with the
-last id. Its processor time counts all threads. All contestants must give the same first ids.
+The files are C4-format .json.gz shards of the bundled text. Each contestant runs in a process of
+its own, all in turn in every repeat, and the first one changes. The time starts after imports and
+the tokenizer's load, and ends with the last id. Its processor time counts all threads. All
+contestants must give the same first ids.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ SEQ_LEN = 2048
 #: All contestants must agree on so many ids.
 COMPARED = 100_000
 
-#: A generator that first loads what it needs and yields an empty array, then yields arrays of ids in file order.
+#: A generator that first loads what it needs and yields an empty array, then yields arrays of ids
+#: in file order.
 Contestant = Callable[[list[Path], Path], Iterator[Any]]
 
 
@@ -55,7 +59,9 @@ def titanlite_all_cores(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
 
 def titanlite_tiktoken(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
     """The same ids from the tokenizer's other form, for the bundled tokenizer only."""
-    yield from titanlite_files(shards, ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken")
+    yield from titanlite_files(
+        shards, ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken"
+    )
 
 
 def titanlite_stream(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
@@ -89,7 +95,9 @@ def datasets_loop(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
     names = json.loads((tokenizer / "tokenizer_config.json").read_text())
     bos, eos = (library.token_to_id(names[key]) for key in ("bos_token", "eos_token"))
     yield np.empty(0, np.int64)
-    stream = load_dataset("json", data_files=[str(shard) for shard in shards], split="train", streaming=True)
+    stream = load_dataset(
+        "json", data_files=[str(shard) for shard in shards], split="train", streaming=True
+    )
     for row in stream:
         ids = library.encode(row["text"], add_special_tokens=False).ids
         yield np.array([bos, *ids, eos], dtype=np.int64)
@@ -107,9 +115,13 @@ def torchtitan(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataset
 
     def load(path: str) -> Any:
-        return load_dataset("json", data_files=[str(shard) for shard in shards], split="train", streaming=True)
+        return load_dataset(
+            "json", data_files=[str(shard) for shard in shards], split="train", streaming=True
+        )
 
-    DATASETS["bench"] = DatasetConfig(path="", loader=load, sample_processor=lambda sample: sample["text"])
+    DATASETS["bench"] = DatasetConfig(
+        path="", loader=load, sample_processor=lambda sample: sample["text"]
+    )
     theirs = HuggingFaceTokenizer(str(tokenizer))
     yield np.empty(0, np.int64)
     for inputs, labels in HuggingFaceTextDataset("bench", None, theirs, seq_len=SEQ_LEN):
@@ -141,12 +153,31 @@ def run_here(name: str, shards: list[Path], tokenizer: Path) -> None:
     print(json.dumps({"tokens": len(ids), "wall": wall, "cpu": processor, "ids": digest}))
 
 
-def measure(name: str, python: str, shards: list[Path], tokenizer: Path, home: Path) -> dict[str, Any]:
+def measure(
+    name: str, python: str, shards: list[Path], tokenizer: Path, home: Path
+) -> dict[str, Any]:
     """Run a contestant in a process of its own."""
-    libraries = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    libraries = {
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(home),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [python, __file__, "--contestant", name, "--files", *map(str, shards), "--tokenizer", str(tokenizer)]
+    command = [
+        python,
+        __file__,
+        "--contestant",
+        name,
+        "--files",
+        *map(str, shards),
+        "--tokenizer",
+        str(tokenizer),
+    ]
     environment = os.environ | libraries | offline | {"PYTHONPATH": path}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode != 0:
@@ -155,7 +186,10 @@ def measure(name: str, python: str, shards: list[Path], tokenizer: Path, home: P
 
 
 def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
-    """Write the bundled text, again and again, as four C4-format shards. Return them and their text in bytes."""
+    """Write the bundled text, again and again, as four C4-format shards.
+
+    Return them and their text in bytes.
+    """
     from titanlite.data.sources import iter_records, source_files
 
     texts = [record.text for record in iter_records(source_files("c4_test", None))]
@@ -167,12 +201,16 @@ def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
     shards = [folder / f"c4-train.{k:05d}-of-00004.json.gz" for k in range(4)]
     for k, shard in enumerate(shards):
         with gzip.open(shard, "wt", 6 if times < 10 else 1) as file:
-            file.writelines(itertools.islice(itertools.cycle(lines), int(k * part), int((k + 1) * part)))
+            file.writelines(
+                itertools.islice(itertools.cycle(lines), int(k * part), int((k + 1) * part))
+            )
     return shards, size * times
 
 
 def memory_here(shards: list[Path]) -> None:
-    """Serve all text of a stream once, as a rank does, and print tokens and the peak of resident memory as JSON."""
+    """Serve all text of a stream once, as a rank does, and print tokens and the peak of resident
+    memory as JSON.
+    """
     from titanlite.config.data_sections import Data
     from titanlite.config.sections import Training
     from titanlite.data.loader import TrainLoader
@@ -185,7 +223,9 @@ def memory_here(shards: list[Path]) -> None:
     rows = build_dataset(training, Data(streaming=True), ours, ours.vocab_size)
     steps = 0
     with Prefetcher(TrainLoader(rows, 16, 4)) as batches:
-        while not steps or min(cursor[2] for cursor in batches.state_dict()["rows"]["cursors"]) == 0:  # epochs
+        while (
+            not steps or min(cursor[2] for cursor in batches.state_dict()["rows"]["cursors"]) == 0
+        ):  # epochs
             batches.next_step()
             steps += 1
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -197,9 +237,18 @@ def memory(megabytes: float) -> None:
     for size in (megabytes / 5, megabytes):
         with tempfile.TemporaryDirectory() as scratch:
             shards, text = write_shards(Path(scratch) / "text", size)
-            command = [sys.executable, __file__, "--contestant", "memory", "--files", *map(str, shards)]
+            command = [
+                sys.executable,
+                __file__,
+                "--contestant",
+                "memory",
+                "--files",
+                *map(str, shards),
+            ]
             path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=True)
+            done = subprocess.run(
+                command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, check=True
+            )
         print(f"{text / 1e6:,.0f} MB of text: {done.stdout.decode().strip()}", flush=True)
 
 
@@ -208,12 +257,17 @@ def table(runs: dict[str, list[dict[str, Any]]], size: int) -> list[str]:
     median = statistics.median
     ours = next(iter(runs.values()))
     lines = [
-        "| reader | tokens/s of one core | MB/s of one core | tokens/s, wall | processor time against titanlite |",
+        (
+            "| reader | tokens/s of one core | MB/s of one core | tokens/s, wall | processor time "
+            "against titanlite |"
+        ),
         "|---|---|---|---|---|",
     ]
     for name, mine in runs.items():
         cpu = median(run["cpu"] for run in mine)
-        speed, wall = (median(run["tokens"] / run[clock] for run in mine) for clock in ("cpu", "wall"))
+        speed, wall = (
+            median(run["tokens"] / run[clock] for run in mine) for clock in ("cpu", "wall")
+        )
         cost = [run["cpu"] / other["cpu"] for run, other in zip(mine, ours, strict=True)]
         spread = f"{median(cost):.2f} ({min(cost):.2f}–{max(cost):.2f})"
         lines.append(f"| {name} | {speed:,.0f} | {size / 1e6 / cpu:.1f} | {wall:,.0f} | {spread} |")
@@ -221,14 +275,21 @@ def table(runs: dict[str, list[dict[str, Any]]], size: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--versus", choices=["torchtitan"], help="also run this trainer's reader")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=24, help="of text")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="with tokenizer.json; default: the bundled one"
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="with tokenizer.json; default: the bundled one",
     )
-    parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
+    parser.add_argument(
+        "--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER"
+    )
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
     parser.add_argument(
         "--memory",
@@ -264,14 +325,18 @@ def main() -> None:
             for name in list(pythons)[:: -1 if repeat % 2 else 1]:
                 runs[name].append(measure(name, pythons[name], shards, tokenizer, folder / "home"))
             print(
-                f"repeat {repeat + 1}: " + ", ".join(f"{n} {r[-1]['cpu']:.2f} CPU s" for n, r in runs.items()),
+                f"repeat {repeat + 1}: "
+                + ", ".join(f"{n} {r[-1]['cpu']:.2f} CPU s" for n, r in runs.items()),
                 flush=True,
             )
     if len({run["ids"] for mine in runs.values() for run in mine}) > 1:
         raise SystemExit(f"the contestants gave different ids: {runs}")
     from throughput import hardware
 
-    head = f"{hardware()}; {size / 1e6:.0f} MB of text in 4 .json.gz files; {arguments.repeats} repeats, medians."
+    head = (
+        f"{hardware()}; {size / 1e6:.0f} MB of text in 4 .json.gz files; {arguments.repeats} "
+        "repeats, medians."
+    )
     lines = [head, "", *table(runs, size)]
     print("\n".join(["", *lines]))
     if arguments.out:

@@ -1,7 +1,8 @@
 """The same start for two trainers: weights, batches and settings, all from a recipe.
 
-Used by `benchmarks/torchtitan_losses.py` on both sides, in both environments, and by the test that repeats its
-titanlite side. Numbers are uniform draws of numpy's `RandomState`, whose streams numpy promises never to change:
+Used by `benchmarks/torchtitan_losses.py` on both sides, in both environments, and by the test that
+repeats its titanlite side. Numbers are uniform draws of numpy's `RandomState`, whose streams numpy
+promises never to change:
 no file travels, and no trainer's own initial weights are involved.
 """
 
@@ -22,16 +23,19 @@ if TYPE_CHECKING:
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ = 4, 8, 2, 48
 DIM, LAYERS, HEADS, KV_HEADS, MULTIPLE_OF, VOCAB = 64, 3, 4, 2, 32, 2304
-#: Llama 3.1's stretching of the RoPE frequencies, over a context short enough that every one of its three bands counts.
+#: Llama 3.1's stretching of the RoPE frequencies, over a context short enough that every one of its
+#: three bands counts.
 ROPE_THETA, ROPE_FACTOR, ROPE_CONTEXT = 10000.0, 8.0, 64
 #: The norm clips the first two steps and not the last two.
 LR, WEIGHT_DECAY, MAX_NORM = 4e-3, 0.1, 1.7
-#: Learning rates as torchtitan 0.2.2 has them: 2 steps of warm-up, then a cosine over the rest of 5 steps.
+#: Learning rates as torchtitan 0.2.2 has them: 2 steps of warm-up, then a cosine over the rest of 5
+#: steps.
 WARMUP, SCHEDULE, FLOOR = 2, 5, 0.1
 IGNORE = -100
 
-#: The same in titanlite's words. Its warm-up is (n + 1) / (warmup_steps + 1), torchtitan's (n + 1) / warmup_steps: one
-#: step fewer here. torchtitan stays at the peak for one step before it decays: here that is the plateau.
+#: The same in titanlite's words. Its warm-up is (n + 1) / (warmup_steps + 1), torchtitan's (n + 1)
+#: / warmup_steps: one step fewer here. torchtitan stays at the peak for one step before it decays:
+#: here that is the plateau.
 CONFIG = f"""
 [job]
 description = "the same start as torchtitan's"
@@ -86,7 +90,10 @@ def torchtitan_model() -> dict[str, Any]:
         "multiple_of": MULTIPLE_OF,
         "vocab_size": VOCAB,
         "rope_theta": ROPE_THETA,
-        "rope_scaling_args": {"scaling_factor": ROPE_FACTOR, "original_max_position_embeddings": ROPE_CONTEXT},
+        "rope_scaling_args": {
+            "scaling_factor": ROPE_FACTOR,
+            "original_max_position_embeddings": ROPE_CONTEXT,
+        },
     }
 
 
@@ -114,7 +121,8 @@ def torchtitan_flags() -> dict[str, object]:
 def weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """The weight of that name (torchtitan's names, which are Meta's; q and k interleaved as there).
 
-    Matrices have standard deviation fan_in ** -0.5, so that attention is far from uniform; norms are 0.8 to 1.2.
+    Matrices have standard deviation fan_in ** -0.5, so that attention is far from uniform; norms
+    are 0.8 to 1.2.
     """
     draw = np.random.RandomState(zlib.crc32(name.encode())).uniform(-1.0, 1.0, shape)
     if len(shape) == 1:
@@ -126,7 +134,8 @@ def weight(name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
 def sequence(index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tokens and labels [SEQ] of the sequence with that global index.
 
-    Low ids are frequent, so that there is something to learn; sequences end after very unequal lengths.
+    Low ids are frequent, so that there is something to learn; sequences end after very unequal
+    lengths.
     """
     draw = np.random.RandomState(1000 + index).uniform(0.0, 1.0, SEQ + 2)
     window = (VOCAB * draw[:-1] ** 4).astype(np.int64)
@@ -136,9 +145,11 @@ def sequence(index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 
 def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str, float]]:
-    """Train with titanlite's `Trainer` from `CONFIG`; on rank 0 the rows of its metrics.jsonl, one per step.
+    """Train with titanlite's `Trainer` from `CONFIG`; on rank 0 the rows of its metrics.jsonl, one
+    per step.
 
-    folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.
+    folder: an empty one, the same on all ranks or not. flags: as on the command line, after
+    `CONFIG`.
     """
     from titanlite.build import build
     from titanlite.fit import load_config
@@ -152,7 +163,12 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     text.write_text(json.dumps({"text": "replaced below", "timestamp": "", "url": ""}) + "\n")
     dump = folder / "run"
     # Each rank has its own files, as on hosts that share no folder.
-    mine = [f"--job.dump_folder={dump}", f"--training.dataset_path={text}", "--no-launch.preflight", *flags]
+    mine = [
+        f"--job.dump_folder={dump}",
+        f"--training.dataset_path={text}",
+        "--no-launch.preflight",
+        *flags,
+    ]
     run = load_config(str(config), world.size, mine)
     read = read_datasets(run)
     read.train.sequence = sequence  # type: ignore[method-assign]
@@ -174,7 +190,9 @@ def place(parameter: torch.nn.Parameter, full: torch.Tensor) -> None:
 
     with torch.no_grad():
         if isinstance(parameter, DTensor):
-            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            full = distribute_tensor(
+                full, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
         parameter.copy_(full)
 
 

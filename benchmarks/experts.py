@@ -1,9 +1,11 @@
-"""Grouped products of experts against a loop over the experts: seconds of a forward and backward, interleaved.
+"""Grouped products of experts against a loop over the experts: seconds of a forward and backward,
+interleaved.
 
     python benchmarks/experts.py [--json FILE] [--rounds 15]
 
-The loop is what one writes without `torch.nn.functional.grouped_mm`: it reads the counts on the host and multiplies
-each expert's rows by itself. Both get the same sorted rows. On a GPU the products are in bfloat16, on a CPU in both.
+The loop is what one writes without `torch.nn.functional.grouped_mm`: it reads the counts on the
+host and multiplies each expert's rows by itself. Both get the same sorted rows. On a GPU the
+products are in bfloat16, on a CPU in both.
 """
 
 from __future__ import annotations
@@ -23,7 +25,12 @@ from titanlite.models.autograd import silu_mul
 from titanlite.models.moe import Experts
 
 #: Tokens of a micro-batch, experts, top_k, dim and width; the last is the debug model.
-CPU_SHAPES = [(512, 8, 2, 512, 1024), (512, 32, 4, 512, 512), (2048, 8, 2, 512, 1024), (512, 8, 2, 256, 512)]
+CPU_SHAPES = [
+    (512, 8, 2, 512, 1024),
+    (512, 32, 4, 512, 512),
+    (2048, 8, 2, 512, 1024),
+    (512, 8, 2, 256, 512),
+]
 #: 8x7B, and many small experts.
 CUDA_SHAPES = [(4096, 8, 2, 4096, 14336), (8192, 8, 2, 4096, 14336), (8192, 128, 8, 2048, 768)]
 
@@ -31,7 +38,9 @@ CUDA_SHAPES = [(4096, 8, 2, 4096, 14336), (8192, 8, 2, 4096, 14336), (8192, 128,
 def loop(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """Compute what `experts(x, counts)` does, expert by expert."""
     parts = []
-    for rows, w1, w2, w3 in zip(x.split(counts.tolist()), experts.w1, experts.w2, experts.w3, strict=True):
+    for rows, w1, w2, w3 in zip(
+        x.split(counts.tolist()), experts.w1, experts.w2, experts.w3, strict=True
+    ):
         parts.append(silu_mul(rows @ w1.T, rows @ w3.T) @ w2.T)
     return torch.cat(parts)
 
@@ -47,7 +56,9 @@ def seconds(run: Callable[[], Tensor], gradient: Tensor, device: torch.device) -
     return time.perf_counter() - began
 
 
-def measure(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rounds: int) -> dict[str, object]:
+def measure(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rounds: int
+) -> dict[str, object]:
     """Measure one shape: medians of both ways, run by turns, and the median of their ratios."""
     tokens, n_experts, top_k, dim, width = shape
     torch.manual_seed(0)
@@ -58,7 +69,9 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ro
         experts.to(dtype)
         x = torch.randn(tokens * top_k, dim, dtype=dtype, requires_grad=True)
         # A router is never quite even.
-        counts = torch.multinomial(torch.rand(n_experts) + 0.5, len(x), replacement=True).bincount(minlength=n_experts)
+        counts = torch.multinomial(torch.rand(n_experts) + 0.5, len(x), replacement=True).bincount(
+            minlength=n_experts
+        )
         gradient = torch.randn_like(x)
     times: list[tuple[float, float]] = []
     for _ in range(rounds + 2):
@@ -88,13 +101,20 @@ def main() -> None:
     shapes = CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES
     rows = [measure(shape, dtype, device, options.rounds) for dtype in dtypes for shape in shapes]
     print(f"{device_name(device)}, torch {torch.__version__}, {torch.get_num_threads()} threads\n")
-    print("| tokens | experts | top k | dim | width | dtype | grouped, ms | loop, ms | loop / grouped |")
+    print(
+        "| tokens | experts | top k | dim | width | dtype | grouped, ms | loop, ms | loop / "
+        "grouped |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for r in rows:
-        shown = " | ".join(str(r[key]) for key in ("tokens", "experts", "top_k", "dim", "width", "dtype"))
+        shown = " | ".join(
+            str(r[key]) for key in ("tokens", "experts", "top_k", "dim", "width", "dtype")
+        )
         print(f"| {shown} | {r['grouped_ms']:.1f} | {r['loop_ms']:.1f} | {r['ratio']:.2f} |")
     if options.json:
-        options.json.write_text(json.dumps({"device": device_name(device), "rows": rows}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"device": device_name(device), "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""How benchmarks/gpu.py runs a command: output in a file, an end within the budget, and nothing left on the GPU."""
+"""How benchmarks/gpu.py runs a command: output in a file, an end within the budget, and nothing
+left on the GPU.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What a command has to end its own children. A ladder gives torchrun 40 seconds, torchrun its workers 30.
+#: What a command has to end its own children. A ladder gives torchrun 40 seconds, torchrun its
+#: workers 30.
 PATIENCE_SECONDS = 60
 #: With less of the budget left nothing is begun.
 LEAST_SECONDS = 5
@@ -47,7 +50,8 @@ class Bench:
     toy: bool
     #: Of time.monotonic; infinite without a budget.
     deadline: float
-    #: What `gpu_probe.py` says of the device: `gpu`, `memory_bytes`, `peak_flops` and what figures hold for.
+    #: What `gpu_probe.py` says of the device: `gpu`, `memory_bytes`, `peak_flops` and what figures
+    #: hold for.
     about: Mapping[str, Any] = field(default_factory=dict)
     #: Real shapes, two blocks of them and few steps.
     dry: bool = False
@@ -63,7 +67,9 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def call(self, command: Sequence[str], log: Path) -> int:
-        """Run a command with its output in `log`; its exit code. Raises OutOfTime when the budget ends it.
+        """Run a command with its output in `log`; its exit code.
+
+        Raises OutOfTime when the budget ends it.
 
         Whatever ends the waiting, the command is asked first to end what it has started.
         """
@@ -71,7 +77,8 @@ class Bench:
             raise OutOfTime
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "w") as stream:
-            # A session of its own: a Ctrl-C comes to us alone. The command would take ours for a second one.
+            # A session of its own: a Ctrl-C comes to us alone. The command would take ours for a
+            # second one.
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -96,7 +103,9 @@ def _heed_interrupts() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a command to end; when that takes too long, or on a second signal, kill it and all that it started."""
+    """Ask a command to end; when that takes too long, or on a second signal, kill it and all that
+    it started.
+    """
     process.send_signal(signal.SIGINT)
     try:
         process.wait(PATIENCE_SECONDS)
@@ -112,7 +121,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _descendants(pid: int) -> list[int]:
     """Also those in sessions of their own, as torchrun is under a ladder."""
     try:
-        children = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        children = [
+            int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
     return [one for child in children for one in (*_descendants(child), child)]

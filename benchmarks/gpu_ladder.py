@@ -1,4 +1,6 @@
-"""The ladders of benchmarks/gpu.py: how many blocks fit, levels that fail or run out of memory, and a row per level."""
+"""The ladders of benchmarks/gpu.py: how many blocks fit, levels that fail or run out of memory, and
+a row per level.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ GIB = 2**30
 FP32_STATE = 16
 #: Left for activations, gathered weights, logits and the allocator, of a GPU's memory.
 SPARE = 16 * GIB
-MFU_FORMULA = "6 (N - embedding) + 12 layers heads head_dim seq_len FLOPs per token, causality not discounted"
+MFU_FORMULA = (
+    "6 (N - embedding) + 12 layers heads head_dim seq_len FLOPs per token, causality not discounted"
+)
 #: The level that float8 is set against: bf16, compiled.
 REFERENCE = "compile"
 LEVELS = ("default", "compile", "float8", "float8-all-gather")
@@ -52,8 +56,9 @@ class Setting:
 SETTINGS = {
     "ladder-8b": Setting("llama3_8b.toml", steps=25, warmup=8, repeats=2),
     "rival-7b": Setting("llama2_7b.toml", steps=15, warmup=5, repeats=2, skip=("float8",)),
-    # Losses of the compiled bf16 run and of float8 with everything, read every fifth step. Eight blocks: what is
-    # compared are losses, and a run of 500 steps with all that fit takes longer than one call may.
+    # Losses of the compiled bf16 run and of float8 with everything, read every fifth step. Eight
+    # blocks: what is compared are losses, and a run of 500 steps with all that fit takes longer
+    # than one call may.
     "loss-8b": Setting(
         "llama3_8b.toml",
         steps=500,
@@ -66,13 +71,20 @@ SETTINGS = {
     "kahan-8b": Setting("llama3_8b_kahan.toml", steps=15, warmup=5, repeats=2, state_bytes=10),
 }
 TOY_FLAGS = (
-    *("--training.seq_len=32", "--training.batch_size=2", "--compile.backend=aot_eager", "--model.vocab_size=4096"),
+    *(
+        "--training.seq_len=32",
+        "--training.batch_size=2",
+        "--compile.backend=aot_eager",
+        "--model.vocab_size=4096",
+    ),
     *("--model.overrides.dim=64", "--model.overrides.n_heads=4", "--model.overrides.n_kv_heads=4"),
 )
 
 
 def climb(bench: Bench, name: str) -> Result:
-    """One ladder, with as many blocks as fit; a level that fails does not take the others with it."""
+    """One ladder, with as many blocks as fit; a level that fails does not take the others
+    with it.
+    """
     setting = SETTINGS[name]
     flags = [*setting.flags, *(TOY_FLAGS if bench.toy else ())]
     refuse(setting, flags)
@@ -98,10 +110,18 @@ def climb(bench: Bench, name: str) -> Result:
 
 
 def _all_levels(
-    bench: Bench, name: str, setting: Setting, flags: Sequence[str], layers: int, out: Path, may_shrink: bool
+    bench: Bench,
+    name: str,
+    setting: Setting,
+    flags: Sequence[str],
+    layers: int,
+    out: Path,
+    may_shrink: bool,
 ) -> tuple[list[str], list[str]]:
-    """Run a ladder, again without each level that fails. The command, or none when memory ran out and fewer blocks
-    may do; and what went wrong."""
+    """Run a ladder, again without each level that fails.
+
+    The command, or none when memory ran out and fewer blocks may do; and what went wrong.
+    """
     failed: dict[str, str] = {}
     log = bench.folder / "logs" / f"{name}.log"
     while True:
@@ -129,14 +149,21 @@ def _what_failed(log: Path, out: Path) -> tuple[str | None, str]:
     if found is None:
         return None, last_line(log)
     console = out / "runs" / f"{found[1]}-{found[2]}" / "console.log"
-    said = console.read_text(errors="replace") if console.exists() else log.read_text(errors="replace")
+    said = (
+        console.read_text(errors="replace") if console.exists() else log.read_text(errors="replace")
+    )
     lines = [line.strip() for line in said.splitlines()]
     memory = [line for line in lines if out_of_memory(line)]
     return found[1], memory[-1][:400] if memory else last_line(console if console.exists() else log)
 
 
 def ladder_command(
-    bench: Bench, setting: Setting, flags: Sequence[str], layers: int, out: Path, skip: Sequence[str]
+    bench: Bench,
+    setting: Setting,
+    flags: Sequence[str],
+    layers: int,
+    out: Path,
+    skip: Sequence[str],
 ) -> list[str]:
     """`titanlite benchmark` on one rank."""
     steps, warmup = (6, 2) if bench.short else (setting.steps, setting.warmup)
@@ -169,7 +196,10 @@ def keep_layers(bench: Bench, name: str, layers: int) -> None:
 
 
 def fitting(bench: Bench, name: str, setting: Setting, flags: Sequence[str]) -> int:
-    """Blocks with which two eager steps run: as many as the model has, or as memory allows. Raises Failed."""
+    """Blocks with which two eager steps run: as many as the model has, or as memory allows.
+
+    Raises Failed.
+    """
     kept, log = kept_layers(bench, name), bench.folder / "logs" / f"{name}-fit.log"
     if kept.exists():
         return int(kept.read_text())
@@ -203,28 +233,44 @@ def fit_command(bench: Bench, setting: Setting, flags: Sequence[str], layers: in
 
 
 def layers_by_state(setting: Setting, flags: Sequence[str], memory_bytes: int | None) -> int:
-    """Blocks whose weights, gradients and optimizer state leave SPARE bytes of the GPU's. Raises Failed."""
+    """Blocks whose weights, gradients and optimizer state leave SPARE bytes of the GPU's.
+
+    Raises Failed.
+    """
     if memory_bytes is None:
         raise Failed("there is no GPU here")
     args = load_config(str(CONFIGS / setting.config), 1, list(flags)).model_args()
     layers = args.n_layers
-    while layers > 1 and setting.state_bytes * count_parameters(replace(args, n_layers=layers)) > memory_bytes - SPARE:
+    while (
+        layers > 1
+        and setting.state_bytes * count_parameters(replace(args, n_layers=layers))
+        > memory_bytes - SPARE
+    ):
         layers -= 1
     return layers
 
 
 def tell_time(bench: Bench, name: str, setting: Setting, flags: Sequence[str], layers: int) -> None:
-    """Print about how long each run will take, where the device's peak is known: a ladder resumes whole runs only."""
+    """Print about how long each run will take, where the device's peak is known: a ladder resumes
+    whole runs only.
+    """
     peak = bench.about.get("peak_flops")
     if bench.short or not peak:
         return
-    config = load_config(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
+    config = load_config(
+        str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags]
+    )
     tokens = setting.steps * config.batch.tokens_per_step
-    seconds = tokens * flops_per_token(config.model_args(), config.training.seq_len) / (EXPECTED_MFU * peak)
+    seconds = (
+        tokens
+        * flops_per_token(config.model_args(), config.training.seq_len)
+        / (EXPECTED_MFU * peak)
+    )
     runs = setting.repeats * (len(LEVELS) - len(setting.skip))
     print(
-        f"{name}: {runs} runs of {setting.steps} steps with {layers} blocks, each about {seconds / 60:.1f} minutes at "
-        f"{EXPECTED_MFU:.0%} MFU and its start; a call that has less left begins the run again next time",
+        f"{name}: {runs} runs of {setting.steps} steps with {layers} blocks, each about "
+        f"{seconds / 60:.1f} minutes at {EXPECTED_MFU:.0%} MFU and its start; a call that has "
+        "less left begins the run again next time",
         flush=True,
     )
 
@@ -233,7 +279,9 @@ def ladder_rows(
     setting: Setting, flags: Sequence[str], layers: int, ladder: dict[str, Any], command: str
 ) -> list[dict[str, Any]]:
     """A row per level that was run, each with all that its figures depend on."""
-    config = load_config(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
+    config = load_config(
+        str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags]
+    )
     args = config.model_args()
     per_token = flops_per_token(args, config.training.seq_len)
     rows = []
@@ -261,9 +309,13 @@ def ladder_rows(
                 "state_bytes_per_parameter": setting.state_bytes,
                 "seq_len": config.training.seq_len,
                 "sequences": config.batch.global_batch_size,
-                "activation_checkpoint": values.get("activation_checkpoint.mode", config.activation_checkpoint.mode),
+                "activation_checkpoint": values.get(
+                    "activation_checkpoint.mode", config.activation_checkpoint.mode
+                ),
                 "loss_chunks": config.training.loss_chunks,
-                "float8_recipe": values.get("float8.recipe_name", config.float8.recipe_name) if float8 else None,
+                "float8_recipe": values.get("float8.recipe_name", config.float8.recipe_name)
+                if float8
+                else None,
                 "flops_per_token": per_token,
                 "command": command,
             }
@@ -280,13 +332,17 @@ def _pairs(ladder: dict[str, Any], level: str) -> list[tuple[dict[str, Any], dic
 
 def ratio_to(ladder: dict[str, Any], level: str) -> float | None:
     """Speed against compiled bf16: the median of the repeats."""
-    ratios = [one["tokens_per_second"] / other["tokens_per_second"] for one, other in _pairs(ladder, level)]
+    ratios = [
+        one["tokens_per_second"] / other["tokens_per_second"]
+        for one, other in _pairs(ladder, level)
+    ]
     return median(ratios) if ratios else None
 
 
 def final_difference(ladder: dict[str, Any], level: str) -> float | None:
-    """Loss of the last step against compiled bf16's, without sign, the largest of the repeats; infinite when one of
-    the two is not a number. None for compiled bf16 itself."""
+    """Loss of the last step against compiled bf16's, without sign, the largest of the repeats;
+    infinite when one of the two is not a number. None for compiled bf16 itself.
+    """
     if level == REFERENCE:
         return None
     last = str(ladder["steps"])

@@ -28,7 +28,13 @@ class Target:
 TARGETS = (
     Target("bf16 with compile: at least 50 % MFU", "ladder-8b", "compile", "mfu", 50),
     *(
-        Target(f"{level}: at least 1.30 x the speed of compiled bf16", "ladder-8b", level, "ratio_to_compile", 1.3)
+        Target(
+            f"{level}: at least 1.30 x the speed of compiled bf16",
+            "ladder-8b",
+            level,
+            "ratio_to_compile",
+            1.3,
+        )
         for level in ("float8", "float8-all-gather")
     ),
     Target(
@@ -38,7 +44,13 @@ TARGETS = (
         least=False,
     ),
     *(
-        Target(f"{level}: the nearest rival's published 10,471 tokens/s", "rival-7b", level, "tokens_per_second", 10471)
+        Target(
+            f"{level}: the nearest rival's published 10,471 tokens/s",
+            "rival-7b",
+            level,
+            "tokens_per_second",
+            10471,
+        )
         for level in ("compile", "float8-all-gather")
     ),
 )
@@ -46,7 +58,9 @@ TARGETS = (
 
 def judge(target: Target, done: Mapping[str, Mapping[str, Any]]) -> str:
     """`met`, `missed` or `not measured`, with the figure."""
-    rows = [row for row in done.get(target.piece, {}).get("rows", []) if row["what"] == target.level]
+    rows = [
+        row for row in done.get(target.piece, {}).get("rows", []) if row["what"] == target.level
+    ]
     figure = rows[0].get(target.figure) if rows else None
     if figure is None:
         return "not measured"
@@ -71,14 +85,31 @@ def targets(done: Mapping[str, Mapping[str, Any]], short: bool) -> list[dict[str
     ]
 
 
-def page(done: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any], command: str, short: bool) -> str:
+def page(
+    done: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any], command: str, short: bool
+) -> str:
     """gpu.md."""
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    driver = f", driver and power limit {about['driver and power limit']}" if about["driver and power limit"] else ""
-    lines = ["# On one GPU", "", f"{about['device']}{driver}; CUDA {about['cuda']}; {versions}.  ", f"`{command}`", ""]
+    driver = (
+        f", driver and power limit {about['driver and power limit']}"
+        if about["driver and power limit"]
+        else ""
+    )
+    lines = [
+        "# On one GPU",
+        "",
+        f"{about['device']}{driver}; CUDA {about['cuda']}; {versions}.  ",
+        f"`{command}`",
+        "",
+    ]
     if short:
-        lines += ["`--toy` or `--dry-run`: that the pieces work; nothing here is a measurement.", ""]
-    lines += [f"- {one['target']} ({one['piece']}): {one['verdict']}" for one in targets(done, short)]
+        lines += [
+            "`--toy` or `--dry-run`: that the pieces work; nothing here is a measurement.",
+            "",
+        ]
+    lines += [
+        f"- {one['target']} ({one['piece']}): {one['verdict']}" for one in targets(done, short)
+    ]
     for name, result in done.items():
         lines += ["", f"## {name}", ""]
         if "reason" in result:
@@ -137,7 +168,10 @@ def ladder_table(rows: list[dict[str, Any]], pinned: bool) -> list[str]:
         f"| --- |{' ---: |' * len(COLUMNS)}",
     ]
     for row in rows:
-        cells = [_shown(row[key][0] if key == "ratio" and row[key] else row[key], form) for _, key, form in COLUMNS]
+        cells = [
+            _shown(row[key][0] if key == "ratio" and row[key] else row[key], form)
+            for _, key, form in COLUMNS
+        ]
         lines.append(f"| {row['what']} | {' | '.join(cells)} |")
     return lines
 

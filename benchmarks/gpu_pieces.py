@@ -1,4 +1,6 @@
-"""The pieces of benchmarks/gpu.py that are no ladders: the device itself, its tests, activation checkpointing."""
+"""The pieces of benchmarks/gpu.py that are no ladders: the device itself, its tests, activation
+checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +37,44 @@ SELECT = ("-k", "gpu or cuda or device")
 
 def tests(bench: Bench) -> Result:
     """The GPU tests, file by file; those that need no GPU are run elsewhere."""
-    files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
-    return test_files(bench, [*((name, ()) for name in files), *((name, SELECT) for name in OTHER_TESTS)])
+    files = [
+        str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    ]
+    return test_files(
+        bench, [*((name, ()) for name in files), *((name, SELECT) for name in OTHER_TESTS)]
+    )
 
 
 def test_files(bench: Bench, files: list[tuple[str, tuple[str, ...]]]) -> Result:
-    """Run each file of tests that has not passed yet. A test run in which every test is skipped shows nothing."""
+    """Run each file of tests that has not passed yet.
+
+    A test run in which every test is skipped shows nothing.
+    """
     found = []
     for name, select in files:
         label = name.replace("/", ".")
         done = bench.folder / "parts" / "tests" / f"{label}.json"
         if not done.exists() or json.loads(done.read_text())["code"]:
             log = bench.folder / "logs" / f"{label}.log"
-            code = bench.call([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *select], log)
+            code = bench.call(
+                [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *select], log
+            )
             lines = log.read_text(errors="replace").splitlines()
             failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
             write_json(
-                done, {"what": name, "value": lines[-1].strip("= ") if lines else "", "code": code, "failed": failed}
+                done,
+                {
+                    "what": name,
+                    "value": lines[-1].strip("= ") if lines else "",
+                    "code": code,
+                    "failed": failed,
+                },
             )
         found.append(json.loads(done.read_text()))
     problems = [f"{row['what']}: exit {row['code']}" for row in found if row["code"]]
-    if not any(re.search(r"\b\d+ passed", row["value"]) for row in found if row["what"] not in OTHER_TESTS):
+    if not any(
+        re.search(r"\b\d+ passed", row["value"]) for row in found if row["what"] not in OTHER_TESTS
+    ):
         problems.append("no GPU test passed: they were skipped, or failed")
     return Result(found, problems)
 
@@ -81,11 +100,16 @@ def modes_command(bench: Bench, cell: Cell, out: Path) -> list[str]:
 
 
 def modes(bench: Bench) -> Result:
-    """Activation checkpointing, eager and compiled, mode by mode; what is measured is not measured again."""
+    """Activation checkpointing, eager and compiled, mode by mode; what is measured is not measured
+    again.
+    """
     rows, problems, shape, device = [], [], None, ""
     for mode, compiled in cells(bool(bench.about.get("gpu")), bench.toy):
         name = f"{mode.replace(', ', '-').replace(' ', '-')}-{'compiled' if compiled else 'eager'}"
-        kept, log = bench.folder / "parts" / "modes" / f"{name}.json", bench.folder / "logs" / f"modes-{name}.log"
+        kept, log = (
+            bench.folder / "parts" / "modes" / f"{name}.json",
+            bench.folder / "logs" / f"modes-{name}.log",
+        )
         if not kept.exists():
             aside = bench.folder / "modes-aside"
             code = bench.call(modes_command(bench, (mode, compiled), aside), log)
@@ -99,8 +123,9 @@ def modes(bench: Bench) -> Result:
     if shape is None:
         raise Failed("; ".join(problems))
     lines = [
-        f"{device}; dim {shape.dim}, {shape.layers} layers, {shape.heads} heads, vocabulary {shape.vocab:,}, "
-        f"{shape.batch} x {shape.seq} tokens, {shape.dtype}; one mode after the other.",
+        f"{device}; dim {shape.dim}, {shape.layers} layers, {shape.heads} heads, vocabulary "
+        f"{shape.vocab:,}, {shape.batch} x {shape.seq} tokens, {shape.dtype}; one mode after the "
+        "other.",
         "",
         *activation_modes.table(rows, shape),
     ]

@@ -1,4 +1,5 @@
-"""What a device is, or what it reaches, as JSON: a process of its own, since one that used a GPU keeps memory of it.
+"""What a device is, or what it reaches, as JSON: a process of its own, since one that used a GPU
+keeps memory of it.
 
     python benchmarks/gpu_probe.py facts
     python benchmarks/gpu_probe.py measure [--toy]
@@ -37,7 +38,11 @@ def facts() -> dict[str, Any]:
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
         try:
             found = subprocess.run(query, capture_output=True, text=True)
-            driver = found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else ""
+            driver = (
+                found.stdout.strip().splitlines()[0]
+                if found.returncode == 0 and found.stdout.strip()
+                else ""
+            )
         except OSError:
             driver = ""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -58,7 +63,9 @@ def facts() -> dict[str, Any]:
 
 
 def measure(toy: bool) -> list[dict[str, Any]]:
-    """Rows: large products, the peak that MFU is computed with, copies within the device's memory."""
+    """Rows: large products, the peak that MFU is computed with, copies within the device's
+    memory.
+    """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     size, copied = (256, 2**20) if toy else (8192, 4 * GIB)
@@ -84,8 +91,16 @@ def measure(toy: bool) -> list[dict[str, Any]]:
     peak = peak_flops(device_name(device))
     return [
         {"what": f"bf16 product of {size} x {size}", "value": product / 1e12, "unit": "TFLOP/s"},
-        {"what": "assumed peak of bf16", "value": None if peak is None else peak / 1e12, "unit": "TFLOP/s"},
-        {"what": "copy within the device's memory, read and written", "value": copy / 1e9, "unit": "GB/s"},
+        {
+            "what": "assumed peak of bf16",
+            "value": None if peak is None else peak / 1e12,
+            "unit": "TFLOP/s",
+        },
+        {
+            "what": "copy within the device's memory, read and written",
+            "value": copy / 1e9,
+            "unit": "GB/s",
+        },
     ]
 
 

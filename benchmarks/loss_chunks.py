@@ -3,10 +3,11 @@
     python benchmarks/loss_chunks.py                        # a small model with a large vocabulary
     python benchmarks/loss_chunks.py --dtype bfloat16 --chunks 1 8 64
 
-On one rank with titanlite's own build and step, on random tokens, on the GPU if there is one. All models are of one
-process and take turns, one step each, so that a machine whose speed drifts moves them alike; medians of the steps and
-of the ratios within a round are printed. On a CPU the time is the process's own, and the peak is the high-water mark of
-resident memory in a step, less what was resident before it; on a GPU it is the allocator's.
+On one rank with titanlite's own build and step, on random tokens, on the GPU if there is one. All
+models are of one process and take turns, one step each, so that a machine whose speed drifts moves
+them alike; medians of the steps and of the ratios within a round are printed. On a CPU the time is
+the process's own, and the peak is the high-water mark of resident memory in a step, less what was
+resident before it; on a GPU it is the allocator's.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Cell:
         model = builder.build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), self.device)
         runner = PlainRunner(model, builder.loss())
-        self.train_step = TrainStep(model, optimizer, runner, FiniteGuard(self.device), max_norm=1.0)
+        self.train_step = TrainStep(
+            model, optimizer, runner, FiniteGuard(self.device), max_norm=1.0
+        )
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.loss = 0.0
@@ -74,13 +77,21 @@ class Cell:
         began = time.perf_counter() if cuda else time.process_time()
         self.loss = self.train_step(batches, step, lr=1e-4).loss.item()  # waits for a GPU
         self.seconds.append((time.perf_counter() if cuda else time.process_time()) - began)
-        self.peaks.append((torch.cuda.max_memory_allocated() if cuda else resident("VmHWM:")) - rest)
+        self.peaks.append(
+            (torch.cuda.max_memory_allocated() if cuda else resident("VmHWM:")) - rest
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--chunks", type=int, nargs="+", default=[1, 4, 16], help="the first is what others are held to"
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16],
+        help="the first is what others are held to",
     )
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
@@ -90,28 +101,35 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    args = LlamaArgs(options.dim, options.layers, n_heads=4, vocab_size=options.vocab, max_seq_len=options.seq)
-    window = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=torch.manual_seed(0))
+    args = LlamaArgs(
+        options.dim, options.layers, n_heads=4, vocab_size=options.vocab, max_seq_len=options.seq
+    )
+    window = torch.randint(
+        0, options.vocab, (options.batch, options.seq + 1), generator=torch.manual_seed(0)
+    )
     with DistEnv.open() as world:
-        batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
+        batches = to_device(
+            [Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device
+        )
         cells = [Cell(world, args, chunks, options.dtype) for chunks in options.chunks]
         for turn in range(options.rounds + 1):
             for cell in cells:
                 cell.take(turn + 1, batches)
         logits = 4 * options.batch * options.seq * options.vocab
         print(
-            f"{device_name(world.device)}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
-            f"{options.dtype}, dim {options.dim}, {options.layers} blocks, vocabulary {options.vocab:,}, "
-            f"{options.batch} x {options.seq} tokens: {logits / MIB:,.0f} MiB of logits in float32; "
-            f"{options.rounds} rounds\n"
+            f"{device_name(world.device)}, {torch.get_num_threads()} threads, torch "
+            f"{torch.__version__}; {options.dtype}, dim {options.dim}, {options.layers} blocks, "
+            f"vocabulary {options.vocab:,}, {options.batch} x {options.seq} tokens: "
+            f"{logits / MIB:,.0f} MiB of logits in float32; {options.rounds} rounds\n"
         )
         print("| chunks | s per step | ratio (min–max) | peak of a step, MiB | loss |")
         print("| ---: | ---: | ---: | ---: | ---: |")
         for cell in cells:
             ratios = [a / b for a, b in zip(cell.seconds[1:], cells[0].seconds[1:], strict=True)]
             print(
-                f"| {cell.chunks} | {statistics.median(cell.seconds[1:]):.2f} | {statistics.median(ratios):.2f} "
-                f"({min(ratios):.2f}–{max(ratios):.2f}) | {statistics.median(cell.peaks[1:]) / MIB:,.0f} "
+                f"| {cell.chunks} | {statistics.median(cell.seconds[1:]):.2f} | "
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f}) | "
+                f"{statistics.median(cell.peaks[1:]) / MIB:,.0f} "
                 f"| {cell.loss:.5f} |",
                 flush=True,
             )

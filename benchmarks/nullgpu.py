@@ -1,9 +1,11 @@
-"""Count the CUDA calls of a step without a GPU: the runs of `tests/nullgpu/cases.py`, beside their plans.
+"""Count the CUDA calls of a step without a GPU: the runs of `tests/nullgpu/cases.py`, beside their
+plans.
 
     python benchmarks/nullgpu.py [--folder .nullgpu] [--only REGEX] [--again] [--torchtitan WHERE]
 
-It writes tests/nullgpu/expected.json after each run, and benchmarks/results/nullgpu.md. Runs that the file has are not
-made again without --again. With torchtitan in WHERE (see torchtitan_null.py) that is counted too, into another file.
+It writes tests/nullgpu/expected.json after each run, and benchmarks/results/nullgpu.md. Runs that
+the file has are not made again without --again. With torchtitan in WHERE (see torchtitan_null.py)
+that is counted too, into another file.
 """
 
 from __future__ import annotations
@@ -47,14 +49,19 @@ TORCHTITAN = {
 PUBLISHED = {
     f"published: {point.flags}, {point.gpus} {point.gpu}": point
     for point in POINTS
-    if point.config == "llama3_1_8b" and point.gpus <= 32 and point.gpu in ("H100 500 W", "h100-80g")
+    if point.config == "llama3_1_8b"
+    and point.gpus <= 32
+    and point.gpu in ("H100 500 W", "h100-80g")
     if " op " in point.flags and " tp=" not in point.flags
 }
 _FLOAT8 = "--quantize.linear.float8"
 _WORDS = {
     "compile": "--compile.enable",
     "float8": "--model.converters=quantize.linear.float8",
-    "gather8": f"{_FLOAT8}.enable_fsdp_float8_all_gather {_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp",
+    "gather8": (
+        f"{_FLOAT8}.enable_fsdp_float8_all_gather "
+        f"{_FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"
+    ),
 }
 HEAD = """# Counted on the null GPU
 
@@ -79,7 +86,8 @@ Settings are below the table.
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """  # noqa: E501
 SETTINGS = f"""
-Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags change it, and these flags before its own:
+Each run of titanlite has one sequence of 8,192 tokens a GPU unless its flags change it,
+and these flags before its own:
 {PLAIN}
 
 """
@@ -94,9 +102,10 @@ Seconds of a step are the sum of:
 - collectives beside which no product runs, at {CONSTANTS.link:.0%} of the links;
 - {CONSTANTS.contention:.0%} of the other collectives' time.
 
-Each kernel reads its inputs and writes its outputs once (`tests/nullgpu/traffic.py`): torch's operators in eager code,
-inductor's kernels in compiled code. FLOPs, bytes and collectives are counted. Shares of the peaks are the plan's,
-fitted on 43 published runs: the peaks of single kernels are higher. Launches are taken to be hidden.
+Each kernel reads its inputs and writes its outputs once (`tests/nullgpu/traffic.py`):
+torch's operators in eager code, inductor's kernels in compiled code. FLOPs, bytes and collectives
+are counted. Shares of the peaks are the plan's, fitted on 43 published runs: the peaks of single
+kernels are higher. Launches are taken to be hidden.
 
 Llama 3 8B of 8,192 tokens, played by torchtitan 0.2.2 itself; tokens/s per GPU:
 
@@ -114,19 +123,31 @@ def plan(case: Case) -> dict[str, float]:
     step = _Step(run, cluster_of(run, gpu=case.gpu), CONSTANTS)
     sizes = [size for _, size in step.linears]
     again = sum(sizes[1::2]) / sum(sizes) if step.by_op else step.recomputed * (1 - step.left_out)
-    again *= 1 - 2 * 3 * step.width * args.vocab_size / run.spec.flops_per_token(args, 0)  # the head's
-    figures = {"peak": found.memory.peak.total / GIB, "mfu": found.speed.mfu, "seconds": found.speed.step_seconds}
+    again *= 1 - 2 * 3 * step.width * args.vocab_size / run.spec.flops_per_token(
+        args, 0
+    )  # the head's
+    figures = {
+        "peak": found.memory.peak.total / GIB,
+        "mfu": found.speed.mfu,
+        "seconds": found.speed.step_seconds,
+    }
     return {**figures, "tflop": flops / 1e12, "products": 1 + again / 3}
 
 
 def roofline(found: Mapping[str, Any], gpu: Gpu) -> float:
-    """Return the seconds of a step on `gpu`, by the log: products, attention, bytes, and collectives that are bare.
+    """Return the seconds of a step on `gpu`, by the log: products, attention, bytes, and
+    collectives that are bare.
 
-    Rates are the shares of the peaks that `titanlite plan` takes; what it guesses from the model is counted here.
+    Rates are the shares of the peaks that `titanlite plan` takes; what it guesses from the model is
+    counted here.
     """
     k, rate = CONSTANTS, gpu.bf16 * gpu.sustained
     # By cudaDataType: float32, bfloat16, two of float8.
-    rates = {0: rate / 8, 14: rate, **dict.fromkeys((28, 29), (gpu.float8 or 0) * k.float8 * gpu.sustained)}
+    rates = {
+        0: rate / 8,
+        14: rate,
+        **dict.fromkeys((28, 29), (gpu.float8 or 0) * k.float8 * gpu.sustained),
+    }
     busy = found["attention_tflop"] * 1e12 / (gpu.bf16 * gpu.attention)
     busy += found["moved_gb"] * 1e9 / (gpu.bandwidth * k.memory)
     for shape, count in found["shapes"].items():
@@ -138,7 +159,9 @@ def roofline(found: Mapping[str, Any], gpu: Gpu) -> float:
         nodes = -(-ranks // 8)
         seconds = size / (gpu.link * k.link)
         if nodes > 1:  # bytes of other machines reach a machine once, by its network
-            seconds = max(seconds, size * (ranks - 8) / (ranks - 1) / (8 * DEFAULT_NETWORK * k.network))
+            seconds = max(
+                seconds, size * (ranks - 8) / (ranks - 1) / (8 * DEFAULT_NETWORK * k.network)
+            )
         bare, hidden = bare + exposed * seconds, hidden + (count - exposed) * seconds
     return busy + bare + max(0.0, hidden - busy) + k.contention * min(hidden, busy)
 
@@ -150,18 +173,30 @@ def stored(file: Path = STORED) -> dict[str, Any]:
 
 def lines(runs: Mapping[str, Any]) -> str:
     """Return JSON with a line for each run."""
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in runs.items()) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in runs.items())
+        + "\n}\n"
+    )
 
 
-def count_all(asked: argparse.Namespace, file: Path, runs: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
-    """Make the runs that are asked for, and write the file after each. One that fails loses its figures there."""
+def count_all(
+    asked: argparse.Namespace, file: Path, runs: Mapping[str, Callable[[], dict[str, Any]]]
+) -> None:
+    """Make the runs that are asked for, and write the file after each.
+
+    One that fails loses its figures there.
+    """
     for name, make in runs.items():
         if re.search(asked.only, name) and (asked.again or name not in stored(file)):
             began = time.monotonic()
             kept = stored(file)
             try:
                 kept[name] = make()
-                print(f"{name}: {kept[name]['kernels']:,} kernels, {time.monotonic() - began:.0f} s", flush=True)
+                print(
+                    f"{name}: {kept[name]['kernels']:,} kernels, {time.monotonic() - began:.0f} s",
+                    flush=True,
+                )
             except RuntimeError as error:
                 kept.pop(name, None)
                 print(f"{name}: FAILED\n{error}", flush=True)
@@ -171,7 +206,12 @@ def count_all(asked: argparse.Namespace, file: Path, runs: Mapping[str, Callable
 
 def row(name: str, case: Case, found: dict[str, Any]) -> str:
     counts, depth = figures(found), f", {case.layers} layers" if case.layers else ""
-    cells: list[Any] = [name + depth, case.ranks, f"{found['kernels']:,}", sum(found["nccl"].values())]
+    cells: list[Any] = [
+        name + depth,
+        case.ranks,
+        f"{found['kernels']:,}",
+        sum(found["nccl"].values()),
+    ]
     cells += [found["exposed"], counts["syncs"] + counts["devsync"], counts["pageable"]]
     cells += [counts["malloc"] + counts["free"], f"{found['processor_seconds']:.2f}"]
     cells += [f"{found[f'peak_{kind}_gib']:.1f}" for kind in ("allocated", "reserved")]
@@ -184,14 +224,20 @@ def row(name: str, case: Case, found: dict[str, Any]) -> str:
         ]
         if "moved_gb" in found and logged_whole(case, found):
             # Both figures have the same model FLOPs.
-            cells.append(f"{expected['mfu'] * expected['seconds'] / roofline(found, find_gpu(case.gpu)):.1%}")
+            cells.append(
+                f"{expected['mfu'] * expected['seconds'] / roofline(found, find_gpu(case.gpu)):.1%}"
+            )
     return "| " + " | ".join(map(str, [*cells, *["–"] * (15 - len(cells))])) + " |\n"
 
 
 def logged_whole(case: Case, found: Mapping[str, Any]) -> bool:
-    """Return whether a step's time follows from rank 0's log: no pipeline or update on the host, and known groups."""
+    """Return whether a step's time follows from rank 0's log: no pipeline or update on the host,
+    and known groups.
+    """
     groups = {kind.split()[0] for kind in found["sent"]} - {"1"}
-    return not re.search("pipeline|cpu_offload", case.flags) and (case.ranks <= 8 or len(groups) == 1)
+    return not re.search("pipeline|cpu_offload", case.flags) and (
+        case.ranks <= 8 or len(groups) == 1
+    )
 
 
 def batch_of(point: Point) -> int:
@@ -199,43 +245,71 @@ def batch_of(point: Point) -> int:
 
 
 def point_row(point: Point, found: Mapping[str, Any]) -> str:
-    """Return the line of a published run: tokens/s per GPU by the log and by the plan, with errors."""
+    """Return the line of a published run: tokens/s per GPU by the log and by the plan, with
+    errors.
+    """
     tokens, values = 8192 * batch_of(point), {**asdict(CONSTANTS), **SHARES}
     by = tokens / roofline(found, gpu_of(point, values)), rate(point, point.run(), values)
     shown = " | ".join(f"{one:,.0f} | {one / point.tokens - 1:+.1%}" for one in by)
-    return f"| {point.flags} | {point.gpus} {point.gpu} | {point.tokens:,.0f} | {shown} | {found['moved_gb']:,.0f} |\n"
+    return (
+        f"| {point.flags} | {point.gpus} {point.gpu} | {point.tokens:,.0f} | {shown} | "
+        f"{found['moved_gb']:,.0f} |\n"
+    )
 
 
 def write_page() -> None:
     """Write the page of all runs that the file has."""
     own, theirs = stored(), stored(THEIRS)
-    rows = [row(name, case, {**own[name], "plan": plan(case)}) for name, case in CASES.items() if name in own]
+    rows = [
+        row(name, case, {**own[name], "plan": plan(case)})
+        for name, case in CASES.items()
+        if name in own
+    ]
     rows += [row(name, Case(), found) for name, found in theirs.items() if name in TORCHTITAN]
     points = [point_row(point, theirs[name]) for name, point in PUBLISHED.items() if name in theirs]
-    flags = {name: f"{case.config}.toml, {case.gpu}: {case.flags}" for name, case in CASES.items() if name in own}
+    flags = {
+        name: f"{case.config}.toml, {case.gpu}: {case.flags}"
+        for name, case in CASES.items()
+        if name in own
+    }
     flags |= {name: text for name, text in TORCHTITAN.items() if name in theirs}
     settings = [f"- {name}: {' '.join(text.split())}\n" for name, text in flags.items()]
-    PAGE.write_text("".join([HEAD.format(error=ERROR), *rows, SETTINGS, *settings, PUBLISHED_HEAD, *points]))
+    PAGE.write_text(
+        "".join([HEAD.format(error=ERROR), *rows, SETTINGS, *settings, PUBLISHED_HEAD, *points])
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / ".nullgpu")
     parser.add_argument("--only", default="", help="regular expression of names")
     parser.add_argument("--again", action="store_true", help="also runs that the file has")
-    parser.add_argument("--torchtitan", type=Path, metavar="WHERE", help="count torchtitan, which is in this folder")
+    parser.add_argument(
+        "--torchtitan", type=Path, metavar="WHERE", help="count torchtitan, which is in this folder"
+    )
     asked = parser.parse_args()
     subprocess.run([HERE / "setup.sh", asked.folder], check=True)
     options = ("--traffic",)
-    count_all(asked, STORED, {name: partial(play, asked.folder, case, options=options) for name, case in CASES.items()})
+    count_all(
+        asked,
+        STORED,
+        {name: partial(play, asked.folder, case, options=options) for name, case in CASES.items()},
+    )
     if asked.torchtitan:
         script = ROOT / "benchmarks/torchtitan_null.py"
         # The allocator's setting is that of its run_train.sh, and titanlite's own.
-        own = {"PYTHONPATH": str(asked.torchtitan), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-        runs = {
-            name: partial(run, asked.folder, script, "8", *text.split(), **own) for name, text in TORCHTITAN.items()
+        own = {
+            "PYTHONPATH": str(asked.torchtitan),
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         }
-        # Its published runs had 96 GB. A loop that draws weights reads the device until it finds zeros.
+        runs = {
+            name: partial(run, asked.folder, script, "8", *text.split(), **own)
+            for name, text in TORCHTITAN.items()
+        }
+        # Its published runs had 96 GB. A loop that draws weights reads the device until it finds
+        # zeros.
         own |= {"NULLGPU_GIB": "94", "NULLGPU_ZERO": "1"}
         for name, point in PUBLISHED.items():
             words = " ".join(_WORDS.get(word, "") for word in point.flags.split())

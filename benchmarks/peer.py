@@ -16,7 +16,9 @@ DEFAULT_ENVIRONMENT = ROOT / "benchmarks" / ".torchtitan"
 
 
 def peer_python(folder: Path) -> str:
-    """The Python of torchtitan's environment, made first if it is not complete: the same torch as here."""
+    """The Python of torchtitan's environment, made first if it is not complete: the same torch as
+    here.
+    """
     python = str(folder / "bin" / "python")
     if (folder / "complete").exists():
         return python
@@ -33,8 +35,27 @@ def peer_python(folder: Path) -> str:
 
 
 def torchrun(python: str, ranks: int, script: str, arguments: list[str]) -> list[str]:
-    launch = [python, "-u", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d"]
-    return [*launch, "--rdzv_endpoint", "localhost:0", "--local-ranks-filter", "0", "--tee", "3", script, *arguments]
+    launch = [
+        python,
+        "-u",
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(ranks),
+        "--rdzv_backend",
+        "c10d",
+    ]
+    return [
+        *launch,
+        "--rdzv_endpoint",
+        "localhost:0",
+        "--local-ranks-filter",
+        "0",
+        "--tee",
+        "3",
+        script,
+        *arguments,
+    ]
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -48,6 +69,11 @@ def write_tokenizer(folder: Path) -> Path:
     folder.mkdir()
     converter = TikTokenConverter(vocab_file=str(BUNDLED_TOKENIZER), extra_special_tokens=special)
     converter.converted().save(str(folder / "tokenizer.json"))
-    names = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
+    names = {
+        "bos_token": special[0],
+        "eos_token": special[1],
+        "add_bos_token": True,
+        "add_eos_token": True,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
     return folder

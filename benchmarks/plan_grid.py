@@ -1,4 +1,5 @@
-"""Compare memory by formulas with the trace on a grid of real sizes: `python benchmarks/plan_grid.py [WORD …]`.
+"""Compare memory by formulas with the trace on a grid of real sizes: `python
+benchmarks/plan_grid.py [WORD …]`.
 
 Prints a row of markdown for each config, and the largest deviations.
 """
@@ -80,7 +81,10 @@ def grid() -> list[tuple[str, int, str]]:
 def main() -> None:
     """Print the table; an argument selects the points whose row contains it."""
     found: list[tuple[float, str]] = []
-    print("| config | ranks | settings | formula, GiB | trace, GiB | ratio | peak |\n|---|---|---|---|---|---|---|")
+    print(
+        "| config | ranks | settings | formula, GiB | trace, GiB | ratio | peak "
+        "|\n|---|---|---|---|---|---|---|"
+    )
     for config, ranks, flags in grid():
         name = f"{config} {ranks} {flags}"
         if not all(word in name for word in sys.argv[1:]):
@@ -93,8 +97,14 @@ def main() -> None:
         found.append((abs(ratio - 1), name))
         sizes = f"{formula.peak.total / GIB:.2f} | {traced.peak.total / GIB:.2f} | {ratio:.3f}"
         shown = flags.replace("--", "").strip()
-        print(f"| {config} | {ranks} | {shown} | {sizes} | {formula.peak.phase} {formula.peak.module} |", flush=True)
-    worst = ", ".join(f"{100 * off:.1f} % ({name})" for off, name in sorted(found, reverse=True)[:3])
+        print(
+            f"| {config} | {ranks} | {shown} | {sizes} | {formula.peak.phase} "
+            f"{formula.peak.module} |",
+            flush=True,
+        )
+    worst = ", ".join(
+        f"{100 * off:.1f} % ({name})" for off, name in sorted(found, reverse=True)[:3]
+    )
     print(f"\n{len(found)} configs; largest deviations: {worst}")
 
 

@@ -1,8 +1,10 @@
-"""The table of docs/plan.md: peak memory of a step that was measured, traced, and computed by formulas.
+"""The table of docs/plan.md: peak memory of a step that was measured, traced, and computed by
+formulas.
 
     python benchmarks/plan_memory.py [WORDS] [--parts]      # the rows whose name has these words
 
-Measured: bytes of all storages of the last rank in step 2 of a real run, on gloo ranks of this machine.
+Measured: bytes of all storages of the last rank in step 2 of a real run, on gloo ranks of this
+machine.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ def main() -> None:
         traced, computed = trace(planned(case), rank, "cpu"), estimate(planned(case), rank, "cpu")
         peak = real.peak
         ratios = [f"{memory.peak.total / peak.total:.3f}" for memory in (traced, computed)]
-        print(f"| {case} | {peak.total / 2**20:.1f} | {' | '.join(ratios)} | {peak.phase} {peak.module} |", flush=True)
+        print(
+            f"| {case} | {peak.total / 2**20:.1f} | {' | '.join(ratios)} | {peak.phase} "
+            f"{peak.module} |",
+            flush=True,
+        )
         if options.parts:
             for name in ("measured", "trace"):
                 print(name, _line(real.peak if name == "measured" else traced.peak))
@@ -43,7 +49,9 @@ def main() -> None:
 
 
 def _line(moment: Moment) -> str:
-    parts = ", ".join(f"{name} {moment.parts[name] / 2**20:.2f}" for name in PARTS if moment.parts[name])
+    parts = ", ".join(
+        f"{name} {moment.parts[name] / 2**20:.2f}" for name in PARTS if moment.parts[name]
+    )
     return f"{moment.phase} {moment.module}: {parts}"
 
 

@@ -1,11 +1,13 @@
-"""Fit the constants of `titanlite.plan.speed` on published runs, and print the errors as a table of docs/plan.md.
+"""Fit the constants of `titanlite.plan.speed` on published runs, and print the errors as a table of
+docs/plan.md.
 
-    python benchmarks/plan_speed.py          # with the library's constants, and with one step of a fit without the run
+    # with the library's constants, and with one step of a fit without the run
+    python benchmarks/plan_speed.py
     python benchmarks/plan_speed.py --fit    # the same from fitted constants, which it prints
 
 The sources give numbers only. The rest is assumed: runs on A100 are eager, on machines of 8 with
-200 Gbit/s for each GPU; FSDP alone gathers float8 weights in float8; pipelines have 8 micro-batches. "H100 500 W" has
-memory of 2.4 TB/s, as its source says.
+200 Gbit/s for each GPU; FSDP alone gathers float8 weights in float8; pipelines have 8
+micro-batches. "H100 500 W" has memory of 2.4 TB/s, as its source says.
 """
 
 from __future__ import annotations
@@ -61,14 +63,19 @@ SHORT = {
     "compile": "--training.compile=true",
     "eager": "--training.compile=false",
     "float8": "--float8.enable_float8_linear=true",
-    "gather8": "--float8.enable_fsdp_float8_all_gather=true --float8.precompute_float8_dynamic_scale_for_fsdp=true",
+    "gather8": (
+        "--float8.enable_fsdp_float8_all_gather=true "
+        "--float8.precompute_float8_dynamic_scale_for_fsdp=true"
+    ),
     "none": "--activation_checkpoint.mode=none",
     "full": "--activation_checkpoint.mode=full",
     "op": "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op",
     "layer": "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=2",
     "tp": "--training.tensor_parallel_degree={}",
     "cp": "--experimental.context_parallel_degree={}",
-    "pp": "--experimental.pipeline_parallel_degree={} --experimental.pipeline_parallel_microbatches=8",
+    "pp": (
+        "--experimental.pipeline_parallel_degree={} --experimental.pipeline_parallel_microbatches=8"
+    ),
     "interleaved": "--experimental.pipeline_parallel_schedule=Interleaved1F1B",
     "async": "--experimental.enable_async_tensor_parallel=true",
 }
@@ -76,7 +83,10 @@ SHORT = {
 _G, _P = "H100 500 W", "h100-80g"
 _8B, _70B, _405B = "llama3_1_8b", "llama3_1_70b", "llama3_1_405b"
 _F8 = "compile float8 gather8"
-_T8, _4D = "compile full batch=16 seq=8192 tp=8", "compile float8 async full seq={} batch={} tp=8 pp=8"
+_T8, _4D = (
+    "compile full batch=16 seq=8192 tp=8",
+    "compile float8 async full seq={} batch={} tp=8 pp=8",
+)
 POINTS = (
     Point(TITAN_2024, _G, 8, _8B, "eager op batch=2 seq=8192", 5762),
     Point(TITAN_2024, _G, 8, _8B, "compile op batch=2 seq=8192", 6667),
@@ -122,7 +132,8 @@ POINTS = (
     Point(TITAN_A100, "a100-80g", 64, "llama2_70b", "eager op batch=1 seq=4096", 355),
     Point(TITAN_A100, "a100-80g", 64, "llama2_70b", "eager full batch=2 seq=4096", 353),
 )
-#: Fitted beside `Constants`: shares of the peak by kind of GPU; attention under 500 W is slower as products are.
+#: Fitted beside `Constants`: shares of the peak by kind of GPU; attention under 500 W is slower as
+#: products are.
 _H100, _A100 = GPUS["h100-80g"], GPUS["a100-80g"]
 SHARES = {
     "h100 sustained": _H100.sustained,
@@ -137,11 +148,15 @@ MOST = {"link": 0.95, "memory": 0.95, "network": 0.95, "contention": 0.5, "h100 
 
 def gpu_of(point: Point, shares: Mapping[str, float]) -> Gpu:
     if point.gpu.startswith("a100"):
-        return replace(_A100, sustained=shares["a100 sustained"], attention=shares["a100 attention"])
+        return replace(
+            _A100, sustained=shares["a100 sustained"], attention=shares["a100 attention"]
+        )
     sustained, attention = shares["h100 sustained"], shares["h100 attention"]
     if point.gpu == _G:
         less = shares["h100 at 500 W"]
-        return replace(_H100, bandwidth=2.4e12, sustained=sustained * less, attention=attention * less)
+        return replace(
+            _H100, bandwidth=2.4e12, sustained=sustained * less, attention=attention * less
+        )
     return replace(GPUS[point.gpu], sustained=sustained, attention=attention)
 
 
@@ -165,12 +180,20 @@ class Fit:
         self.names = list(self.start)
 
     def values(self, x: np.ndarray) -> dict[str, float]:
-        found = {name: self.start[name] * math.exp(move) for name, move in zip(self.names, x, strict=True)}
+        found = {
+            name: self.start[name] * math.exp(move)
+            for name, move in zip(self.names, x, strict=True)
+        }
         return {name: min(value, MOST.get(name, value)) for name, value in found.items()}
 
     def errors(self, x: np.ndarray) -> np.ndarray:
         values = self.values(x)
-        return np.array([math.log(rate(p, run, values) / p.tokens) for p, run in zip(POINTS, self.runs, strict=True)])
+        return np.array(
+            [
+                math.log(rate(p, run, values) / p.tokens)
+                for p, run in zip(POINTS, self.runs, strict=True)
+            ]
+        )
 
     def slopes(self, x: np.ndarray, found: np.ndarray) -> np.ndarray:
         step = 0.02
@@ -191,7 +214,9 @@ class Fit:
         return x
 
     def left_out(self, x: np.ndarray) -> list[float]:
-        """Return each point's relative error after a step of the fit without it, from the fit with all."""
+        """Return each point's relative error after a step of the fit without it, from the fit with
+        all.
+        """
         found, result = self.errors(x), []
         slopes = self.slopes(x, found)
         for i, (point, run) in enumerate(zip(POINTS, self.runs, strict=True)):
@@ -202,7 +227,9 @@ class Fit:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--fit", action="store_true", help="fit the constants")
     fitting = parser.parse_args().fit
     fit = Fit()
@@ -210,7 +237,12 @@ def main() -> None:
     values = fit.values(x)
     left = fit.left_out(x)
     if fitting:
-        print("\n".join(f"{name}: {fit.start[name]:.3g} -> {value:.3g}" for name, value in values.items()), "\n")
+        print(
+            "\n".join(
+                f"{name}: {fit.start[name]:.3g} -> {value:.3g}" for name, value in values.items()
+            ),
+            "\n",
+        )
     print("| run | GPUs | published | predicted | error | left out |\n|---|---|---|---|---|---|")
     errors = []
     for point, run, loo in zip(POINTS, fit.runs, left, strict=True):
@@ -222,7 +254,10 @@ def main() -> None:
         sizes = sorted(map(abs, some))
         near = sum(size <= ERROR for size in sizes)
         middle, largest = sizes[len(sizes) // 2], sizes[-1]
-        print(f"\n{name}: median {middle:.1%}, largest {largest:.1%}, within {ERROR:.0%}: {near} of {len(sizes)}")
+        print(
+            f"\n{name}: median {middle:.1%}, largest {largest:.1%}, within {ERROR:.0%}: {near} of "
+            f"{len(sizes)}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Which machines a model needs, by the planner: the tables of docs/plan.md, section "Platforms", as markdown.
+"""Which machines a model needs, by the planner: the tables of docs/plan.md, section "Platforms", as
+markdown.
 
     python benchmarks/plan_tables.py
 
-`platforms` plans the smallest AWS platforms that are said to train each model (full sharding, activation checkpointing
-and offload of activations, sequences of 4,096 tokens, one per GPU), and half of each. `ladder` finds the largest model
-of a family that fits on 8 x A100 40 GB, with less and less on the GPU. No GPU and no torch is used.
+`platforms` plans the smallest AWS platforms that are said to train each model (full sharding,
+activation checkpointing and offload of activations, sequences of 4,096 tokens, one per GPU), and
+half of each. `ladder` finds the largest model of a family that fits on 8 x A100 40 GB, with less
+and less on the GPU. No GPU and no torch is used.
 """
 
 from __future__ import annotations
@@ -35,14 +37,23 @@ PLATFORMS = (
 FULL_AC = ("--activation_checkpoint.mode=full",)
 AC_OFFLOAD = (*FULL_AC, "--activation_checkpoint.offload")
 CPU_OFFLOAD = (*AC_OFFLOAD, "--training.enable_cpu_offload")
-SETTINGS = ("--training.seq_len=4096", "--training.batch_size=1", "--training.global_batch_size=-1", *AC_OFFLOAD)
+SETTINGS = (
+    "--training.seq_len=4096",
+    "--training.batch_size=1",
+    "--training.global_batch_size=-1",
+    *AC_OFFLOAD,
+)
 #: What else may help, in the order in which a user would try it.
 REMEDIES = {
     "": (),
     "loss in 8 chunks": ("--training.loss_chunks=8",),
     "AdamW8bit": ("--training.loss_chunks=8", "--optimizer.name=AdamW8bit"),
     "bf16 weights and states, Kahan": (
-        *("--training.loss_chunks=8", "--training.dtype=bfloat16", "--optimizer.name=AnyPrecisionAdamW"),
+        *(
+            "--training.loss_chunks=8",
+            "--training.dtype=bfloat16",
+            "--optimizer.name=AnyPrecisionAdamW",
+        ),
         *("--optimizer.momentum_dtype=bfloat16", "--optimizer.kahan"),
     ),
     "CPU offload": ("--training.loss_chunks=8", "--training.enable_cpu_offload"),
@@ -66,7 +77,9 @@ def plan(config: str, gpus: int, gpu: str, flags: Sequence[str]) -> Plan:
 
 
 def platforms() -> Iterator[tuple[str, int, str, Plan, dict[str, Plan]]]:
-    """Yield model, GPUs, GPU, the plan on them, and on half of them by remedy, up to the first that is enough."""
+    """Yield model, GPUs, GPU, the plan on them, and on half of them by remedy, up to the first that
+    is enough.
+    """
     for config, gpus, gpu in PLATFORMS:
         halves: dict[str, Plan] = {}
         for name, flags in REMEDIES.items():
@@ -79,12 +92,18 @@ def platforms() -> Iterator[tuple[str, int, str, Plan, dict[str, Plan]]]:
 def width(flags: Sequence[str], tokens: int) -> int:
     """Return the largest width, a multiple of 128, of Llama-like models that fit on 8 x A100 40 GB.
 
-    Layers and heads are a 128th of the width, as in Llama 2 7B. tokens: of a sequence; a GPU has one.
+    Layers and heads are a 128th of the width, as in Llama 2 7B. tokens: of a sequence; a GPU has
+    one.
     """
     low, high = 4, 256
     while high - low > 1:
         middle = (low + high) // 2
-        found = plan("llama2_7b.toml", 8, "a100-40g", (*shape(middle), f"--training.seq_len={tokens}", *flags))
+        found = plan(
+            "llama2_7b.toml",
+            8,
+            "a100-40g",
+            (*shape(middle), f"--training.seq_len={tokens}", *flags),
+        )
         fits = found.fits and sum(found.host.values()) <= HOST
         low, high = (middle, high) if fits else (low, middle)
     return 128 * low
@@ -94,7 +113,14 @@ def shape(n: int) -> list[str]:
     """Return the flags of a model of width 128 * n."""
     sizes = {"dim": 128 * n, "n_layers": n, "n_heads": n, "n_kv_heads": n}
     batch = ["--training.batch_size=1", "--training.global_batch_size=-1"]
-    return [*batch, *(word for name, size in sizes.items() for word in (f"--model.overrides.{name}", str(size)))]
+    return [
+        *batch,
+        *(
+            word
+            for name, size in sizes.items()
+            for word in (f"--model.overrides.{name}", str(size))
+        ),
+    ]
 
 
 def ladder(tokens: int) -> dict[str, int]:
@@ -102,7 +128,9 @@ def ladder(tokens: int) -> dict[str, int]:
     found = {}
     for name, flags in RUNGS.items():
         run = check_config(
-            ["--job.config_file=llama2_7b.toml", *shape(width(flags, tokens) // 128)], 8, training=False
+            ["--job.config_file=llama2_7b.toml", *shape(width(flags, tokens) // 128)],
+            8,
+            training=False,
         )[1]
         found[name] = run.spec.count_parameters(run.model_args())
     return found
@@ -111,13 +139,17 @@ def ladder(tokens: int) -> dict[str, int]:
 def shown(found: Plan) -> str:
     """Return the memory that a plan needs, and whether it is there."""
     return (
-        f"{found.needed / GIB:.1f} of {found.cluster.gpu.memory / GIB:.1f}, {'fits' if found.fits else 'does not fit'}"
+        f"{found.needed / GIB:.1f} of {found.cluster.gpu.memory / GIB:.1f}, "
+        f"{'fits' if found.fits else 'does not fit'}"
     )
 
 
 def main() -> None:
     """Print both tables."""
-    print("| model | GPUs | needed, GiB | half of them, as it is | half of them, with |\n|---|---|---|---|---|")
+    print(
+        "| model | GPUs | needed, GiB | half of them, as it is | half of them, with "
+        "|\n|---|---|---|---|---|"
+    )
     for model, gpus, gpu, whole, halves in platforms():
         name, last = list(halves.items())[-1]
         with_ = f"{name}: {shown(last)}" if name else ""

@@ -1,13 +1,16 @@
-"""Training speed on CPU ranks: tokens per second, start-up, memory, and the share of bare matrix products.
+"""Training speed on CPU ranks: tokens per second, start-up, memory, and the share of bare matrix
+products.
 
     python benchmarks/throughput.py                        # titanlite alone
-    python benchmarks/throughput.py --versus torchtitan    # and torchtitan 0.2.2, in turn, in an environment of its own
+    # and torchtitan 0.2.2, in turn, in an environment of its own
+    python benchmarks/throughput.py --versus torchtitan
 
-A Llama of about 29 million parameters (dim 512, 8 layers, 8 heads, sequence 512, batch 4 per rank), fp32 and bf16, on
-1 and 2 gloo ranks with one thread each. Both trainers run as users run them: torchrun on their own entry point, their
-own step lines read from the pipe, torchtitan's default optimizer kernel (fused) in both. They start one after the
-other and then take turns, step by step: the workers of the other wait stopped (SIGSTOP). So a machine whose speed
-drifts moves both alike; ratios are medians of pairs of steps. Writes Markdown and JSON with --out.
+A Llama of about 29 million parameters (dim 512, 8 layers, 8 heads, sequence 512, batch 4 per rank),
+fp32 and bf16, on 1 and 2 gloo ranks with one thread each. Both trainers run as users run them:
+torchrun on their own entry point, their own step lines read from the pipe, torchtitan's default
+optimizer kernel (fused) in both. They start one after the other and then take turns, step by step:
+the workers of the other wait stopped (SIGSTOP). So a machine whose speed drifts moves both alike;
+ratios are medians of pairs of steps. Writes Markdown and JSON with --out.
 """
 
 from __future__ import annotations
@@ -103,13 +106,23 @@ def send(signal_number: signal.Signals, pids: list[int]) -> None:
             os.kill(pid, signal_number)
 
 
-def measure(system: str, cell: Cell, command: list[str], folder: Path, environment: dict[str, str]) -> Running:
-    """Start a trainer; each step line that arrives ends a turn, after which its workers are stopped until the next."""
+def measure(
+    system: str, cell: Cell, command: list[str], folder: Path, environment: dict[str, str]
+) -> Running:
+    """Start a trainer; each step line that arrives ends a turn, after which its workers are stopped
+    until the next.
+    """
     resumed = time.perf_counter()
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **environment},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "NO_COLOR": "1",
+            **environment,
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -193,11 +206,15 @@ def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Running:
     arguments = [f"--{key}={value}" for key, value in flags.items()]
     command = torchrun(sys.executable, cell.ranks, str(ROOT / "train.py"), arguments)
     # The variables that our launcher sets; torchtitan's sets none for a CPU.
-    return measure("titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES})
+    return measure(
+        "titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": TUNABLES}
+    )
 
 
 class Torchtitan:
-    """torchtitan in an environment of its own, with our text and tokenizer in the forms it reads."""
+    """torchtitan in an environment of its own, with our text and tokenizer in the forms it
+    reads.
+    """
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.scratch = scratch
@@ -254,7 +271,8 @@ d, f, m, layers = {DIM}, {FFN}, {BATCH * SEQ}, {LAYERS}
 shapes = [(d, d, 4 * layers), (d, f, 2 * layers), (f, d, layers), (d, vocab, 1)]
 work = []
 for k, n, times in shapes:
-    x, w, g = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype), torch.randn(m, n, dtype=dtype)
+    x, w = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)
+    g = torch.randn(m, n, dtype=dtype)
     work.append((times, x, w, g))
 def once():
     for times, x, w, g in work:
@@ -269,29 +287,42 @@ print(sorted(seconds)[2])
 
 
 def bare_products(cell: Cell, vocab: int) -> float:
-    """Tokens per second of the linear layers' products alone, forward and backward, on all ranks at once."""
+    """Tokens per second of the linear layers' products alone, forward and backward, on all ranks at
+    once.
+    """
     command = [sys.executable, "-c", _BARE, cell.dtype, str(vocab)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(cell.ranks)]
+    running = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(cell.ranks)
+    ]
     return sum(BATCH * SEQ / float(process.communicate()[0]) for process in running)
 
 
 def floor_seconds(ranks: int) -> float:
     """An empty torchrun whose workers import torch and its FSDP."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-        script.write("import os, torch, torch.distributed.fsdp, torch.distributed.checkpoint\nos._exit(0)\n")
+        script.write(
+            "import os, torch, torch.distributed.fsdp, torch.distributed.checkpoint\nos._exit(0)\n"
+        )
         script.flush()
         began = time.perf_counter()
         command = torchrun(sys.executable, ranks, script.name, [])
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+        subprocess.run(
+            command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True
+        )
         return time.perf_counter() - began
 
 
-def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, list[float]]) -> list[str]:
-    """Markdown: a row per cell and system, medians over repeats, then ratios: of pairs of steps, and of runs."""
+def table(
+    runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, list[float]]
+) -> list[str]:
+    """Markdown: a row per cell and system, medians over repeats, then ratios: of pairs of steps,
+    and of runs.
+    """
     lines = [
-        "| compute | ranks | system | tokens/s | of bare products | CPU s per step and rank | s to end of step 1 "
-        "| floor + 1 step, s | peak GiB per rank |",
+        "| compute | ranks | system | tokens/s | of bare products | CPU s per step and rank | s "
+        "to end of step 1 | floor + 1 step, s | peak GiB per rank |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     median = statistics.median
@@ -301,30 +332,39 @@ def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, lis
             speed = median(run.tokens_per_second for run in mine)
             floor = median(floors[cell]) + BATCH * SEQ * cell.ranks / speed
             lines.append(
-                f"| {cell.dtype} | {cell.ranks} | {system} | {speed:,.0f} | {speed / median(bare[cell]):.0%} | "
+                f"| {cell.dtype} | {cell.ranks} | {system} | {speed:,.0f} | "
+                f"{speed / median(bare[cell]):.0%} | "
                 f"{median(r.cpu_seconds_per_step for r in mine):.2f} | "
                 f"{median(r.seconds_to_step_1 for r in mine):.1f} | {floor:.1f} | "
                 f"{median(r.peak_gib for r in mine):.2f} |"
             )
     if len({run.system for run in runs}) > 1:
-        head = "| compute | ranks | tokens/s, titanlite / torchtitan (min–max) | CPU time | memory | s to step 1 |"
+        head = (
+            "| compute | ranks | tokens/s, titanlite / torchtitan (min–max) | CPU time | memory | "
+            "s to step 1 |"
+        )
         lines += ["", head, "|---|---|---|---|---|---|"]
         for cell in bare:
             ours, theirs = (
-                [run for run in runs if run.cell == cell and run.system == s] for s in ("titanlite", "torchtitan")
+                [run for run in runs if run.cell == cell and run.system == s]
+                for s in ("titanlite", "torchtitan")
             )
             pairs = list(zip(ours, theirs, strict=True))
 
-            def ratio(of: Callable[[Run], float], pairs: list[tuple[Run, Run]] = pairs) -> list[float]:
+            def ratio(
+                of: Callable[[Run], float], pairs: list[tuple[Run, Run]] = pairs
+            ) -> list[float]:
                 return [of(a) / of(b) for a, b in pairs]
 
             speeds = [
                 b / a for x, y in pairs for a, b in zip(x.step_seconds, y.step_seconds, strict=True)
             ]  # of pairs of steps
             lines.append(
-                f"| {cell.dtype} | {cell.ranks} | {median(speeds):.2f} ({min(speeds):.2f}–{max(speeds):.2f}) | "
+                f"| {cell.dtype} | {cell.ranks} | {median(speeds):.2f} "
+                f"({min(speeds):.2f}–{max(speeds):.2f}) | "
                 f"{median(ratio(lambda r: r.cpu_seconds_per_step)):.2f} | "
-                f"{median(ratio(lambda r: r.peak_gib)):.2f} | {median(ratio(lambda r: r.seconds_to_step_1)):.2f} |"
+                f"{median(ratio(lambda r: r.peak_gib)):.2f} | "
+                f"{median(ratio(lambda r: r.seconds_to_step_1)):.2f} |"
             )
     return lines
 
@@ -335,7 +375,10 @@ def hardware() -> str:
     from titanlite.metrics.throughput import device_name
 
     cpu = device_name(torch.device("cpu"))
-    return f"{os.cpu_count()} cores, {cpu}, torch {torch.__version__}, Python {platform.python_version()}"
+    return (
+        f"{os.cpu_count()} cores, {cpu}, torch {torch.__version__}, Python "
+        f"{platform.python_version()}"
+    )
 
 
 def has_bf16() -> bool:
@@ -346,20 +389,34 @@ def has_bf16() -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--versus", choices=["torchtitan"], help="also run this trainer, in turn")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10, help=f"steps per run, the first {WARM} not counted")
+    parser.add_argument(
+        "--steps", type=int, default=10, help=f"steps per run, the first {WARM} not counted"
+    )
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument(
-        "--dtypes", nargs="*", help="default: float32, and bfloat16 where the processor has instructions for it"
+        "--dtypes",
+        nargs="*",
+        help="default: float32, and bfloat16 where the processor has instructions for it",
     )
-    parser.add_argument("--compile", action="store_true", help="compile both; run it twice, the first fills the caches")
-    parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile both; run it twice, the first fills the caches",
+    )
+    parser.add_argument(
+        "--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER"
+    )
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.versus and importlib.util.find_spec("transformers") is None:
-        parser.error("--versus needs transformers, which the test environment has: `./run_tests.sh` makes it")
+        parser.error(
+            "--versus needs transformers, which the test environment has: `./run_tests.sh` makes it"
+        )
 
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -382,17 +439,31 @@ def main() -> None:
                 latest = take_turns(started[:: -1 if repeat % 2 else 1])
                 runs += latest
                 shown = ", ".join(f"{r.system} {r.tokens_per_second:,.0f}" for r in latest)
-                print(f"repeat {repeat + 1}, {cell.dtype} on {cell.ranks}: {shown} tokens/s", flush=True)
+                print(
+                    f"repeat {repeat + 1}, {cell.dtype} on {cell.ranks}: {shown} tokens/s",
+                    flush=True,
+                )
     head = f"{hardware()}; {arguments.repeats} repeats of {arguments.steps} steps, medians."
     lines = [head, "", *table(runs, bare, floors)]
     if "bfloat16" not in dtypes:
-        why = "it was not asked for" if has_bf16() else "this processor has no instructions for it (AVX-512, AMX)"
+        why = (
+            "it was not asked for"
+            if has_bf16()
+            else "this processor has no instructions for it (AVX-512, AMX)"
+        )
         lines += ["", f"bf16 was not measured: {why}."]
     print("\n".join(["", *lines]))
     if arguments.out:
         arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
         arguments.out.with_suffix(".json").write_text(
-            json.dumps({"hardware": hardware(), "command": sys.argv, "runs": [asdict(run) for run in runs]}, indent=1)
+            json.dumps(
+                {
+                    "hardware": hardware(),
+                    "command": sys.argv,
+                    "runs": [asdict(run) for run in runs],
+                },
+                indent=1,
+            )
         )
 
 

@@ -1,10 +1,13 @@
-"""Runs torchtitan 0.2.2's own `train` on a CPU: the other side of `throughput.py` and of `torchtitan_losses.py`.
+"""Runs torchtitan 0.2.2's own `train` on a CPU: the other side of `throughput.py` and of
+`torchtitan_losses.py`.
 
-torchtitan assumes CUDA. What is changed here lets it start on gloo; none of it changes what it computes:
-the device type, functions of `torch.cuda` that `torch.cpu` lacks, `barrier` without device ids, a stand-in for a module
-that imports triton, and plain sums where gloo knows no pre-multiplied ones. A model of any shape is registered as the
-flavor `bench`; its sizes come as JSON in TITAN_BENCH_MODEL. With a file named in TITAN_BENCH_RECORD it trains from the
-weights and batches of `equal_start.py` and writes what it logs there, unrounded.
+torchtitan assumes CUDA. What is changed here lets it start on gloo; none of it changes what it
+computes:
+the device type, functions of `torch.cuda` that `torch.cpu` lacks, `barrier` without device ids, a
+stand-in for a module that imports triton, and plain sums where gloo knows no pre-multiplied ones. A
+model of any shape is registered as the flavor `bench`; its sizes come as JSON in TITAN_BENCH_MODEL.
+With a file named in TITAN_BENCH_RECORD it trains from the weights and batches of `equal_start.py`
+and writes what it logs there, unrounded.
 """
 
 from __future__ import annotations
@@ -75,7 +78,9 @@ def stand_in_for_triton() -> None:
 
 
 class _Sequences:
-    """What torchtitan's trainer asks of a data loader: micro-batches of the sequences i with i = rank (mod ranks)."""
+    """What torchtitan's trainer asks of a data loader: micro-batches of the sequences i with i =
+    rank (mod ranks).
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
@@ -88,20 +93,25 @@ class _Sequences:
         for first in range(0, len(indexes), size):
             rows = [equal_start.sequence(i) for i in indexes[first : first + size]]
             tokens, labels = (
-                torch.stack([torch.from_numpy(row) for row in column]) for column in zip(*rows, strict=True)
+                torch.stack([torch.from_numpy(row) for row in column])
+                for column in zip(*rows, strict=True)
             )
             yield {"input": tokens}, labels
 
 
 def recording_trainer(record: Path) -> Any:
-    """torchtitan's Trainer with the weights and batches of `equal_start`; its own `train_step` runs as it is."""
+    """torchtitan's Trainer with the weights and batches of `equal_start`; its own `train_step` runs
+    as it is.
+    """
     import torch
     import torchtitan.protocols.train_spec as specs
     import torchtitan.train as train
 
     own = specs.get_train_spec("llama3")
     own.build_tokenizer_fn = None
-    own.build_dataloader_fn = lambda *, dp_world_size, dp_rank, **_: _Sequences(dp_rank, dp_world_size)
+    own.build_dataloader_fn = lambda *, dp_world_size, dp_rank, **_: _Sequences(
+        dp_rank, dp_world_size
+    )
     specs.register_train_spec("llama3", own)
 
     class Recording(train.Trainer):
@@ -112,9 +122,22 @@ def recording_trainer(record: Path) -> Any:
                 equal_start.place(parameter, value)
             self.metrics_processor.log = self._log
 
-        def _log(self, step: int, loss: float, max_loss: float, norm: float, extra_metrics: dict[str, Any]) -> None:
+        def _log(
+            self,
+            step: int,
+            loss: float,
+            max_loss: float,
+            norm: float,
+            extra_metrics: dict[str, Any],
+        ) -> None:
             if torch.distributed.get_rank() == 0:
-                row = {"step": step, "loss": loss, "max_loss": max_loss, "grad_norm": norm, "lr": extra_metrics["lr"]}
+                row = {
+                    "step": step,
+                    "loss": loss,
+                    "max_loss": max_loss,
+                    "grad_norm": norm,
+                    "lr": extra_metrics["lr"],
+                }
                 with open(record, "a") as stream:
                     stream.write(json.dumps(row) + "\n")
 

@@ -1,11 +1,13 @@
-"""The same weights and batches through torchtitan 0.2.2 and through titanlite: losses and gradient norms, step by step.
+"""The same weights and batches through torchtitan 0.2.2 and through titanlite: losses and gradient
+norms, step by step.
 
     python benchmarks/torchtitan_losses.py [--peer-environment FOLDER] [--write]
 
-Both trainers run under torchrun with their own Trainer, FSDP, loss, clipping, optimizer and schedule, for the 4 steps
-that `equal_start.py` describes: grouped queries, scaled RoPE, accumulation, sequences of unequal length, warm-up,
-decay, clipping in some steps. Exit code 1 if a float32 loss differs by more than the tolerance. --write stores
-torchtitan's numbers for the test that repeats titanlite's side without torchtitan.
+Both trainers run under torchrun with their own Trainer, FSDP, loss, clipping, optimizer and
+schedule, for the 4 steps that `equal_start.py` describes: grouped queries, scaled RoPE,
+accumulation, sequences of unequal length, warm-up, decay, clipping in some steps. Exit code 1 if a
+float32 loss differs by more than the tolerance. --write stores torchtitan's numbers for the test
+that repeats titanlite's side without torchtitan.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class Cell:
     ranks: int
 
 
-#: On 1 rank torchtitan uses no FSDP: its bfloat16 is then autocast, other arithmetic than ours. Bfloat16 is shown but
-#: neither judged nor stored: between CPUs with other instructions one trainer's own losses differ by up to 3e-3.
+#: On 1 rank torchtitan uses no FSDP: its bfloat16 is then autocast, other arithmetic than ours.
+#: Bfloat16 is shown but neither judged nor stored: between CPUs with other instructions one
+#: trainer's own losses differ by up to 3e-3.
 CELLS = [Cell("float32", 1), Cell("float32", 2), Cell("bfloat16", 2)]
 
 
@@ -78,7 +81,10 @@ def run_torchtitan(python: str, cell: Cell, folder: Path) -> Rows:
 def run_titanlite(cell: Cell, folder: Path) -> Rows:
     record = folder / "titanlite.jsonl"
     arguments = ["--inside", str(record), cell.dtype]
-    _run(torchrun(sys.executable, cell.ranks, str(Path(__file__).resolve()), arguments), PYTHONPATH=str(ROOT))
+    _run(
+        torchrun(sys.executable, cell.ranks, str(Path(__file__).resolve()), arguments),
+        PYTHONPATH=str(ROOT),
+    )
     return _read(record)
 
 
@@ -87,7 +93,9 @@ def inside(record: Path, dtype: str) -> None:
     from titanlite.parallel.dist_env import DistEnv
 
     with DistEnv.open(device_type="cpu") as world:
-        rows = equal_start.train_titanlite(world, record.parent, f"--training.mixed_precision_param={dtype}")
+        rows = equal_start.train_titanlite(
+            world, record.parent, f"--training.mixed_precision_param={dtype}"
+        )
         if world.rank == 0:
             record.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -95,7 +103,10 @@ def inside(record: Path, dtype: str) -> None:
 def show(cell: Cell, theirs: Rows, ours: Rows) -> float:
     """Print both side by side; the largest difference of a loss."""
     print(f"\n{cell.dtype}, {cell.ranks} rank{'s' if cell.ranks > 1 else ''}")
-    print("step        lr   torchtitan   titanlite      |diff|      norm, theirs       ours   relative")
+    print(
+        "step        lr   torchtitan   titanlite      |diff|      norm, theirs       ours   "
+        "relative"
+    )
     worst = 0.0
     for a, b in zip(theirs, ours, strict=True):
         if (a["step"], round(a["lr"], 12)) != (b["step"], round(b["lr"], 12)):
@@ -114,7 +125,7 @@ def golden(runs: dict[Cell, Rows]) -> dict[str, Any]:
     import torch
 
     return {
-        "about": "Logged by torchtitan itself. Made by: python benchmarks/torchtitan_losses.py --write",
+        "about": "Logged by torchtitan itself. Made by: python benchmarks/torchtitan_losses.py --write",  # noqa: E501
         "torchtitan": TITAN_VERSION,
         "torch": torch.__version__,
         "runs": [
@@ -126,10 +137,16 @@ def golden(runs: dict[Cell, Rows]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--write", action="store_true", help=f"store torchtitan's numbers in {GOLDEN.relative_to(ROOT)}"
+        "--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER"
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help=f"store torchtitan's numbers in {GOLDEN.relative_to(ROOT)}",
     )
     parser.add_argument("--inside", nargs=2, metavar=("FILE", "DTYPE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,10 +1,11 @@
 """Counts a step of torchtitan 0.2.2 on the null GPU, as `tests/nullgpu/play.py` does for titanlite.
 
-    PYTHONPATH=WHERE tests/nullgpu/run.sh FOLDER benchmarks/torchtitan_null.py RANKS torchtitan's flags …
+    PYTHONPATH=WHERE tests/nullgpu/run.sh FOLDER benchmarks/torchtitan_null.py RANKS torchtitan's
+        flags …
 
-WHERE has torchtitan==0.2.2, torchdata, tyro, einops, datasets and their needs (`pip install --no-deps --target WHERE`),
-but no torch: FOLDER has the CUDA build. torchtitan's own Trainer and step run as they are, on one sequence of zeros in
-place of a text.
+WHERE has torchtitan==0.2.2, torchdata, tyro, einops, datasets and their needs (`pip install
+--no-deps --target WHERE`), but no torch: FOLDER has the CUDA build. torchtitan's own Trainer and
+step run as they are, on one sequence of zeros in place of a text.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="nullgpu-") as folder:
         log = Path(folder, "calls")
         set_ranks(0, int(sys.argv[1]), log)
-        size = [f"--training.steps={WARM + STEPS + 2}", f"--job.dump_folder={folder}/run", "--metrics.log_freq=1000"]
+        size = [
+            f"--training.steps={WARM + STEPS + 2}",
+            f"--job.dump_folder={folder}/run",
+            "--metrics.log_freq=1000",
+        ]
         found = play([*sys.argv[2:], *size], Counting(log, STEPS, traffic=True))
     print(json.dumps(found), flush=True)
     os._exit(0)

@@ -1,4 +1,5 @@
-"""A callback of your own: keeps the lowest logged loss, also over a resume, and stops the run when it is low enough.
+"""A callback of your own: keeps the lowest logged loss, also over a resume, and stops the run when
+it is low enough.
 
 [job]
 callbacks = ["./best_loss.py:BestLoss"]

@@ -1,6 +1,8 @@
-"""A training loop of your own: torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key value ...]
+"""A training loop of your own: torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key
+value ...]
 
-`Trainer(build(config, world)).train()` is the same loop with checkpoints, validation, metrics and the rest.
+`Trainer(build(config, world)).train()` is the same loop with checkpoints, validation, metrics and
+the rest.
 """
 
 import sys
@@ -14,7 +16,8 @@ def main(flags: list[str]) -> None:
         for step in range(1, parts.steps + 1):
             batches = to_device(parts.loader.next_step(), world.device)
             result = parts.train_step(batches, step, lr=parts.learning_rate(step))
-            parts.train_step.guard.poll()  # raises if the loss was not finite; the weights are then as before
+            # raises if the loss was not finite; the weights are then as before
+            parts.train_step.guard.poll()
             if world.rank == 0:
                 print(f"step {step}: {result.loss.item():.4f} nats per token")
         parts.close()

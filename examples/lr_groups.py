@@ -1,4 +1,5 @@
-"""An optimizer of your own: AdamW in groups, with a lower learning rate for embeddings and no decay of vectors.
+"""An optimizer of your own: AdamW in groups, with a lower learning rate for embeddings and no decay
+of vectors.
 
 [optimizer]
 name = "./lr_groups.py:adamw"
@@ -13,8 +14,13 @@ from torch import nn
 from titanlite import Optimizer
 
 
-def adamw(parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Return the optimizer. parameters: by name, sharded (DTensor). settings: the section `[optimizer]`."""
+def adamw(
+    parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the optimizer.
+
+    parameters: by name, sharded (DTensor). settings: the section `[optimizer]`.
+    """
     tables = [p for name, p in parameters.items() if "embed" in name]
     matrices = [p for name, p in parameters.items() if "embed" not in name and p.ndim > 1]
     vectors = [p for name, p in parameters.items() if "embed" not in name and p.ndim == 1]
@@ -29,5 +35,6 @@ def adamw(parameters: dict[str, nn.Parameter], settings: Optimizer, device: torc
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=device.type == "cuda",  # then the guard holds an update back without waiting for the device
+        fused=device.type
+        == "cuda",  # then the guard holds an update back without waiting for the device
     )

@@ -13,9 +13,11 @@ FOLDER = Path(__file__).resolve().parents[1] / "docs"
 
 
 def documents() -> Iterator[str]:
-    """Yield texts, or tables with a `text`: on every rank and at every start the same, in the same order.
+    """Yield texts, or tables with a `text`: on every rank and at every start the same, in the same
+    order.
 
-    A document's number in this order is its place in the run's data order, so an order that changes breaks a resume.
+    A document's number in this order is its place in the run's data order, so an order that changes
+    breaks a resume.
     """
     for file in sorted(FOLDER.glob("*.md")):
         yield file.read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""A model of your own: GPT-2's layout (Radford et al. 2019) with learned positions. One file, no change in titanlite.
+"""A model of your own: GPT-2's layout (Radford et al. 2019) with learned positions. One file, no
+change in titanlite.
 
 [model]
 name = "./tiny_gpt.py:SPEC"
@@ -20,7 +21,9 @@ from titanlite import Init, ModelSpec, Size
 
 @dataclass(frozen=True)
 class GPTArgs:
-    """`vocab_size` and `max_seq_len` must be there: the tokenizer and `training.seq_len` set them."""
+    """`vocab_size` and `max_seq_len` must be there: the tokenizer and `training.seq_len`
+    set them.
+    """
 
     dim: int
     n_layers: int
@@ -66,9 +69,14 @@ class GPT(nn.Module):
         self.head = nn.Linear(args.dim, args.vocab_size, bias=False)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.size(1), device=tokens.device))
+        x = self.embedding(tokens) + self.positions(
+            torch.arange(tokens.size(1), device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
@@ -113,7 +121,10 @@ def flops_per_token(args: GPTArgs, seq_len: int) -> int:
 SPEC = ModelSpec(
     name="tiny_gpt",
     args_class=GPTArgs,
-    flavors={"tiny": GPTArgs(dim=64, n_layers=2, n_heads=4), "small": GPTArgs(dim=512, n_layers=8, n_heads=8)},
+    flavors={
+        "tiny": GPTArgs(dim=64, n_layers=2, n_heads=4),
+        "small": GPTArgs(dim=512, n_layers=8, n_heads=8),
+    },
     build=GPT,
     init_rule=init_rule,
     block_names=block_names,

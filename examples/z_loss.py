@@ -1,4 +1,5 @@
-"""A loss of your own: cross-entropy plus a penalty on the size of the logits (z-loss; PaLM, section 5).
+"""A loss of your own: cross-entropy plus a penalty on the size of the logits (z-loss; PaLM, section
+5).
 
 [training]
 loss = "./z_loss.py:z_loss"
@@ -14,7 +15,8 @@ IGNORE = -100  # label of a position that is no target
 
 
 def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss summed over tokens; titanlite divides it by the valid tokens of the whole step.
+    """Return the loss summed over tokens; titanlite divides it by the valid tokens of the whole
+    step.
 
     logits: [tokens, vocab]; labels: [tokens] int64. It also measures the validation loss.
     """

@@ -1,9 +1,12 @@
-"""Build the bundled corpus: public-domain English prose from Debian packages, in C4's record format.
+"""Build the bundled corpus: public-domain English prose from Debian packages, in C4's record
+format.
 
     python scripts/build_corpus.py [--debs FOLDER]
 
-Needs Debian (or a container of it) with `apt-get`, `dpkg-deb` and libreadline8. With `--debs` the packages
-are taken from that folder instead of being downloaded. The output is the same byte for byte each time:
+Needs Debian (or a container of it) with `apt-get`, `dpkg-deb` and libreadline8. With `--debs` the
+packages
+are taken from that folder instead of being downloaded. The output is the same byte for byte each
+time:
 package versions and hashes are pinned here, document order is by hash, gzip stores no time.
 """
 
@@ -25,7 +28,10 @@ ASSETS = Path(__file__).resolve().parent.parent / "titanlite" / "data" / "assets
 
 #: File name in the Debian archive (bookworm) -> (package=version for apt-get, sha256 of the file).
 PACKAGES = {
-    "bible-kjv_4.38_amd64.deb": ("bible-kjv=4.38", "75a49c032a6efa9faa2beb4a9acb70974380122906329d0e100de36cc88ff02d"),
+    "bible-kjv_4.38_amd64.deb": (
+        "bible-kjv=4.38",
+        "75a49c032a6efa9faa2beb4a9acb70974380122906329d0e100de36cc88ff02d",
+    ),
     "bible-kjv-text_4.38_all.deb": (
         "bible-kjv-text=4.38",
         "d61b6aad4c51ba9e2800b825325fa6a09e99a0d02a9bb6dc4724fcc4995a1b7a",
@@ -105,7 +111,11 @@ def austen(root: Path) -> Iterator[Document]:
                 if number:
                     yield novel_chapter(title, number, chapter)
                 number, chapter = number + 1, []
-            elif not re.match(r"\s*(VOLUME [IVX]+$|FINIS$|THE END$|\[At this point|\[End volume)", line, re.IGNORECASE):
+            elif not re.match(
+                r"\s*(VOLUME [IVX]+$|FINIS$|THE END$|\[At this point|\[End volume)",
+                line,
+                re.IGNORECASE,
+            ):
                 chapter.append(line)
         yield novel_chapter(title, number, chapter)
 
@@ -139,7 +149,9 @@ def base64_number(digits: str) -> int:
 
 
 def r_string_vectors(path: Path) -> Iterator[list[str]]:
-    """The character vectors in an R lazy-load database (zlib-compressed XDR serialisations, version 3)."""
+    """The character vectors in an R lazy-load database (zlib-compressed XDR serialisations, version
+    3).
+    """
     rest = path.read_bytes()
     while rest:
         inflate = zlib.decompressobj()
@@ -150,7 +162,9 @@ def r_string_vectors(path: Path) -> Iterator[list[str]]:
         at = blob.index(b"UTF-8") + 5
         kind, count = struct.unpack_from(">II", blob, at)
         if kind & 0xFF != 16:
-            raise SystemExit(f"{path}: an object of R type {kind & 0xFF} where a character vector was expected")
+            raise SystemExit(
+                f"{path}: an object of R type {kind & 0xFF} where a character vector was expected"
+            )
         at += 8
         strings = []
         for _ in range(count):
@@ -161,7 +175,9 @@ def r_string_vectors(path: Path) -> Iterator[list[str]]:
 
 
 def reflow(lines: Iterable[str]) -> str:
-    """Hard-wrapped lines to one line per paragraph; an indented line (verse, a signature) starts its own."""
+    """Hard-wrapped lines to one line per paragraph; an indented line (verse, a signature) starts
+    its own.
+    """
     paragraphs: list[str] = []
     open_paragraph = False
     for line in lines:
@@ -181,23 +197,31 @@ def tidy(text: str) -> str:
 
 
 def by_hash(documents: list[Document]) -> list[Document]:
-    """A fixed mixed order, so that each shard, and each beginning of one, is a fair sample of all sources."""
+    """A fixed mixed order, so that each shard, and each beginning of one, is a fair sample of all
+    sources.
+    """
     return sorted(documents, key=lambda document: hashlib.sha256(document[0].encode()).hexdigest())
 
 
 def write(path: Path, documents: list[Document]) -> None:
     """One gzip file of JSON lines with no time and no name inside."""
     lines = [
-        json.dumps({"text": text, "timestamp": TIMESTAMP, "url": url}, ensure_ascii=False) for url, text in documents
+        json.dumps({"text": text, "timestamp": TIMESTAMP, "url": url}, ensure_ascii=False)
+        for url, text in documents
     ]
     payload = ("\n".join(lines) + "\n").encode("utf-8")
     path.write_bytes(gzip.compress(payload, compresslevel=9, mtime=0))
-    print(f"{path.name}: {len(documents)} documents, {len(payload):,} bytes, {path.stat().st_size:,} compressed")
+    print(
+        f"{path.name}: {len(documents)} documents, {len(payload):,} bytes, "
+        f"{path.stat().st_size:,} compressed"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--debs", type=Path, help="folder that holds the packages (default: download them)")
+    parser.add_argument(
+        "--debs", type=Path, help="folder that holds the packages (default: download them)"
+    )
     parser.add_argument("--out", type=Path, default=ASSETS)
     arguments = parser.parse_args()
 
@@ -214,7 +238,9 @@ def main() -> None:
             characters = sum(len(text) for _, text in documents)
             print(f"{source.__name__}: {len(documents)} documents, {characters:,} characters")
             held_out += documents[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-            training += [d for i, d in enumerate(documents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+            training += [
+                d for i, d in enumerate(documents) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1
+            ]
 
     arguments.out.mkdir(parents=True, exist_ok=True)
     training = by_hash(training)

@@ -27,7 +27,17 @@ from pathlib import Path
 
 #: The files to read in an afternoon, in this order.
 READING_PATH = [
-    *("__init__", "build", "trainer", "step", "loss", "guard", "callbacks", "config/sections", "derive"),
+    *(
+        "__init__",
+        "build",
+        "trainer",
+        "step",
+        "loss",
+        "guard",
+        "callbacks",
+        "config/sections",
+        "derive",
+    ),
     *("models/spec", "models/layers", "models/llama", "optim/optimizer", "optim/schedule"),
     *("data/packing", "data/loader", "parallel/dist_env", "parallel/parallelize", "parallel/fsdp"),
     *("parallel/tensor", "parallel/init", "checkpoint/manager", "metrics/observer"),
@@ -84,11 +94,15 @@ class Source:
 
     def __init__(self, repository: Path) -> None:
         self.library = repository / "titanlite"
-        texts = {path: path.read_text(encoding="utf-8") for path in sorted(self.library.rglob("*.py"))}
+        texts = {
+            path: path.read_text(encoding="utf-8") for path in sorted(self.library.rglob("*.py"))
+        }
         self.trees = {path: ast.parse(text) for path, text in texts.items()}
         self.lines = {path: text.count("\n") for path, text in texts.items()}
         self.total = sum(self.lines.values())
-        self.tests = sum(p.read_text(encoding="utf-8").count("\n") for p in (repository / "tests").rglob("*.py"))
+        self.tests = sum(
+            p.read_text(encoding="utf-8").count("\n") for p in (repository / "tests").rglob("*.py")
+        )
 
     def count(self, names: Iterable[str]) -> int:
         """Return the lines of files, by their paths below the library."""
@@ -98,7 +112,9 @@ class Source:
 def static_figures(source: Source) -> list[Figure]:
     """Return the figures that need no run."""
     library, trees = source.library, source.trees
-    large = sorted(f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 600)
+    large = sorted(
+        f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 600
+    )
     path = source.count(f"{name}.py" for name in READING_PATH)
     step = function(trees, "TrainStep", "__call__")
     assert step is not None
@@ -117,20 +133,34 @@ def static_figures(source: Source) -> list[Figure]:
         names_figure("keys defined twice or more", doubled),
         names_figure("functions that take the whole config", whole),
         names_figure("rooms in import circles", circles),
-        Figure("tests per library line", f"{ratio:.2f} ({source.tests:,} lines)", {"": round(ratio, 2)}, {}),
+        Figure(
+            "tests per library line",
+            f"{ratio:.2f} ({source.tests:,} lines)",
+            {"": round(ratio, 2)},
+            {},
+        ),
     ]
 
 
 def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
     """Return the figures of a `traced_run`."""
     tools = [name for name in run["imported"] if name.startswith("tools/")]
-    core = {"lines": source.count(run["imported"]), "files": len(run["imported"]), "of tools/": len(tools)}
+    core = {
+        "lines": source.count(run["imported"]),
+        "files": len(run["imported"]),
+        "of tools/": len(tools),
+    }
     frames = {"": len(run["frames"]), "files": len(set(run["frames"]))}
     saved = [name for name in run["save"] if name not in STAND_INS]
     text = f"{len(saved)}, and {len(run['save']) - len(saved)} called by torch alone"
     return [
         Figure("core (imported by a run)", in_words(core), core, {"of tools/": 0}),
-        Figure("frames to backward()", f"{frames['']} in {frames['files']} files", frames, {"": 6, "files": 3}),
+        Figure(
+            "frames to backward()",
+            f"{frames['']} in {frames['files']} files",
+            frames,
+            {"": 6, "files": 3},
+        ),
         Figure("files that a save passes", text, {"": len(saved)}, {"": 8}),
     ]
 
@@ -148,7 +178,9 @@ def function(trees: dict[Path, ast.Module], owner: str | None, name: str) -> ast
     """Find a function by name, in a class (`owner`) or at the top of a module."""
     for tree in trees.values():
         scopes = (
-            [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner] if owner else [tree.body]
+            [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner]
+            if owner
+            else [tree.body]
         )
         for scope in scopes:
             for node in scope:
@@ -174,12 +206,16 @@ def body_lines(node: ast.FunctionDef | None) -> int:
 
 def members(trees: dict[Path, ast.Module], name: str) -> tuple[int, int]:
     """Count the methods of a class and the attributes that it sets on self."""
-    cls = next(n for t in trees.values() for n in t.body if isinstance(n, ast.ClassDef) and n.name == name)
+    cls = next(
+        n for t in trees.values() for n in t.body if isinstance(n, ast.ClassDef) and n.name == name
+    )
     methods = [n for n in cls.body if isinstance(n, ast.FunctionDef)]
     attributes = {
         n.attr
         for n in ast.walk(cls)
-        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and getattr(n.value, "id", "") == "self"
+        if isinstance(n, ast.Attribute)
+        and isinstance(n.ctx, ast.Store)
+        and getattr(n.value, "id", "") == "self"
     }
     return len(methods), len(attributes)
 
@@ -195,7 +231,11 @@ def circles_of(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
     for path, tree in trees.items():
         for module in imports(tree):
             parts = module.split(".")
-            if parts[0] == "titanlite" and len(parts) > 1 and (target := parts[1]) != room(library, path):
+            if (
+                parts[0] == "titanlite"
+                and len(parts) > 1
+                and (target := parts[1]) != room(library, path)
+            ):
                 edges[room(library, path)].add(target)
     reach = {name: reachable(edges, name) for name in edges}
     return sorted(name for name in reach if name in reach[name])
@@ -232,7 +272,11 @@ def takes_whole_config(library: Path, trees: dict[Path, ast.Module]) -> Iterator
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-                    names = {n.id for n in ast.walk(argument.annotation or node.args) if isinstance(n, ast.Name)}
+                    names = {
+                        n.id
+                        for n in ast.walk(argument.annotation or node.args)
+                        if isinstance(n, ast.Name)
+                    }
                     if argument.annotation is not None and names & WHOLE_CONFIG:
                         yield f"{room(library, path)}:{node.name}"
 
@@ -246,7 +290,11 @@ def doubled_keys(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
             if not isinstance(node, ast.ClassDef):
                 continue
             for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
+                if (
+                    isinstance(item, ast.AnnAssign)
+                    and isinstance(item.target, ast.Name)
+                    and item.value is not None
+                ):
                     if isinstance(item.value, ast.Call):  # a section, or a factory
                         continue
                     key = item.target.id, ast.unparse(item.value)
@@ -254,7 +302,11 @@ def doubled_keys(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
                     if "sections" in path.as_posix():
                         sections.add(key)
     common = {"False", "True", "None", "0", "0.0", "1", "[]", "{}", "''"}
-    return sorted(name for (name, default) in sections if default not in common and len(fields[name, default]) > 1)
+    return sorted(
+        name
+        for (name, default) in sections
+        if default not in common and len(fields[name, default]) > 1
+    )
 
 
 def config_check_seconds(repository: Path) -> float:
@@ -263,7 +315,9 @@ def config_check_seconds(repository: Path) -> float:
     for _ in range(7):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "titanlite", "config", "check", "debug_model.toml"]
-        subprocess.run(command, cwd=repository, env=environment(repository), capture_output=True, check=True)
+        subprocess.run(
+            command, cwd=repository, env=environment(repository), capture_output=True, check=True
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return statistics.median(seconds)
@@ -287,7 +341,9 @@ def traced_run(repository: Path) -> dict[str, list[str]]:
         out = Path(folder) / "trace.json"
         flags = [*FLAGS, f"--job.dump_folder={folder}/run"]
         command = [sys.executable, "-c", TRACER, str(repository), str(out), *flags]
-        done = subprocess.run(command, cwd=repository, env=environment(repository), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=repository, env=environment(repository), capture_output=True, text=True
+        )
         if not out.exists():
             sys.exit(f"the traced run failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         found: dict[str, list[str]] = json.loads(out.read_text())

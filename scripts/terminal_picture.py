@@ -1,6 +1,8 @@
-"""Runs a command on a pseudo-terminal and draws what a person would see there: docs/images/live.png is made with it.
+"""Runs a command on a pseudo-terminal and draws what a person would see there: docs/images/live.png
+is made with it.
 
-    python scripts/terminal_picture.py live.png --until ' 45/60 ' -- ./run_llama_train.sh --training.steps 60
+    python scripts/terminal_picture.py live.png --until ' 45/60 ' -- ./run_llama_train.sh
+        --training.steps 60
 
 Needs the `dev` extra and a Chromium or Chrome, which draws the page; CHROMIUM names another one.
 """
@@ -36,12 +38,15 @@ _COLORS = {
 _LINE_HEIGHT, _CHARACTER_WIDTH, _BORDER = 18, 7.8242, 14
 _STYLE = f"""
 body {{ margin: 0; background: #1b1f27; }}
-pre {{ margin: {_BORDER}px; font: 13px/{_LINE_HEIGHT}px "DejaVu Sans Mono", monospace; color: {_COLORS["default"]}; }}
+pre {{ margin: {_BORDER}px; font: 13px/{_LINE_HEIGHT}px "DejaVu Sans Mono", monospace;
+  color: {_COLORS["default"]}; }}
 """
 
 
 def watch(command: list[str], columns: int, lines: int, until: str) -> pyte.Screen:
-    """The screen when `until` stands on it (then the command is interrupted), or when the command ends."""
+    """The screen when `until` stands on it (then the command is interrupted), or when the command
+    ends.
+    """
     child, terminal = pty.fork()
     if not child:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -73,32 +78,49 @@ def page(screen: pyte.Screen) -> str:
     rows = []
     for y in range(screen.lines):
         cells = [screen.buffer[y][x] for x in range(screen.columns)]
-        spans = [f'<span style="color:{_COLORS[cell.fg]}">{html.escape(cell.data)}</span>' for cell in cells]
+        spans = [
+            f'<span style="color:{_COLORS[cell.fg]}">{html.escape(cell.data)}</span>'
+            for cell in cells
+        ]
         rows.append("".join(spans))
-    return f"<!doctype html><meta charset=utf-8><style>{_STYLE}</style><pre>" + "\n".join(rows) + "</pre>"
+    return (
+        f"<!doctype html><meta charset=utf-8><style>{_STYLE}</style><pre>"
+        + "\n".join(rows)
+        + "</pre>"
+    )
 
 
 def draw(page_text: str, columns: int, lines: int, picture: Path) -> None:
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
     if browser is None:
-        sys.exit(f"none of {', '.join(names)} is installed; CHROMIUM names another browser of that kind")
-    size = f"{int(columns * _CHARACTER_WIDTH) + 2 * _BORDER + 1},{lines * _LINE_HEIGHT + 2 * _BORDER}"
+        sys.exit(
+            f"none of {', '.join(names)} is installed; CHROMIUM names another browser of that kind"
+        )
+    size = (
+        f"{int(columns * _CHARACTER_WIDTH) + 2 * _BORDER + 1},{lines * _LINE_HEIGHT + 2 * _BORDER}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "page.html"
         source.write_text(page_text, encoding="utf-8")
         options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={size}"]
-        subprocess.run([browser, *options, f"--screenshot={picture.resolve()}", source.as_uri()], check=True)
+        subprocess.run(
+            [browser, *options, f"--screenshot={picture.resolve()}", source.as_uri()], check=True
+        )
     with Image.open(picture) as image:
         few_colors = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=256)
     few_colors.save(picture, optimize=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("picture", type=Path, help="the PNG to write")
     parser.add_argument(
-        "--until", default="", help="take the picture when this stands on the screen; default: at the end"
+        "--until",
+        default="",
+        help="take the picture when this stands on the screen; default: at the end",
     )
     parser.add_argument("--columns", type=int, default=110)
     parser.add_argument("--lines", type=int, default=36)

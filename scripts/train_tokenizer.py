@@ -1,9 +1,11 @@
-"""Train the bundled tokenizers on the bundled training shards: tokenizer.tiktoken and tokenizer.model.
+"""Train the bundled tokenizers on the bundled training shards: tokenizer.tiktoken and
+tokenizer.model.
 
     pip install 'titanlite[hf]' && python scripts/train_tokenizer.py
 
-`tokenizers` finds the merges of the first; the file is kept only if tiktoken then encodes every training document
-exactly as `tokenizers` does. sentencepiece trains the second with the settings of Llama 2's.
+`tokenizers` finds the merges of the first; the file is kept only if tiktoken then encodes every
+training document exactly as `tokenizers` does. sentencepiece trains the second with the settings of
+Llama 2's.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, TiktokenTokenizer
 
-#: 2,048 ranks and Llama 3's 256 special tokens make 2,304 = 36 x 64; the sentencepiece model has as many pieces.
+#: 2,048 ranks and Llama 3's 256 special tokens make 2,304 = 36 x 64; the sentencepiece model has as
+#: many pieces.
 RANKS = 2048
 
 
@@ -35,16 +38,23 @@ def byte_of_char() -> dict[str, int]:
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 def train_ranks(texts: list[str]) -> bytes:
     """A tiktoken file of `RANKS` ranks."""
     trainee = Trainee(BPE())
     trainee.pre_tokenizer = Sequence(
-        [Split(Regex(SPLIT_PATTERN), behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
-    trainer = BpeTrainer(vocab_size=RANKS, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
+    trainer = BpeTrainer(
+        vocab_size=RANKS, initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
     trainee.train_from_iterator(texts, trainer)
 
     bytes_of = byte_of_char()
@@ -53,7 +63,9 @@ def train_ranks(texts: list[str]) -> bytes:
     tokenizer = TiktokenTokenizer(ranks)
     for text, expected in zip(texts, trainee.encode_batch_fast(texts), strict=True):
         if tokenizer.encode(text) != expected.ids:
-            raise SystemExit(f"tiktoken and tokenizers disagree on the document that begins {text[:60]!r}")
+            raise SystemExit(
+                f"tiktoken and tokenizers disagree on the document that begins {text[:60]!r}"
+            )
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
 
 
@@ -61,7 +73,8 @@ def train_pieces(texts: list[str]) -> bytes:
     """A sentencepiece model with as many pieces as the other tokenizer has ids."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        # Line by line, so that a line's end is no piece but falls back to its byte, as in Llama 2's model.
+        # Line by line, so that a line's end is no piece but falls back to its byte, as in Llama 2's
+        # model.
         sentence_iterator=(line for text in texts for line in text.splitlines()),
         model_writer=model,
         vocab_size=RANKS + len(SPECIAL_TOKENS),
@@ -81,10 +94,15 @@ def train_pieces(texts: list[str]) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=BUNDLED_TOKENIZER.parent, help="folder to write both files to")
+    parser.add_argument(
+        "--out", type=Path, default=BUNDLED_TOKENIZER.parent, help="folder to write both files to"
+    )
     out = parser.parse_args().out
     texts = [record.text for record in iter_records(BUNDLED["c4_test"])]
-    for name, train in ((BUNDLED_TOKENIZER.name, train_ranks), (BUNDLED_SENTENCEPIECE.name, train_pieces)):
+    for name, train in (
+        (BUNDLED_TOKENIZER.name, train_ranks),
+        (BUNDLED_SENTENCEPIECE.name, train_pieces),
+    ):
         (out / name).write_bytes(train(texts))
         tokenizer = load_tokenizer(str(out / name))
         tokens = sum(len(tokenizer.encode(text, bos=True, eos=True)) for text in texts)

@@ -1,4 +1,6 @@
-"""Bytes that torch's allocator of the CPU hands out, as its profiler records each call: below every operator."""
+"""Bytes that torch's allocator of the CPU hands out, as its profiler records each call: below every
+operator.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch.profiler import ProfilerActivity
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Run `work`, and return the most bytes that were allocated at one moment beyond those from before."""
+    """Run `work`, and return the most bytes that were allocated at one moment beyond those from
+    before.
+    """
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     results = profile.profiler.kineto_results  # type: ignore[union-attr]

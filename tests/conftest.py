@@ -15,27 +15,36 @@ if TYPE_CHECKING:  # torch is slow to import, and many tests do without
     from tests.training.compare import References
 
 
-# A shell ignores SIGINT for jobs in its background, and programs that tests start would inherit that.
+# A shell ignores SIGINT for jobs in its background, and programs that tests start would inherit
+# that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Leave out the null GPU's tests, and with a choice like "not slow" those of `soak`, unless they are asked for."""
+    """Leave out the null GPU's tests, and with a choice like "not slow" those of `soak`, unless
+    they are asked for.
+    """
     chosen = config.option.markexpr
-    left_out = ["not soak"] * (bool(chosen) and "soak" not in chosen) + ["not nullgpu"] * ("nullgpu" not in chosen)
+    left_out = ["not soak"] * (bool(chosen) and "soak" not in chosen) + ["not nullgpu"] * (
+        "nullgpu" not in chosen
+    )
     config.option.markexpr = " and ".join(filter(None, [chosen and f"({chosen})", *left_out]))
     gc.disable()  # until all is imported
 
 
 def pytest_collection_finish() -> None:
-    """A collection of garbage would look through all that is imported, which takes half a second each time."""
+    """A collection of garbage would look through all that is imported, which takes half a second
+    each time.
+    """
     gc.enable()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests use ranks take long and go first: two processes that share the files end together then."""
+    """Files whose tests use ranks take long and go first: two processes that share the files end
+    together then.
+    """
     ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: item.path not in ranked)
 

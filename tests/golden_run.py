@@ -1,7 +1,9 @@
-"""One run that many tests read, made once in a test session, also where several processes share the tests.
+"""One run that many tests read, made once in a test session, also where several processes share the
+tests.
 
-Two ranks of `train.py` train 20 steps, and after a resume four more. They save and validate after steps 10, 20 and 24.
-In step 5 a value on rank 1 is not finite, and the guard skips it. Step 20 is profiled.
+Two ranks of `train.py` train 20 steps, and after a resume four more. They save and validate after
+steps 10, 20 and 24. In step 5 a value on rank 1 is not finite, and the guard skips it. Step 20 is
+profiled.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class GoldenRun:
         """Return the rows of metrics.jsonl that have this figure, by step."""
         from titanlite.metrics.jsonl import read_metrics
 
-        return {row["step"]: row for row in read_metrics(self.folder / "metrics.jsonl") if name in row}
+        return {
+            row["step"]: row for row in read_metrics(self.folder / "metrics.jsonl") if name in row
+        }
 
     def console(self) -> list[list[str]]:
         """Return what the console showed of the run and of its resume, without time stamps."""
@@ -49,7 +53,12 @@ class GoldenRun:
 
     def copy(self, target: Path, newest: int = MORE) -> Path:
         """Copy the run, with checkpoints up to this step."""
-        shutil.copytree(self.folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tb", "profile_traces"))
+        shutil.copytree(
+            self.folder,
+            target,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("tb", "profile_traces"),
+        )
         for step in {10, STEPS, MORE}:
             if step > newest:
                 shutil.rmtree(target / "checkpoint" / f"step-{step}")
@@ -57,7 +66,10 @@ class GoldenRun:
 
 
 def golden_run(base: Path) -> GoldenRun:
-    """Return the run below `base`, and make it first if there is none. base: a folder of the test session."""
+    """Return the run below `base`, and make it first if there is none.
+
+    base: a folder of the test session.
+    """
     from filelock import FileLock  # of torch
 
     from tests.training.test_run import TINY
@@ -67,10 +79,17 @@ def golden_run(base: Path) -> GoldenRun:
         if not made.exists():
             aside = base / "golden.part"
             aside.mkdir()
-            flags = ["--job.config_file=debug_model.toml", *TINY, *FLAGS, f"--job.dump_folder={aside}/run"]
+            flags = [
+                "--job.config_file=debug_model.toml",
+                *TINY,
+                *FLAGS,
+                f"--job.dump_folder={aside}/run",
+            ]
             for steps in (STEPS, MORE):
                 console = aside / f"console-{steps}"
-                codes, said = train([*flags, f"--training.steps={steps}"], 2, console, main="tests.golden_run")
+                codes, said = train(
+                    [*flags, f"--training.steps={steps}"], 2, console, main="tests.golden_run"
+                )
                 check(codes == [0, 0], "the golden run failed", said)
             aside.rename(made)
     return GoldenRun(made / "run")

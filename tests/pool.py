@@ -1,12 +1,14 @@
-"""Real gloo ranks for tests, kept alive between them: starting two costs a second, reusing them milliseconds.
+"""Real gloo ranks for tests, kept alive between them: starting two costs a second, reusing them
+milliseconds.
 
     result = pool(2).run(function, *args)     # [function(world, *args) of rank 0, of rank 1]
 
-`function` is a top-level function of a test module. A job that fails on any rank raises here with every rank's
-traceback and ends that pool's processes, since a rank left inside a collective is of no further use.
+`function` is a top-level function of a test module. A job that fails on any rank raises here with
+every rank's traceback and ends that pool's processes, since a rank left inside a collective is of
+no further use.
 
-Between two jobs the processes are stopped: each process group has threads of gloo's that wake a hundred times a second,
-and the pools together would keep half a core busy doing nothing.
+Between two jobs the processes are stopped: each process group has threads of gloo's that wake a
+hundred times a second, and the pools together would keep half a core busy doing nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
 
     from titanlite.parallel.dist_env import DistEnv
 
-    # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a hundred times a second.
+    # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a
+    # hundred times a second.
     cached = functools.cache(torch.distributed.device_mesh.init_device_mesh)
     torch.distributed.device_mesh.init_device_mesh = cached
     torch.set_num_threads(1)
@@ -97,7 +100,9 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 180, **kwargs: Any
+    ) -> list[Any]:
         """Call function(world, *args, **kwargs) on every rank; the results by rank."""
         if not self._processes:
             self._start()
@@ -116,11 +121,15 @@ class RankPool:
                     answers[ranks[pipe]] = (False, "the process died")
             failed = [rank for rank, (fine, _) in answers.items() if not fine]
             if failed and time.monotonic() < deadline - 5:
-                deadline = time.monotonic() + 5  # the others may be stuck waiting for the one that failed
+                deadline = (
+                    time.monotonic() + 5
+                )  # the others may be stuck waiting for the one that failed
             if time.monotonic() >= deadline:
                 break
         silent = [rank for rank in range(self.size) if rank not in answers]
-        problems = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine]
+        problems = [
+            f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine
+        ]
         if silent or problems:
             self.close()
             problems += [f"rank {rank}: no answer" for rank in silent]

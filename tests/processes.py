@@ -12,7 +12,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Words for Python that start a script on two ranks.
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--nproc_per_node=2",
+    "--rdzv_backend=c10d",
+    "--rdzv_endpoint=localhost:0",
+]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -21,19 +27,32 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def python(
-    *words: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 300, **more: Any
+    *words: object,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    **more: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words to its end. env: variables beside `environment`'s."""
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=cwd,
         env=environment(**(env or {})),
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": timeout, **more},
+        **{
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "timeout": timeout,
+            **more,
+        },
     )
 
 
 def ended(pid: int, seconds: float = 60) -> bool:
-    """Wait until a process ends; return False after `seconds`. A zombie that no one waits for has ended too."""
+    """Wait until a process ends; return False after `seconds`.
+
+    A zombie that no one waits for has ended too.
+    """
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

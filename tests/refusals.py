@@ -11,7 +11,9 @@ from titanlite.fit import check_config
 
 
 def refusals(flags: Sequence[str], ranks: int = 1) -> Sequence[Problem]:
-    """All that a training run of these flags on so many ranks is refused for; fails if it is not."""
+    """All that a training run of these flags on so many ranks is refused for; fails if it
+    is not.
+    """
     with pytest.raises(ConfigError) as caught:
         check_config(list(flags), ranks)
     return caught.value.problems

@@ -1,8 +1,10 @@
-"""Seeds faults into a copy of titanlite, one after the other, and tells whether the quick tests catch each.
+"""Seeds faults into a copy of titanlite, one after the other, and tells whether the quick tests
+catch each.
 
     python tests/seeded_faults.py [NAME ...] [--list] [--all-tests]
 
-A fault that no test catches is a missing quick test. Exit code 1: at least one survived. About ten seconds a fault.
+A fault that no test catches is a missing quick test. Exit code 1: at least one survived. About ten
+seconds a fault.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Seconds for the tests of one fault; a fault that makes ranks wait for each other forever counts as caught.
+#: Seconds for the tests of one fault; a fault that makes ranks wait for each other forever counts
+#: as caught.
 TIMEOUT = 300.0
 HANGS = -1
 
@@ -50,7 +53,9 @@ def read_faults(text: str) -> Iterator[Fault]:
         lines = [line for line in block.splitlines() if not line.startswith("#")]
         if lines:
             name, file, *tests = lines[0].split()
-            changes = re.findall(r"((?:^-.*\n)+)((?:^\+.*\n?)+)", "\n".join(lines[1:]), re.MULTILINE)
+            changes = re.findall(
+                r"((?:^-.*\n)+)((?:^\+.*\n?)+)", "\n".join(lines[1:]), re.MULTILINE
+            )
             edits = tuple((plain(old), plain(new)) for old, new in changes)
             yield Fault(name.removesuffix(":"), file, edits, tuple(tests))
 
@@ -64,14 +69,22 @@ FAULTS = tuple(read_faults(Path(__file__).with_suffix(".txt").read_text()))
 
 
 def problems_of(fault: Fault, root: Path = ROOT) -> list[str]:
-    """Return why a fault cannot be seeded: a test file is gone, an old text is not there once, broken syntax."""
-    found = [f"no tests/{test}" for test in fault.tests if not (root / "tests" / test.partition("::")[0]).is_file()]
+    """Return why a fault cannot be seeded: a test file is gone, an old text is not there once,
+    broken syntax.
+    """
+    found = [
+        f"no tests/{test}"
+        for test in fault.tests
+        if not (root / "tests" / test.partition("::")[0]).is_file()
+    ]
     path = root / "titanlite" / fault.file
     if not path.is_file():
         return [*found, f"no titanlite/{fault.file}"]
     text = path.read_text()
     counts = ((old, text.count(old)) for old, _ in fault.edits)
-    found += [f"titanlite/{fault.file} holds {count} times: {old}" for old, count in counts if count != 1]
+    found += [
+        f"titanlite/{fault.file} holds {count} times: {old}" for old, count in counts if count != 1
+    ]
     try:
         if path.suffix == ".py":
             ast.parse(fault.change(text))
@@ -95,7 +108,9 @@ def seeded(fault: Fault, root: Path) -> Iterator[None]:
 def copy_tree(target: Path) -> None:
     """Copy all files that git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    names = subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.split("\0")
     for name in filter(None, names):
         if os.path.lexists(ROOT / name):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +119,16 @@ def copy_tree(target: Path) -> None:
 
 def run_tests(root: Path, tests: list[str]) -> tuple[int, str]:
     """Run quick tests in the tree `root`; return pytest's exit code and output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow and not soak", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not slow and not soak",
+        "-p",
+        "no:cacheprovider",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
@@ -127,10 +151,14 @@ def failures(output: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults to seed; none: all")
     parser.add_argument("--list", action="store_true", help="list the faults and their tests")
-    parser.add_argument("--all-tests", action="store_true", help="run all quick tests, not only the expected ones")
+    parser.add_argument(
+        "--all-tests", action="store_true", help="run all quick tests, not only the expected ones"
+    )
     options = parser.parse_args()
     known = {fault.name: fault for fault in FAULTS}
     if unknown := [name for name in options.names if name not in known]:
@@ -140,7 +168,9 @@ def main() -> int:
         for fault in faults:
             print(f"{fault.name:42} {fault.file:36} {' '.join(fault.tests)}")
         return 0
-    if problems := [f"{fault.name}: {problem}" for fault in faults for problem in problems_of(fault)]:
+    if problems := [
+        f"{fault.name}: {problem}" for fault in faults for problem in problems_of(fault)
+    ]:
         print("\n".join(problems), file=sys.stderr)
         return 2
     survived, caught = [], dict[str, list[str]]()

@@ -1,4 +1,6 @@
-"""A training step as one call, for tests with their own model; and a whole run on ranks of the pool."""
+"""A training step as one call, for tests with their own model; and a whole run on ranks of the
+pool.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def train_step(
     pipeline: Runner | None = None,
     **more: Any,
 ) -> StepResult:
-    """Take one `TrainStep`. pipeline: runs the model in place of a `PlainRunner`. more: of `TrainStep`, if not None."""
+    """Take one `TrainStep`.
+
+    pipeline: runs the model in place of a `PlainRunner`. more: of `TrainStep`, if not None.
+    """
     runner = pipeline or PlainRunner(model, loss_function, sync_every)
     given = {name: value for name, value in more.items() if value is not None}
     return TrainStep(model, optimizer, runner, guard, max_norm, **given)(batches, step, lr)

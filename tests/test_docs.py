@@ -1,4 +1,6 @@
-"""The pages of docs/ are listed, their links lead somewhere, and the messages they explain are this program's."""
+"""The pages of docs/ are listed, their links lead somewhere, and the messages they explain are this
+program's.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 @cache
 def _prose(page: Path) -> str:
     """The page without its code: a bracket there is no link."""
-    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"[\[\]()<>|]", "", code[0]), text)
 
 
@@ -50,19 +54,38 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def test_the_index_lists_every_page() -> None:
-    listed = re.findall(r"^- \[[^]]+\]\(([a-z0-9-]+\.md)\): \S", (DOCS / "README.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
+    listed = re.findall(
+        r"^- \[[^]]+\]\(([a-z0-9-]+\.md)\): \S", (DOCS / "README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(
+        page.name for page in DOCS.glob("*.md") if page.name != "README.md"
+    )
 
 
 def test_messages_in_troubleshooting_are_in_the_code() -> None:
-    """The first column of the tables of messages has them in backticks, `…` where a name or a number stands."""
-    strings = [path.read_text() for path in (ROOT / "run_llama_train.sh", ROOT / "scripts" / "setup_env.sh")]
+    """The first column of the tables of messages has them in backticks, `…` where a name or a
+    number stands.
+    """
+    strings = [
+        path.read_text()
+        for path in (ROOT / "run_llama_train.sh", ROOT / "scripts" / "setup_env.sh")
+    ]
     for path in (ROOT / "titanlite").rglob("*.py"):
         tree = ast.walk(ast.parse(path.read_text()))
-        strings += [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        strings += [
+            node.value
+            for node in tree
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
     source = "\0".join(strings)
-    tables = (DOCS / "troubleshooting.md").read_text().split("| message | cause | fix |\n|---|---|---|\n")[1:]
-    cells = [row.split(" | ")[0] for table in tables for row in table.partition("\n\n")[0].splitlines()]
+    tables = (
+        (DOCS / "troubleshooting.md")
+        .read_text()
+        .split("| message | cause | fix |\n|---|---|---|\n")[1:]
+    )
+    cells = [
+        row.split(" | ")[0] for table in tables for row in table.partition("\n\n")[0].splitlines()
+    ]
     messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
     assert len(messages) > 30
     parts = [part.strip() for message in messages for part in message.split("…")]
@@ -72,23 +95,51 @@ def test_messages_in_troubleshooting_are_in_the_code() -> None:
 
 def test_files_and_names_in_architecture_are_there() -> None:
     page = (DOCS / "architecture.md").read_text()
-    folders = ("titanlite", "tests", "docs", "scripts", "train_configs", "deploy", "examples", "benchmarks", ".ci")
-    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in (ROOT / folder).rglob("*.*"))]
+    folders = (
+        "titanlite",
+        "tests",
+        "docs",
+        "scripts",
+        "train_configs",
+        "deploy",
+        "examples",
+        "benchmarks",
+        ".ci",
+    )
+    files = [
+        *ROOT.glob("*.*"),
+        *(path for folder in folders for path in (ROOT / folder).rglob("*.*")),
+    ]
     paths = "\n".join(f"/{path.relative_to(ROOT)}\n" for path in files)
     named = set(re.findall(r"[\w./-]+\.(?:py|sh|toml|md|txt|json)\b", page))
     assert len(named) > 100 and not [name for name in named if f"/{name}\n" not in paths]
     code = "\0".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
-    words = {word for name in re.findall(r"`([^`\n/ ]+)`", page) for word in re.findall(r"[A-Za-z_]\w{3,}", name)}
+    words = {
+        word
+        for name in re.findall(r"`([^`\n/ ]+)`", page)
+        for word in re.findall(r"[A-Za-z_]\w{3,}", name)
+    }
     assert len(words) > 50 and not [word for word in words if not re.search(rf"\b{word}\b", code)]
 
 
 def test_names_that_the_pages_import_are_there() -> None:
     text = "\n".join(page.read_text() for page in PAGES if page.name != "log.md")
-    shown = re.findall(r"^ *from (titanlite[\w.]*) import (.+)$", text, re.MULTILINE)
-    found = {f"{module}:{name.strip()}" for module, names in shown for name in names.split(",")}
+    one_line = r"([^(\n]+)$"
+    in_brackets = r"\(([^)]+)\)$"
+    shown = re.findall(
+        rf"^ *from (titanlite[\w.]*) import (?:{one_line}|{in_brackets})", text, re.MULTILINE
+    )
+    found = {
+        f"{module}:{name.strip()}"
+        for module, *both in shown
+        for name in "".join(both).split(",")
+        if name.strip()
+    }
     for path in re.findall(r"`(titanlite(?:\.\w+)+)\b(?!\.)", text):
         module, _, name = path.rpartition(".")
-        is_module = (ROOT / f"{path.replace('.', '/')}.py").is_file() or (ROOT / path.replace(".", "/")).is_dir()
+        is_module = (ROOT / f"{path.replace('.', '/')}.py").is_file() or (
+            ROOT / path.replace(".", "/")
+        ).is_dir()
         found |= {f"{module}:{name}"} if not is_module else set()
     assert len(found) > 40
     for path in sorted(found):

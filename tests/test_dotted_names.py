@@ -38,10 +38,35 @@ def later():
 [hidden for hidden in range(3)]
 '''
 THERE = (
-    *("math", "codec", "os", "Ordered", "ready_too", "a", "b", "c", "i", "last", "stream", "inside", "torch"),
+    *(
+        "math",
+        "codec",
+        "os",
+        "Ordered",
+        "ready_too",
+        "a",
+        "b",
+        "c",
+        "i",
+        "last",
+        "stream",
+        "inside",
+        "torch",
+    ),
     *("walrus", "loss", "Big", "later", "made", "Big.attribute"),
 )
-MISSING = ("los", "words", "json", "path", "ready", "local", "attribute", "hidden", "OrderedDict", "logits")
+MISSING = (
+    "los",
+    "words",
+    "json",
+    "path",
+    "ready",
+    "local",
+    "attribute",
+    "hidden",
+    "OrderedDict",
+    "logits",
+)
 
 
 def test_names_of_a_file(tmp_path: Path) -> None:
@@ -50,20 +75,25 @@ def test_names_of_a_file(tmp_path: Path) -> None:
     assert {name: unresolved(f"{file}:{name}") for name in THERE} == dict.fromkeys(THERE, "")
     for name in MISSING:
         assert unresolved(f"{file}:{name}") == f"cannot be imported: {file} has no {name}"
-    assert "there is no file" in unresolved(f"{tmp_path}/gone.py:x") and "no object" in unresolved(f"{file}:")
+    assert "there is no file" in unresolved(f"{tmp_path}/gone.py:x") and "no object" in unresolved(
+        f"{file}:"
+    )
     file.write_text("def f(:\n")
     assert "is not Python" in unresolved(f"{file}:f")
 
 
 @pytest.mark.parametrize(
-    "line", ["from os.path import *", "def __getattr__(name): ...", "globals()['x'] = 1", "exec('x = 1')"]
+    "line",
+    ["from os.path import *", "def __getattr__(name): ...", "globals()['x'] = 1", "exec('x = 1')"],
 )
 def test_a_module_that_may_bind_more_is_left_to_its_import(tmp_path: Path, line: str) -> None:
     (tmp_path / "mine.py").write_text(f"{line}\n")
     assert unresolved(f"{tmp_path / 'mine.py'}:x") == ""
 
 
-def test_names_of_installed_modules_without_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_installed_modules_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "packed"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nhere = 1\n")
@@ -72,22 +102,39 @@ def test_names_of_installed_modules_without_an_import(tmp_path: Path, monkeypatc
     (tmp_path / "plain" / "sub").mkdir(parents=True)
     (tmp_path / "plain" / "sub" / "mod.py").write_text("x = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for path in ("packed:here", "packed:inner", "packed.inner.deep:loss", "packed.inner:deep", "plain.sub.mod:x"):
+    for path in (
+        "packed:here",
+        "packed:inner",
+        "packed.inner.deep:loss",
+        "packed.inner:deep",
+        "plain.sub.mod:x",
+    ):
         assert unresolved(path) == "", path
     assert unresolved("packed.inner.deep:los").endswith("deep.py has no los")
     assert unresolved("packed:los").endswith("__init__.py has no los")
-    assert unresolved("packed.iner.deep:loss") == "cannot be imported: No module named 'packed.iner'"
+    assert (
+        unresolved("packed.iner.deep:loss") == "cannot be imported: No module named 'packed.iner'"
+    )
     (package / "bare").mkdir()
     (package / "bare" / "mod.py").write_text("x = 1\n")
     assert unresolved("packed.bare.mod:y") == "", "a folder without a file is left to the import"
-    assert unresolved("nowhere_at_all.x:y") == "cannot be imported: No module named 'nowhere_at_all'"
+    assert (
+        unresolved("nowhere_at_all.x:y") == "cannot be imported: No module named 'nowhere_at_all'"
+    )
     assert not (tmp_path / "ran").exists() and "packed" not in sys.modules
-    for path in ("torch.optim:AdamW", "torch:nn", "math:sqrt", "json:JSONDecoder", "titanlite:ModelSpec"):
+    for path in (
+        "torch.optim:AdamW",
+        "torch:nn",
+        "math:sqrt",
+        "json:JSONDecoder",
+        "titanlite:ModelSpec",
+    ):
         assert unresolved(path) == "", path
 
 
 @pytest.mark.parametrize(
-    "key", ["training.loss", "optimizer.name", "training.dataset", "validation.dataset", "job.callbacks"]
+    "key",
+    ["training.loss", "optimizer.name", "training.dataset", "validation.dataset", "job.callbacks"],
 )
 def test_the_check_of_a_config_finds_a_misspelt_name(tmp_path: Path, key: str) -> None:
     file = tmp_path / "mine.py"

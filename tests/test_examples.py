@@ -33,8 +33,18 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 CONFIG = str(EXAMPLES / "extensions.toml")
 MODEL, LOSS = f"{EXAMPLES}/tiny_gpt.py:SPEC", f"{EXAMPLES}/z_loss.py:z_loss"
-SMALL = ["--training.batch_size=2", "--training.seq_len=32", "--training.warmup_steps=2", "--checkpoint.interval=3"]
-LLAMA = ["--model.name=llama3", "--model.flavor=debugmodel", "--model.overrides.n_layers=2", "--model.overrides.dim=64"]
+SMALL = [
+    "--training.batch_size=2",
+    "--training.seq_len=32",
+    "--training.warmup_steps=2",
+    "--checkpoint.interval=3",
+]
+LLAMA = [
+    "--model.name=llama3",
+    "--model.flavor=debugmodel",
+    "--model.overrides.n_layers=2",
+    "--model.overrides.dim=64",
+]
 
 
 class Watch(Callback):
@@ -46,11 +56,15 @@ class Watch(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         model, optimizer = trainer.parts.model, trainer.parts.optimizer
-        self.wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self.wrapped = [
+            name for name, module in model.named_modules() if isinstance(module, FSDPModule)
+        ]
         self.sharded = all(isinstance(p, DTensor) for p in model.parameters())
         self.scales = [group.get("lr_scale") for group in optimizer.param_groups]
         self.decays = [group["weight_decay"] for group in optimizer.param_groups]
-        self.weights = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}  # type: ignore[operator]
+        self.weights = {
+            name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()
+        }  # type: ignore[operator]
         self.texts = trainer.parts.datasets.train.documents
         self.first = trainer.parts.datasets.train.sequence(0)
 
@@ -77,26 +91,48 @@ def _refused(world: DistEnv, folder: str, *flags: str) -> str:
 @pytest.fixture(scope="module")
 def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
     """Six steps of all examples together, on 2 ranks."""
-    found: Watch = pool(2).run(_run, str(tmp_path_factory.mktemp("straight")), "--training.steps=6")[0]
+    found: Watch = pool(2).run(
+        _run, str(tmp_path_factory.mktemp("straight")), "--training.steps=6"
+    )[0]
     return found
 
 
-def test_all_examples_together_resume_to_the_last_bit(pool: Pools, straight: Watch, tmp_path: Path) -> None:
-    first = pool(2).run(_run, str(tmp_path), "--training.steps=3", "--lr_scheduler.total_steps=6")[0]
+def test_all_examples_together_resume_to_the_last_bit(
+    pool: Pools, straight: Watch, tmp_path: Path
+) -> None:
+    first = pool(2).run(_run, str(tmp_path), "--training.steps=3", "--lr_scheduler.total_steps=6")[
+        0
+    ]
     second = pool(2).run(_run, str(tmp_path), "--training.steps=6")[0]
-    assert first.rows + second.rows == straight.rows and [row[0] for row in straight.rows] == [1, 2, 3, 4, 5, 6]
+    assert first.rows + second.rows == straight.rows and [row[0] for row in straight.rows] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert first.rates + second.rates == straight.rates
     train = read_manifest(tmp_path / "checkpoint" / "step-6").train
     assert train["best_loss"] == min(row[1] for row in straight.rows)
     # The checkpoint names the source of each part.
     toml = read_manifest(tmp_path / "checkpoint" / "step-6").config["toml"]
-    for path in (MODEL, LOSS, f"{EXAMPLES}/lr_groups.py:adamw", f"{EXAMPLES}/text_files.py:documents"):
+    for path in (
+        MODEL,
+        LOSS,
+        f"{EXAMPLES}/lr_groups.py:adamw",
+        f"{EXAMPLES}/text_files.py:documents",
+    ):
         assert path in toml
     assert "model" in pool(1).run(_refused, str(tmp_path), "--training.steps=8", *LLAMA)[0]
 
 
 def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> None:
-    assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)] and straight.decays == [0.1, 0.0, 0.1]
+    assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)] and straight.decays == [
+        0.1,
+        0.0,
+        0.1,
+    ]
     rates = [row[3] for row in straight.rows]
     assert rates == pytest.approx([1e-3 * f for f in (1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25)])
     assert straight.rates == [[rate, rate, rate * straight.scales[2]] for rate in rates]
@@ -105,7 +141,9 @@ def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> 
 def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight: Watch) -> None:
     assert straight.wrapped == ["", "blocks.0", "blocks.1"] and straight.sharded
     spec, weights = get_spec(MODEL), straight.weights
-    args = resolve_args(MODEL, "tiny", tokenizer_size=len(weights["embedding.weight"]), max_seq_len=32)
+    args = resolve_args(
+        MODEL, "tiny", tokenizer_size=len(weights["embedding.weight"]), max_seq_len=32
+    )
     assert sum(weight.size for weight in weights.values()) == spec.count_parameters(args)
     assert set(weights) == {name for name, _ in spec.build_on_meta(args).named_parameters()}
     assert (weights["blocks.1.norm2.bias"] == 0).all() and (weights["norm.weight"] == 1).all()
@@ -125,33 +163,51 @@ def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) 
     expected = F.cross_entropy(logits[valid], labels[valid], reduction="sum")
     expected += 1e-4 * logits[valid].logsumexp(-1).square().sum()
     torch.testing.assert_close(resolve(LOSS)(logits, labels), expected)
-    plain = pool(2).run(_run, str(tmp_path), "--training.steps=1", "--training.loss=cross_entropy")[0]
+    plain = pool(2).run(_run, str(tmp_path), "--training.steps=1", "--training.loss=cross_entropy")[
+        0
+    ]
     # At the start all logits are near 0: Z is the number of entries.
     entries = len(straight.weights["embedding.weight"])
-    assert straight.rows[0][1] - plain.rows[0][1] == pytest.approx(1e-4 * math.log(entries) ** 2, rel=0.01)
+    assert straight.rows[0][1] - plain.rows[0][1] == pytest.approx(
+        1e-4 * math.log(entries) ** 2, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
         (["--training.loss_chunks=3"], 1e-6),
-        pytest.param(["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow),
+        pytest.param(
+            ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
+        ),
         (["--activation_checkpoint.mode=full"], 1e-6),
         (["--training.global_batch_size=8", "--training.batch_size=4"], None),
-        pytest.param(["--float8.enable_float8_linear", "--float8.emulate"], 2e-2, marks=pytest.mark.slow),
+        pytest.param(
+            ["--float8.enable_float8_linear", "--float8.emulate"], 2e-2, marks=pytest.mark.slow
+        ),
         (["--training.fsdp_units=Block"], 1e-6),
     ],
-    ids=lambda value: value[0].partition("=")[0].partition(".")[2] if isinstance(value, list) else "",
+    ids=lambda value: (
+        value[0].partition("=")[0].partition(".")[2] if isinstance(value, list) else ""
+    ),
 )
 def test_features_work_on_a_model_and_a_loss_of_ones_own(
     pool: Pools, straight: Watch, tmp_path: Path, flags: list[str], tolerance: float | None
 ) -> None:
     steps = 2 if tolerance else 6
-    rows = pool(2).run(_run, str(tmp_path), f"--training.steps={steps}", "--lr_scheduler.total_steps=6", *flags)[0].rows
+    rows = (
+        pool(2)
+        .run(
+            _run, str(tmp_path), f"--training.steps={steps}", "--lr_scheduler.total_steps=6", *flags
+        )[0]
+        .rows
+    )
     if tolerance is None:
         assert rows[-1][1] < rows[0][1]
     else:
-        assert [row[1] for row in rows] == pytest.approx([row[1] for row in straight.rows[:2]], rel=tolerance)
+        assert [row[1] for row in rows] == pytest.approx(
+            [row[1] for row in straight.rows[:2]], rel=tolerance
+        )
 
 
 TWO_STEPS = ["--training.steps=2", "--lr_scheduler.total_steps=6", *LLAMA]
@@ -167,9 +223,16 @@ def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(["--training.tensor_parallel_degree=2", "--training.batch_size=4"], marks=pytest.mark.slow),
         pytest.param(
-            ["--training.tensor_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
+            ["--training.tensor_parallel_degree=2", "--training.batch_size=4"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [
+                "--training.tensor_parallel_degree=2",
+                "--training.batch_size=4",
+                "--training.loss_chunks=3",
+            ],
             marks=pytest.mark.slow,
         ),
         ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
@@ -181,16 +244,32 @@ def test_loss_optimizer_and_text_work_with_every_parallelism(
     pool: Pools, plain: Watch, tmp_path: Path, flags: list[str]
 ) -> None:
     for rank in pool(2).run(_run, str(tmp_path), *TWO_STEPS, *flags):
-        assert [row[1] for row in rank.rows] == pytest.approx([row[1] for row in plain.rows], rel=2e-5)
-        assert {rates[-1] for rates in rank.rates} <= {rate for rates in plain.rates for rate in rates}
+        assert [row[1] for row in rank.rows] == pytest.approx(
+            [row[1] for row in plain.rows], rel=2e-5
+        )
+        assert {rates[-1] for rates in rank.rates} <= {
+            rate for rates in plain.rates for rate in rates
+        }
 
 
 @pytest.mark.parametrize(
     ("flags", "key", "words"),
     [
-        (["--training.tensor_parallel_degree=2"], "training.tensor_parallel_degree", "has no tensor_plan"),
-        (["--experimental.pipeline_parallel_degree=2"], "experimental.pipeline_parallel_degree", "no pipeline_costs"),
-        (["--experimental.context_parallel_degree=2"], "experimental.context_parallel_degree", "no context_parallel"),
+        (
+            ["--training.tensor_parallel_degree=2"],
+            "training.tensor_parallel_degree",
+            "has no tensor_plan",
+        ),
+        (
+            ["--experimental.pipeline_parallel_degree=2"],
+            "experimental.pipeline_parallel_degree",
+            "no pipeline_costs",
+        ),
+        (
+            ["--experimental.context_parallel_degree=2"],
+            "experimental.context_parallel_degree",
+            "no context_parallel",
+        ),
         (["--model.flavor=big"], "model.flavor", "there are tiny, small"),
         (["--model.overrides.n_heads=3"], "model", "n_heads = 3 does not divide dim = 64"),
         (["--model.name=./tiny_gpt.py:GPT"], "model.name", "not a titanlite.ModelSpec"),
@@ -213,11 +292,14 @@ def test_config_check_names_what_is_not_offered_or_not_there(
 
 
 def test_functions_of_another_kind_are_refused_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("loss = 7\ndef adamw(parameters): ...\ndef broken(): ...\n1 / 0\n")
+    (tmp_path / "mine.py").write_text(
+        "loss = 7\ndef adamw(parameters): ...\ndef broken(): ...\n1 / 0\n"
+    )
     (tmp_path / "other.py").write_text("loss = 7\ndef adamw(parameters): ...\n")
     config = tmp_path / "run.toml"
     config.write_text(
-        '[training]\nloss = "./other.py:loss"\ndataset = "./mine.py:broken"\n[optimizer]\nname = "./other.py:adamw"\n'
+        '[training]\nloss = "./other.py:loss"\ndataset = "./mine.py:broken"\n[optimizer]\nname = '
+        '"./other.py:adamw"\n'
     )
     asked, _ = check_config([f"--job.config_file={config}"], 1, training=False)
     with pytest.raises(ConfigError) as caught:
@@ -249,9 +331,12 @@ _FUSED = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad]
 
 
 @pytest.mark.parametrize(
-    ("make", "fused"), [*((one, fused) for one in _FUSED for fused in (False, True)), (torch.optim.RMSprop, False)]
+    ("make", "fused"),
+    [*((one, fused) for one in _FUSED for fused in (False, True)), (torch.optim.RMSprop, False)],
 )
-def test_the_guard_holds_back_any_optimizer_and_groups_keep_their_ratio(make: Any, fused: bool) -> None:
+def test_the_guard_holds_back_any_optimizer_and_groups_keep_their_ratio(
+    make: Any, fused: bool
+) -> None:
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
     groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.05}]
@@ -301,7 +386,9 @@ def head_alone(parameters: dict[str, Any], settings: Any, device: Any) -> torch.
     return torch.optim.SGD([parameters["output.weight"]], lr=settings.lr)
 
 
-def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(pool: Pools, tmp_path: Path) -> None:
+def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(
+    pool: Pools, tmp_path: Path
+) -> None:
     """With a rate of zero the norms are those of any other optimizer."""
     still = ["--training.steps=3", "--optimizer.lr=0", "--training.loss=cross_entropy", *LLAMA]
     names = {"head": f"{__name__}:head_alone", "all": "AdamW"}
@@ -319,7 +406,9 @@ def without_tables(parameters: dict[str, Any], settings: Any, device: Any) -> to
 
 def test_the_first_group_may_be_empty(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=2", "--training.loss=cross_entropy", *LLAMA]
-    (run, *_) = pool(2).run(_run, str(tmp_path), f"--optimizer.name={__name__}:without_tables", *flags)
+    (run, *_) = pool(2).run(
+        _run, str(tmp_path), f"--optimizer.name={__name__}:without_tables", *flags
+    )
     assert [row[0] for row in run.rows] == [1, 2]
 
 
@@ -332,11 +421,16 @@ def _misfit(world: DistEnv, folder: str, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--optimizer.groups=[{pattern='no_such', lr=1e-4}]", "'no_such' is found in no parameter's name"),
+        (
+            "--optimizer.groups=[{pattern='no_such', lr=1e-4}]",
+            "'no_such' is found in no parameter's name",
+        ),
         ("--training.fsdp_units=['NoSuch']", "no FSDP group can be made of NoSuch"),
     ],
 )
-def test_a_loop_refuses_what_a_run_refuses(pool: Pools, tmp_path: Path, flag: str, message: str) -> None:
+def test_a_loop_refuses_what_a_run_refuses(
+    pool: Pools, tmp_path: Path, flag: str, message: str
+) -> None:
     assert message in pool(1).run(_misfit, str(tmp_path), "--optimizer.name=AdamW", flag)[0]
 
 
@@ -357,9 +451,15 @@ def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
 def test_the_code_of_the_page_is_that_of_the_examples() -> None:
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     shown = re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", page, re.DOTALL)
-    assert {name for name, _ in shown} >= {f"examples/{name}.py" for name in ("tiny_gpt", "lr_groups", "z_loss")}
+    assert {name for name, _ in shown} >= {
+        f"examples/{name}.py" for name in ("tiny_gpt", "lr_groups", "z_loss")
+    }
     for name, code in shown:
         source = (ROOT / name).read_text(encoding="utf-8")
         for piece in code.split("# …\n"):
             assert piece.strip("\n") in source, f"{name}: {piece.splitlines()[0]}"
-    assert all(f"examples/{file.name}" in page for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml"))
+    assert all(
+        f"examples/{file.name}" in page
+        for file in EXAMPLES.iterdir()
+        if file.suffix in (".py", ".toml")
+    )

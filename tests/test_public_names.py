@@ -1,4 +1,6 @@
-"""The public names and their signatures: a change of this list is a change for the programs of users."""
+"""The public names and their signatures: a change of this list is a change for the programs of
+users.
+"""
 
 from __future__ import annotations
 
@@ -84,9 +86,14 @@ def signature(name: str, found: Any) -> str:
 def test_public_names_and_signatures_are_frozen() -> None:
     assert callable(titanlite.build) and set(titanlite.__all__) <= set(dir(titanlite))
     names = sorted(set(titanlite.__all__) - {"__version__", "RunConfig", *SECTIONS})
-    assert "".join(signature(n, build if n == "build" else getattr(titanlite, n)) for n in names) == SIGNATURES
+    assert (
+        "".join(signature(n, build if n == "build" else getattr(titanlite, n)) for n in names)
+        == SIGNATURES
+    )
     for owner, expected in METHODS.items():
-        found = "".join(signature(name, value) for name, value in sorted(vars(owner).items()) if callable(value))
+        found = "".join(
+            signature(name, value) for name, value in sorted(vars(owner).items()) if callable(value)
+        )
         assert set(expected.splitlines()) <= set(found.splitlines()), owner
 
 
@@ -106,21 +113,29 @@ def test_type_checkers_know_the_same_names() -> None:
 
 def test_the_page_lists_every_public_name() -> None:
     page = public_page().partition(TYPES)[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(titanlite.__all__) - {"__version__"}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(titanlite.__all__) - {
+        "__version__"
+    }
 
 
 TYPES = "| type | module |"
 
 
 def public_page() -> str:
-    return (ROOT / "docs" / "library.md").read_text(encoding="utf-8").partition("## Public names")[2]
+    return (
+        (ROOT / "docs" / "library.md").read_text(encoding="utf-8").partition("## Public names")[2]
+    )
 
 
 def words_of(found: Any) -> set[str]:
-    """The names in the annotations of a function, or of the public methods and fields of a class."""
+    """The names in the annotations of a function, or of the public methods and fields of a
+    class.
+    """
     own = vars(found).items() if inspect.isclass(found) else [("__init__", found)]
     functions = [
-        value for name, value in own if inspect.isfunction(value) and not re.match("_(?!_(init|call)__)", name)
+        value
+        for name, value in own
+        if inspect.isfunction(value) and not re.match("_(?!_(init|call)__)", name)
     ]
     annotated = [*functions, *([found] if inspect.isclass(found) else [])]
     texts = [
@@ -148,7 +163,9 @@ def types_of(module: Any) -> dict[str, str]:
 
 
 def test_every_type_in_a_public_signature_is_public_or_has_its_module_on_the_page() -> None:
-    listed = dict(re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", public_page().partition(TYPES)[2], re.MULTILINE))
+    listed = dict(
+        re.findall(r"^\| `(\w+)` \| `([\w.]+)` \|", public_page().partition(TYPES)[2], re.MULTILINE)
+    )
     wanted: set[str] = set()
     for name in set(titanlite.__all__) - {"__version__"}:
         found = build if name == "build" else getattr(titanlite, name)

@@ -1,4 +1,6 @@
-"""Before the first step the odd rank is named; a healthy run passes, with its random numbers and losses unchanged."""
+"""Before the first step the odd rank is named; a healthy run passes, with its random numbers and
+losses unchanged.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,22 @@ TOML = '[optimizer]\nlr = 0.001\n[data]\nsource = [{path = "/a", weight = 2.0}]\
 #: Of an odd rank.
 CONFIGS = {
     "config": TOML.replace("0.001", "0.002"),
-    "paths": f'{TOML.replace("/a", "/home/b")}[checkpoint]\nfolder = "/c"\n[launch]\nenvironment.A_KEY = "hidden"\n',
+    "paths": (
+        f'{TOML.replace("/a", "/home/b")}[checkpoint]\nfolder = "/c"\n[launch]\nenvironment.A_KEY '
+        '= "hidden"\n'
+    ),
     "weight": TOML.replace("2.0", "3.0"),
     "name": f'{TOML}[job]\nconfig_file = "/other/place.toml"\n',
 }
 
 
-def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **options: Any) -> tuple[list[str], str]:
-    """Check the ranks; return warnings and the error. hosts: each rank is on another host. odd: of the last rank."""
+def _check(
+    world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **options: Any
+) -> tuple[list[str], str]:
+    """Check the ranks; return warnings and the error.
+
+    hosts: each rank is on another host. odd: of the last rank.
+    """
     rank, is_odd = world.rank, world.rank == world.size - 1
     config = CONFIGS.get(odd, TOML) if is_odd else TOML
     with contextlib.ExitStack() as stack:
@@ -46,7 +56,9 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
         def put(target: Any, name: str, value: Any) -> None:
             stack.enter_context(patch.object(target, name, value))
 
-        stack.enter_context(patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo" if is_odd and odd == "lo" else "eth0"))
+        stack.enter_context(
+            patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo" if is_odd and odd == "lo" else "eth0")
+        )
         if is_odd and odd == "tuned":
             stack.enter_context(patch.dict(os.environ, PYTORCH_TUNABLEOP_ENABLED="1"))
         put(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "docker0")])
@@ -79,7 +91,11 @@ def _check(world: DistEnv, folder: Path, hosts: bool = False, odd: str = "", **o
             put(torch, "mm", flip)
         elif is_odd and odd == "sum":
             real_sum = torch.distributed.all_reduce
-            put(torch.distributed, "all_reduce", lambda t, *a: (real_sum(t, *a), t.view(-1)[-1].add_(1)))
+            put(
+                torch.distributed,
+                "all_reduce",
+                lambda t, *a: (real_sum(t, *a), t.view(-1)[-1].add_(1)),
+            )
         elif odd == "folder":
             folder = folder / f"of-{rank}"
             folder.mkdir()
@@ -107,13 +123,33 @@ def test_healthy_ranks_pass(pool: Pools, tmp_path: Path, odd: str) -> None:
     [
         ("version", ["torchao: 0.18.0 on rank 0 (node-0), 0.1.0 on rank 1 (node-1)"]),
         ("code", ["different code of titanlite: files", "on rank 1 (node-1)"]),
-        ("text", ["different text for mine: 11111111 on rank 0 (node-0), 22222222 on rank 1 (node-1). Files"]),
+        (
+            "text",
+            [
+                (
+                    "different text for mine: 11111111 on rank 0 (node-0), 22222222 on rank 1 "
+                    "(node-1). Files"
+                )
+            ],
+        ),
         ("config", ["another config than rank 1 (node-1): optimizer.lr 0.001 -> 0.002"]),
         ("weight", ["another config than rank 1 (node-1): data.source [{"]),
         ("flicker", ["wrong numbers are computed: rank 1 (node-1, local rank 1, CPU ("]),
-        ("bits", ["one of these computes wrong numbers: rank 0 (node-0, local rank 0, CPU (", "rank 1 (node-1"]),
+        (
+            "bits",
+            [
+                "one of these computes wrong numbers: rank 0 (node-0, local rank 0, CPU (",
+                "rank 1 (node-1",
+            ],
+        ),
         ("sum", ["an all-reduce gives a wrong sum on rank 1 (node-1)"]),
-        ("folder", ["is not shared: node-0 writes there, and node-1 cannot see its files", "job.dump_folder"]),
+        (
+            "folder",
+            [
+                "is not shared: node-0 writes there, and node-1 cannot see its files",
+                "job.dump_folder",
+            ],
+        ),
     ],
 )
 def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
@@ -130,13 +166,30 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     [
         ("device", ["different devices: CPU (", "CPU (Old CPU) on rank 1 (node-1)"]),
         ("slow", ["rank 1 (node-1, local rank 1, CPU (", " is slow: a matrix product takes 10"]),
-        ("clock", ["clocks of the hosts differ by 7.", "no majority tells which is right: rank 0 (node-0) 20"]),
-        ("lo", ["rank 1 (node-1): GLOO_SOCKET_IFNAME is 'lo' and means lo", "set GLOO_SOCKET_IFNAME to one of eth0"]),
+        (
+            "clock",
+            [
+                "clocks of the hosts differ by 7.",
+                "no majority tells which is right: rank 0 (node-0) 20",
+            ],
+        ),
+        (
+            "lo",
+            [
+                "rank 1 (node-1): GLOO_SOCKET_IFNAME is 'lo' and means lo",
+                "set GLOO_SOCKET_IFNAME to one of eth0",
+            ],
+        ),
         ("folder", ["is not shared: node-0 writes there"]),
-        ("paths", ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r']),
+        (
+            "paths",
+            ['data.source [{"path": "/a"', 'folder (not set) -> "/c"', '.A_KEY (not set) -> "(r'],
+        ),
     ],
 )
-def test_an_odd_rank_is_named_in_a_warning(pool: Pools, tmp_path: Path, odd: str, words: list[str]) -> None:
+def test_an_odd_rank_is_named_in_a_warning(
+    pool: Pools, tmp_path: Path, odd: str, words: list[str]
+) -> None:
     results = pool(2).run(_check, tmp_path, hosts=True, odd=odd, needs_folder=False)
     assert results[0] == results[1] and not results[0][1]
     text = "\n".join(results[0][0])
@@ -147,13 +200,18 @@ def test_the_majority_tells_whose_clock_is_wrong(pool: Pools, tmp_path: Path) ->
     warnings, _ = pool(4).run(_check, tmp_path, hosts=True, odd="clock")[0]
     (text,) = (warning for warning in warnings if "clock of" in warning)
     assert "the clock of rank 3 (node-3) is 7.5 s ahead of those of 3 other hosts" in text
-    theirs, others = (datetime.fromisoformat(time) for time in re.findall(r"(\d{4}-\d\d-\d\d [\d:]{8}) UTC", text))
+    theirs, others = (
+        datetime.fromisoformat(time) for time in re.findall(r"(\d{4}-\d\d-\d\d [\d:]{8}) UTC", text)
+    )
     assert 7 <= (theirs - others).total_seconds() <= 8
 
 
 def test_of_two_clocks_none_is_called_wrong() -> None:
     """The host that is behind was the median of two, so the other one was named."""
-    ranks = [Rank(number, host, "", 0, {}, {}, "", "", "", {}, "") for number, host in enumerate(("a", "b"))]
+    ranks = [
+        Rank(number, host, "", 0, {}, {}, "", "", "", {}, "")
+        for number, host in enumerate(("a", "b"))
+    ]
     seconds = 1_800_000_000.0
     found = [Measured(True, 1, 1, 1, (), clock, True, []) for clock in (seconds - 300, seconds)]
     (text,) = rank_checks._clock_warnings(ranks, found)
@@ -161,7 +219,9 @@ def test_of_two_clocks_none_is_called_wrong() -> None:
     assert "rank 0 (a) 2027-01-15 07:55:00 UTC, rank 1 (b) 2027-01-15 08:00:00 UTC" in text
 
 
-def test_the_clock_interface_and_folder_of_one_host_do_not_matter(pool: Pools, tmp_path: Path) -> None:
+def test_the_clock_interface_and_folder_of_one_host_do_not_matter(
+    pool: Pools, tmp_path: Path
+) -> None:
     for odd in ("clock", "lo", "folder"):
         assert pool(2).run(_check, tmp_path, odd=odd) == [([], "")] * 2
 
@@ -173,7 +233,11 @@ def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_p
 
 def _state(world: DistEnv, folder: Path) -> bool:
     def state() -> tuple[Any, ...]:
-        return torch.get_rng_state().tolist(), random.getstate(), torch.are_deterministic_algorithms_enabled()
+        return (
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
 
     before = state()
     check_ranks(world, config=TOML, folder=folder)
@@ -190,12 +254,20 @@ def test_random_generators_stay_as_they_are(pool: Pools, tmp_path: Path) -> None
         ("NCCL_SOCKET_IFNAME", "", ""),
         ("NCCL_SOCKET_IFNAME", "eth", ""),
         ("NCCL_SOCKET_IFNAME", "^lo,docker", ""),
-        ("NCCL_SOCKET_IFNAME", "=eth", "'=eth', but the interfaces are lo, eth0, docker0: set NCCL_SOCKET_IFNAME to"),
+        (
+            "NCCL_SOCKET_IFNAME",
+            "=eth",
+            "'=eth', but the interfaces are lo, eth0, docker0: set NCCL_SOCKET_IFNAME to",
+        ),
         ("NCCL_SOCKET_IFNAME", "docker", "means docker0, which other hosts cannot reach"),
         ("NCCL_SOCKET_IFNAME", "^eth0", "means lo, docker0, which other hosts cannot reach"),
         ("GLOO_SOCKET_IFNAME", "eth0", ""),
         ("GLOO_SOCKET_IFNAME", "eth", "'eth', but the interfaces are lo, eth0, docker0"),
-        ("GLOO_SOCKET_IFNAME", "", "the host's name means 127.0.1.1, which other hosts cannot reach"),
+        (
+            "GLOO_SOCKET_IFNAME",
+            "",
+            "the host's name means 127.0.1.1, which other hosts cannot reach",
+        ),
     ],
 )
 def test_interfaces_that_other_hosts_cannot_reach(
@@ -209,18 +281,25 @@ def test_interfaces_that_other_hosts_cannot_reach(
 
 
 @pytest.mark.soak
-def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(tmp_path: Path) -> None:
+def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(
+    tmp_path: Path,
+) -> None:
     script = tmp_path / "odd.py"
     script.write_text(
         "import os, sys\nfrom titanlite.main import main\n"
         "main([*sys.argv[1:], *['--optimizer.lr=0.5'] * (os.environ['RANK'] == '1')])\n"
     )
-    flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path / 'run'}", *EIGHT_STEPS]
+    flags = [
+        "--job.config_file=debug_model.toml",
+        f"--job.dump_folder={tmp_path / 'run'}",
+        *EIGHT_STEPS,
+    ]
     words = ["-m", "titanlite.torchrun", *TORCHRUN[2:], script, *flags]
     ended = python(*words)
     assert ended.returncode == CONFIG, ended.stderr
     assert (
-        "error: rank 0 has another config than rank 1 (" in ended.stderr and "optimizer.lr 0.003 -> 0.5" in ended.stderr
+        "error: rank 0 has another config than rank 1 (" in ended.stderr
+        and "optimizer.lr 0.003 -> 0.5" in ended.stderr
     )
     assert "Traceback" not in ended.stderr.partition("elastic")[0] and "step:" not in ended.stdout
     # What is not compared is trained: both ranks take the rate of their own.

@@ -1,4 +1,6 @@
-"""Logins and signatures in URLs: a run works with them, and nothing that it or a command writes holds them."""
+"""Logins and signatures in URLs: a run works with them, and nothing that it or a command writes
+holds them.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,15 @@ WORD = st.text(st.sampled_from("ab1%:@/?#&=+~.-_!$'()*,;é"), max_size=8)
 
 
 @given(WORD, WORD, st.sampled_from([" ", '"', ", ", "\n", "'", ")"]))
-def test_no_password_and_no_signature_is_left_and_json_stays_json(before: str, after: str, end: str) -> None:
+def test_no_password_and_no_signature_is_left_and_json_stays_json(
+    before: str, after: str, end: str
+) -> None:
     login = f"u:{before}SECRET{after}".replace("/", "").replace("?", "").replace("#", "")
-    for url in (f"https://{login}@host/f", f"https://host/f?s={before}SECRET{after}", f"https://host/f?{before}SECRET"):
+    for url in (
+        f"https://{login}@host/f",
+        f"https://host/f?s={before}SECRET{after}",
+        f"https://host/f?{before}SECRET",
+    ):
         text = f"a {url}{end}b"
         assert "SECRET" not in public(text)
         assert public(public(text)) == public(text)
@@ -109,10 +117,17 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
         check_config([f"--job.config_file={file}"])
     said = str(refused.value)
     for key in ("training.dataset_path", "model.tokenizer_path"):
-        assert f"{key}: its login or signature is hidden in this file" in said and f"--{key} URL" in said
+        assert (
+            f"{key}: its login or signature is hidden in this file" in said
+            and f"--{key} URL" in said
+        )
     with pytest.raises(ConfigError, match="is hidden in this file"):
         prepare([f"--job.config_file={file}"])
-    again = [f"--job.config_file={file}", "--training.dataset_path=https://u:p@host/f", "--model.tokenizer_path="]
+    again = [
+        f"--job.config_file={file}",
+        "--training.dataset_path=https://u:p@host/f",
+        "--model.tokenizer_path=",
+    ]
     with pytest.raises(ConfigError) as other:
         check_config([f"--job.config_file={file}", *again[1:2]])
     assert "training.dataset_path" not in str(other.value)
@@ -120,7 +135,9 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
     with pytest.raises(ConfigError, match="data.source: its login or signature is hidden"):
         check_config([f"--job.config_file={file}"])
     for call in (open_file, load_tokenizer):
-        with pytest.raises(DataError, match=r"was hidden where it was kept: give the whole URL again.*\$\{NAME\}"):
+        with pytest.raises(
+            DataError, match=r"was hidden where it was kept: give the whole URL again.*\$\{NAME\}"
+        ):
             call("https://(removed)@host/f")
 
 
@@ -131,7 +148,10 @@ def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_config(["--job.config_file=debug_model.toml", f"--training.dataset_path={url}"])
     said = str(refused.value)
-    assert "training.dataset_path: has a login, which its store does not read" in said and PLANTED not in said
+    assert (
+        "training.dataset_path: has a login, which its store does not read" in said
+        and PLANTED not in said
+    )
     for call in (open_file, load_tokenizer):
         with pytest.raises(DataError, match="has a login") as failed:
             call(url)
@@ -140,24 +160,37 @@ def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
 
 def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_path: Path) -> None:
     url = f"https://u:{PLANTED}@host/f?sig={PLANTED}"
-    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--training.dataset_path={url}"]
+    flags = [
+        "--job.config_file=debug_model.toml",
+        "--launch.gpus_per_node=1",
+        f"--training.dataset_path={url}",
+    ]
     flags += ["--training.dataset=jsonl", f"--job.dump_folder={tmp_path}/run", "--launch.image=i"]
     job = prepare([*flags, f'--launch.volumes={{"claim" = "{tmp_path}"}}'])
     with pytest.raises(ConfigError) as refused:
         launch_kubernetes.files(job)
     said = str(refused.value)
     assert "training.dataset_path: all readers of the manifest see" in said and PLANTED not in said
-    assert any("signature in training.dataset_path" in warning for warning in launch_sagemaker.warnings(job))
+    assert any(
+        "signature in training.dataset_path" in warning
+        for warning in launch_sagemaker.warnings(job)
+    )
     write(job, {})
     config = tmp_path / "run" / "launch" / "config.toml"
     assert url in config.read_text() and config.stat().st_mode & 0o777 == 0o600
 
 
 def test_two_signatures_of_a_file_have_one_name() -> None:
-    assert public_name("https://u:p@host/f?sig=1") == public_name("https://u:q@host/f?sig=2") == "https://host/f"
+    assert (
+        public_name("https://u:p@host/f?sig=1")
+        == public_name("https://u:q@host/f?sig=2")
+        == "https://host/f"
+    )
 
 
-def test_a_difference_between_secrets_is_told_without_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_between_secrets_is_told_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a", "b"):
         text = f'[launch.environment]\nAPI_KEY = "{PLANTED}-{name}"\nLEVEL = "{name}"\n'
         (tmp_path / f"{name}.toml").write_text(f'{text}PROXY = "http://u:{PLANTED}-{name}@proxy"\n')
@@ -170,7 +203,10 @@ def test_a_difference_between_secrets_is_told_without_them(tmp_path: Path, capsy
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     root = tmp_path_factory.mktemp("served")
     (root / "files").mkdir()
-    lines = (json.dumps({"text": f"Document {i} of the text behind a URL. " * 20}) + "\n" for i in range(200))
+    lines = (
+        json.dumps({"text": f"Document {i} of the text behind a URL. " * 20}) + "\n"
+        for i in range(200)
+    )
     (root / "files" / "text.jsonl").write_text("".join(lines))
     shutil.copy(BUNDLED_TOKENIZER, root / "files" / "tokenizer.model")
     with HubServer(root) as running:
@@ -243,7 +279,10 @@ def _commands(config: list[str], run: Path, earlier: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
-    server: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: HubServer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -257,7 +296,10 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         if number == 1:
             shutil.copytree(run, earlier)
     assert [one["began"] for one in read_run(run).attempts] == ["fresh", "resumed from step 2"]
-    assert not read_run(run).attempts[1]["config_changes"].keys() & {"training.dataset_path", "model.tokenizer_path"}
+    assert not read_run(run).attempts[1]["config_changes"].keys() & {
+        "training.dataset_path",
+        "model.tokenizer_path",
+    }
     capfd.readouterr()
     codes = {}
     for words in _commands(config, run, earlier):
@@ -269,9 +311,16 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         else:
             codes[" ".join(words[:2])] = main(words)
         said += "".join(capfd.readouterr())
-    missing = [f"--{key}={_url(server, 'nothing')}" for key in ("training.dataset_path", "model.tokenizer_path")]
+    missing = [
+        f"--{key}={_url(server, 'nothing')}"
+        for key in ("training.dataset_path", "model.tokenizer_path")
+    ]
     for flags in (["run", "--nproc", "2", missing[0]], ["train", missing[1]]):
-        flags += ["--data.retry_seconds=0", f"--job.dump_folder={run}-2", "--job.config_file=debug_model.toml"]
+        flags += [
+            "--data.retry_seconds=0",
+            f"--job.dump_folder={run}-2",
+            "--job.config_file=debug_model.toml",
+        ]
         done = python("-m", "titanlite", *flags)
         assert done.returncode and "nothing" in done.stderr
         said += done.stdout + done.stderr
@@ -280,5 +329,9 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     written += [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
     assert len(written) > 20
-    assert [str(path) for path in written if PLANTED.encode() in path.read_bytes() or PLANTED in path.name] == []
+    assert [
+        str(path)
+        for path in written
+        if PLANTED.encode() in path.read_bytes() or PLANTED in path.name
+    ] == []
     assert "(removed)" in said and codes["runs " + str(run)] == 0

@@ -1,4 +1,6 @@
-"""examples/transformers_loop.py: T5 and ViT of `transformers`, sharded, trained, saved and resumed."""
+"""examples/transformers_loop.py: T5 and ViT of `transformers`, sharded, trained, saved and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,21 @@ BLOCKS = {
 }
 
 
-def _train(world: DistEnv, kind: str, steps: int, folder: str) -> tuple[list[tuple[int, float]], Any]:
-    """Steps with their losses; of the model when it is saved the FSDP groups, recomputing modules, sharding."""
+def _train(
+    world: DistEnv, kind: str, steps: int, folder: str
+) -> tuple[list[tuple[int, float]], Any]:
+    """Steps with their losses; of the model when it is saved the FSDP groups, recomputing modules,
+    sharding.
+    """
     seen: list[Any] = []
     save = Checkpointer.save
 
     def look(self: Checkpointer, step: int, model: Any, *args: Any, **kwargs: Any) -> Any:
         wrapped = sorted(n for n, m in model.named_modules() if isinstance(m, FSDPModule) and n)
         shards = all(isinstance(p, DTensor) for p in model.parameters())
-        recompute = sorted(n for n, m in model.named_modules() if "Checkpointed" in type(m).__name__)
+        recompute = sorted(
+            n for n, m in model.named_modules() if "Checkpointed" in type(m).__name__
+        )
         seen.append((wrapped, recompute, shards))
         return save(self, step, model, *args, **kwargs)
 
@@ -43,15 +51,21 @@ def _train(world: DistEnv, kind: str, steps: int, folder: str) -> tuple[list[tup
 
 
 @pytest.mark.parametrize("kind", ["vit", pytest.param("t5", marks=pytest.mark.slow)])
-def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(pool: Pools, tmp_path: Path, kind: str) -> None:
-    straight, (wrapped, recompute, shards) = pool(2).run(_train, kind, 8, str(tmp_path / "straight"))[0]
+def test_it_trains_sharded_and_resumes_exactly_on_another_rank_count(
+    pool: Pools, tmp_path: Path, kind: str
+) -> None:
+    straight, (wrapped, recompute, shards) = pool(2).run(
+        _train, kind, 8, str(tmp_path / "straight")
+    )[0]
     assert wrapped == recompute == BLOCKS[kind] and shards
     losses = [loss for _, loss in straight]
     assert sum(losses[5:]) < sum(losses[:3])
 
     first, _ = pool(2).run(_train, kind, 5, str(tmp_path / "two"))[0]
     tensors = read_manifest(tmp_path / "two" / "step-5").tensors
-    assert {dtype for name, (dtype, _) in tensors.items() if name.endswith("exp_avg_sq")} == {"bfloat16"}
+    assert {dtype for name, (dtype, _) in tensors.items() if name.endswith("exp_avg_sq")} == {
+        "bfloat16"
+    }
     shutil.copytree(tmp_path / "two", tmp_path / "one")
     second, _ = pool(2).run(_train, kind, 8, str(tmp_path / "two"))[0]
     assert first + second == straight, "to the last bit"

@@ -7,19 +7,43 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.utils import Table, append_line, human_bytes, human_count, human_time, progress_text, read_lines, render
+from titanlite.utils import (
+    Table,
+    append_line,
+    human_bytes,
+    human_count,
+    human_time,
+    progress_text,
+    read_lines,
+    render,
+)
 
 
 def test_times_counts_and_bytes_as_people_read_them() -> None:
-    times = {0.04: "0.0s", 3.21: "3.2s", 59.97: "0:01:00", 5025.4: "1:23:45", 3599.6: "1:00:00", 4e5: "111:06:40"}
-    counts = {999: "999", 1000: "1.0K", 12_345_678: "12.3M", 999_960: "1.0M", 8_030_261_248: "8.0B", 15e12: "15.0T"}
+    times = {
+        0.04: "0.0s",
+        3.21: "3.2s",
+        59.97: "0:01:00",
+        5025.4: "1:23:45",
+        3599.6: "1:00:00",
+        4e5: "111:06:40",
+    }
+    counts = {
+        999: "999",
+        1000: "1.0K",
+        12_345_678: "12.3M",
+        999_960: "1.0M",
+        8_030_261_248: "8.0B",
+        15e12: "15.0T",
+    }
     sizes = {512: "512 B", 1536: "1.5 KiB", 80 * 1024**3: "80.0 GiB", 1024**4: "1.0 TiB"}
     for human, expected in ((human_time, times), (human_count, counts), (human_bytes, sizes)):
         assert {number: human(number) for number in expected} == expected  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    "name, value, bold", [("NO_COLOR", "1", False), ("TERM", "dumb", False), ("TERM", "xterm", True)]
+    "name, value, bold",
+    [("NO_COLOR", "1", False), ("TERM", "dumb", False), ("TERM", "xterm", True)],
 )
 def test_a_table_is_plain_where_no_colours_are_wanted(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, bold: bool
@@ -30,11 +54,15 @@ def test_a_table_is_plain_where_no_colours_are_wanted(
     assert ("\x1b" in render(Table(("a",), [("b",)]), True)) is bold
 
 
-def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(tmp_path: Path) -> None:
+def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "lines.jsonl"
     append_line(file, {"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, hard))  # as a full disk, which takes 5 bytes
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (file.stat().st_size + 5, hard)
+    )  # as a full disk, which takes 5 bytes
     try:
         with pytest.raises(OSError, match="No space left"):
             append_line(file, {"step": 2})
@@ -47,4 +75,7 @@ def test_a_line_that_is_written_in_part_is_an_error_and_the_next_line_is_whole(t
 def test_progress_is_told_where_it_tells_something() -> None:
     assert progress_text(25, 100, 30.0) == "about 25%, 0:01:30 left"
     assert progress_text(99, 100, 9.9) == "about 99%, 0.1s left"
-    assert [progress_text(*words) for words in ((0, 100, 5.0), (100, 100, 5.0), (7, 0, 5.0), (1, 2, 0.0))] == [""] * 4
+    assert [
+        progress_text(*words)
+        for words in ((0, 100, 5.0), (100, 100, 5.0), (7, 0, 5.0), (1, 2, 0.0))
+    ] == [""] * 4

@@ -13,12 +13,17 @@ import titanlite
 def _kept_tokens() -> str:
     """The flag with which all runs of all tests share the tokens of the bundled text.
 
-    Reading it anew takes each rank of each run longer than a tiny run trains. Other code that reads has other tokens.
+    Reading it anew takes each rank of each run longer than a tiny run trains. Other code that reads
+    has other tokens.
     """
     digest = hashlib.sha256()
     for source in sorted((Path(titanlite.__file__).parent / "data").rglob("*.py")):
         digest.update(source.read_bytes())
-    folder = Path(tempfile.gettempdir()) / f"titanlite-tests-{os.getuid()}" / f"tokens-{digest.hexdigest()[:12]}"
+    folder = (
+        Path(tempfile.gettempdir())
+        / f"titanlite-tests-{os.getuid()}"
+        / f"tokens-{digest.hexdigest()[:12]}"
+    )
     return f"--data.token_cache={folder}"
 
 
@@ -42,5 +47,9 @@ TWO_LAYERS = size(64, 2, 4, 32)
 EIGHT_STEPS = [
     *size(32, 1, 2, 16),
     *["--training.batch_size=1", "--training.global_batch_size=4", "--training.warmup_steps=2"],
-    *["--lr_scheduler.total_steps=8", "--metrics.log_freq=1", "--training.mixed_precision_param=float32"],
+    *[
+        "--lr_scheduler.total_steps=8",
+        "--metrics.log_freq=1",
+        "--training.mixed_precision_param=float32",
+    ],
 ]

@@ -2,11 +2,14 @@
 
 guard.jsonl in the run's folder has a line for each bad step, and is only ever appended to:
 
-    {"step": 7, "time": 1764682391.2, "kind": "not finite", "action": "skip", "loss": "nan", "grad_norm": "nan",
-     "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49": [5], …}}
+    {"step": 7, "time": 1764682391.2, "kind": "not finite", "action": "skip", "loss": "nan",
+     "grad_norm": "nan",
+     "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49":
+     [5], …}}
 
-`documents` has the numbers of the documents of each sequence of the global batch, counted from 0 in the order of the
-files and of the records in them. Of a stream it has files and records, for the sequences of rank 0 alone.
+`documents` has the numbers of the documents of each sequence of the global batch, counted from 0 in
+the order of the files and of the records in them. Of a stream it has files and records, for the
+sequences of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ from titanlite.utils import counted, logger
 
 #: Name of the file below `job.dump_folder`.
 FILE = "guard.jsonl"
-#: A checkpoint is suspect when so many returns to it were each followed, within so many steps, by a bad step: the text
-#: differs each time, so the weights are to blame.
+#: A checkpoint is suspect when so many returns to it were each followed, within so many steps, by a
+#: bad step: the text differs each time, so the weights are to blame.
 _SOON, _RETURNS = 10, 2
 
 
@@ -44,20 +47,25 @@ class Fetched(NamedTuple):
 
     def sequences(self, global_batch: int) -> list[int]:
         """Return the sequences of the step, over all ranks."""
-        return take(self.before["next_sequence"], global_batch, merged(self.after.get("left_out", ())))
+        return take(
+            self.before["next_sequence"], global_batch, merged(self.after.get("left_out", ()))
+        )
 
 
 class AnomalyLog:
     """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
 
-    folder: the run's; None on other ranks. global_batch: sequences per step over all ranks. share: data-parallel rank
-    and degree.
+    folder: the run's; None on other ranks. global_batch: sequences per step over all ranks. share:
+    data-parallel rank and degree.
     """
 
-    def __init__(self, folder: Path | None, dataset: Rows, global_batch: int, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, folder: Path | None, dataset: Rows, global_batch: int, share: tuple[int, int] = (0, 1)
+    ) -> None:
         self._log = None if folder is None else MetricsLog(folder / FILE)
         self._dataset, self._global_batch, self._share = dataset, global_batch, share
-        #: Step of the checkpoint that the run went back to, and how often in a row a bad step came soon after it.
+        #: Step of the checkpoint that the run went back to, and how often in a row a bad step came
+        #: soon after it.
         self._returned = (-1, 0)
 
     def skipped(self, bad: BadStepError, fetched: Fetched) -> None:
@@ -68,34 +76,52 @@ class AnomalyLog:
         """Record the step that ends the run; the caller logs it."""
         self._write(bad, "stop", fetched)
 
-    def rolled_back(self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]) -> None:
+    def rolled_back(
+        self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]
+    ) -> None:
         """Report a return to the checkpoint of `step`, where the loader's state was `data`."""
-        skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._global_batch)
-        words = f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} from now on"
+        skipped = steps_text(
+            data["next_sequence"], fetched.after["next_sequence"], self._global_batch
+        )
+        words = (
+            f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} "
+            "from now on"
+        )
         self._write(bad, "rollback", fetched, words, back_to_step=step, left_out=skipped)
         before, times = self._returned
         soon = bad.step - step <= _SOON
         self._returned = (step, (times if step == before else 0) + 1) if soon else (step, 0)
 
     def mark_suspect(self, bad: BadStepError, newest: int) -> str:
-        """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "" if it may."""
+        """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "" if it
+        may.
+        """
         step, times = self._returned
         if step != newest or times < _RETURNS or bad.step - newest > _SOON:
             return ""
         return (
-            f"its weights are suspect: the run went back to it {counted(times, 'times')}, and each time a bad step "
-            f"came within {counted(_SOON, 'steps')}, the last time step {bad.step}"
+            f"its weights are suspect: the run went back to it {counted(times, 'times')}, and "
+            f"each time a bad step came within {counted(_SOON, 'steps')}, the last time step "
+            f"{bad.step}"
         )
 
-    def _write(self, bad: BadStepError, action: str, fetched: Fetched, words: str = "", **more: Any) -> None:
+    def _write(
+        self, bad: BadStepError, action: str, fetched: Fetched, words: str = "", **more: Any
+    ) -> None:
         if self._log is None:
             return
         if words:
-            logger.warning(f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}")
+            logger.warning(
+                f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}"
+            )
         sequences, total = fetched.sequences(self._global_batch), self._dataset.total_sequences
         rank, degree = self._share
         # This rank has not read the other ranks' part of a stream.
-        known = sequences[(rank - sequences[0]) % degree :: degree] if is_streamed(self._dataset) else sequences
+        known = (
+            sequences[(rank - sequences[0]) % degree :: degree]
+            if is_streamed(self._dataset)
+            else sequences
+        )
         self._log.write(
             {
                 "step": bad.step,
@@ -139,19 +165,24 @@ def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetche
 
 
 def steps_text(first: int, end: int, global_batch: int) -> str:
-    """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them: "7" or "6-8"."""
+    """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
+    "7" or "6-8".
+    """
     begin, last = first // global_batch + 1, (end - 1) // global_batch + 1
     return str(begin) if begin == last else f"{begin}-{last}"
 
 
 def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
-    """Return the loader state `data`, moved behind the step `bad`; the text between the two is skipped."""
+    """Return the loader state `data`, moved behind the step `bad`; the text between the two is
+    skipped.
+    """
     between = data["next_sequence"], bad.after["next_sequence"]
     left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
     moved = {**data, "next_sequence": between[1], "left_out": left_out}
     served = bad.after.get("rows", {})
     if "segments" in served:
-        # A mixture: the stretch that is skipped had the shares of this run, not those of the checkpoint.
+        # A mixture: the stretch that is skipped had the shares of this run, not those of the
+        # checkpoint.
         order = {name: served[name] for name in ("names", "plan", "segments")}
         moved["rows"] = {**data.get("rows", {}), "slots": served["slots"], **order}
     return moved

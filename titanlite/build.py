@@ -1,6 +1,7 @@
 """Config and ranks → components of a training loop: the one place that knows all rooms.
 
-Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data → step → checkpoints → callbacks.
+Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data → step → checkpoints →
+callbacks.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class TrainingComponents:
 
 
 def check_model(run: RunConfig, tokenizer_size: int) -> None:
-    """Check that ranks can divide this model and vocabulary, and that this machine has its products.
+    """Check that ranks can divide this model and vocabulary, and that this machine has its
+    products.
 
     It needs no process group. Raises ConfigError.
     """
@@ -188,9 +190,14 @@ class ModelParts:
 
 
 def build_model(
-    run: RunConfig, world: DistEnv, tokenizer_size: int, make: Callable[[ModelBuilder], nn.Module] | None = None
+    run: RunConfig,
+    world: DistEnv,
+    tokenizer_size: int,
+    make: Callable[[ModelBuilder], nn.Module] | None = None,
 ) -> ModelParts:
-    """Build the model as the run divides it. All ranks call it together. tokenizer_size: entries of its vocabulary.
+    """Build the model as the run divides it.
+
+    All ranks call it together. tokenizer_size: entries of its vocabulary.
 
     make: returns the builder's model with memory; None: with the initial weights of the run's seed.
     """
@@ -227,7 +234,9 @@ def build_model(
     if isinstance(model, PipelineModel):
         sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
-    if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
+    if (
+        run.training.seed is not None
+    ):  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
     modules: dict[str, Any] = dict(model.named_modules())
     for name in (spec.experts(args) if spec.experts else {}).keys() & modules.keys():
@@ -266,11 +275,15 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
         passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
         if run.mesh.context > 1:
             passes = CPLoader(passes, mesh)
-        loaders[name] = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
+        loaders[name] = ValidationPrefetcher(
+            passes, run.data.prefetch, pin, run.data.persistent_workers
+        )
         # A part of the text depends on the size of a batch over all ranks; all of it does not.
         part = None if section.steps == -1 else section.steps * size * ranks
         measured.append([name, rows.fingerprint, rows.settings, part])
-    fingerprint = digest_of(json.dumps([measured, section.ema], sort_keys=True, default=str).encode())
+    fingerprint = digest_of(
+        json.dumps([measured, section.ema], sort_keys=True, default=str).encode()
+    )
     return ValidationSet(loaders, section.freq, section.first, fingerprint=fingerprint)
 
 
@@ -287,8 +300,9 @@ def build(
 ) -> TrainingComponents:
     """Build everything that a loop needs, on this rank's device. All ranks call it together.
 
-    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
-    callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises ConfigError as `check_model` does.
+    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that
+    only logs. callbacks: run after titanlite's own; None: those of `job.callbacks`. Raises
+    ConfigError as `check_model` does.
     """
     device = world.device
     ensure_console(world.rank)
@@ -305,7 +319,10 @@ def build(
         saves = run.checkpoint.enable_checkpoint
         place = to_path(run.checkpoint.folder) if saves else folder
         shared = None if isinstance(place, StorePath) else place
-        held_out = {f"validation {name}".strip(): rows.fingerprint for name, rows in datasets.validation.items()}
+        held_out = {
+            f"validation {name}".strip(): rows.fingerprint
+            for name, rows in datasets.validation.items()
+        }
         texts = {"training": datasets.train.fingerprint, **held_out}
         check_ranks(world, config=run.toml, texts=texts, folder=shared, needs_folder=saves)
     if run.sample.prompts:
@@ -322,17 +339,25 @@ def build(
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     phases = phases_of(run)
     skip = phases.skip
-    steps: StepLoader = TrainLoader(datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip)
+    steps: StepLoader = TrainLoader(
+        datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip
+    )
     if run.mesh.context > 1:
         steps = CPLoader(steps, mesh)
     validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
     optimizer, train_step = build_step(run, parts)
     if train_step.in_backward and Callbacks(callbacks).have("before_update"):
-        message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
+        message = (
+            "excludes callbacks with before_update: there is no moment at which all gradients exist"
+        )
         raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
 
-    average = WeightAverage(model, gather(model), run.optimizer.ema_decay) if run.optimizer.ema_decay else None
+    average = (
+        WeightAverage(model, gather(model), run.optimizer.ema_decay)
+        if run.optimizer.ema_decay
+        else None
+    )
     if average and validation and run.validation.ema:
         validation = replace(validation, weights=average.applied)
 
@@ -346,7 +371,10 @@ def build(
                 raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
         prints = fingerprints(run.model.name, args, datasets)
         tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
-        about: dict[str, Any] = {"toml": public_config(run.toml), "model": as_record(run.model.name, args)}
+        about: dict[str, Any] = {
+            "toml": public_config(run.toml),
+            "model": as_record(run.model.name, args),
+        }
         about["tokenizer"] = {"path": tokenizer and public(tokenizer)}
         files = functools.partial(hf_files, tokenizer)
         averages = average.tensors if average else None
@@ -360,12 +388,19 @@ def build(
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
     masked = run.data.mask_documents
-    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len, masked=masked)
+    kept = builder.trace_activations(
+        batch_size=batch.micro_batch_size, seq_len=batch.seq_len, masked=masked
+    )
     compiled = builder.watch_compilation(model)
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
-        {"device": name, "torch": torch.__version__, "threads": str(torch.get_num_threads()), **run.rounding},
+        {
+            "device": name,
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+            **run.rounding,
+        },
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4
         if {run.training.mixed_precision_param, run.training.dtype} == {"float32"} and not in_float8
@@ -376,7 +411,9 @@ def build(
     gc = GarbageCollection(run.training.gc_freq)
     sources = None
     if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
-        sources = SourceFigures(datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors)
+        sources = SourceFigures(
+            datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors
+        )
     experts = ExpertFigures(model, spec.experts(args), device) if spec.experts else None
     metrics = MetricsLogger(
         run.metrics,
@@ -399,18 +436,30 @@ def build(
         file = folder / ("documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl")
         text = public_name(run.training.dataset_path or run.training.dataset)
         writes = leads and (rank == 0 or part is not None)
-        documents = DocumentLog(file if writes else None, datasets.train, text, batch.global_batch_size, part)
+        documents = DocumentLog(
+            file if writes else None, datasets.train, text, batch.global_batch_size, part
+        )
 
     def report(trainer: Trainer) -> list[str]:
-        return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model, planned)
+        return startup_lines(
+            with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model, planned
+        )
 
-    in_epochs, planned = run.training.epochs is not None, with_vocabulary(run, datasets.tokenizer.vocab_size)
+    in_epochs, planned = (
+        run.training.epochs is not None,
+        with_vocabulary(run, datasets.tokenizer.vocab_size),
+    )
     drift = run.float8.drift_check if in_float8 else 0
     profiles = run.profiling.enable_profiling or run.profiling.enable_memory_snapshot
-    # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
+    # Every callback of a run, in the order in which it is called. The watchdog is first: other
+    # ranks wait for it.
     every: list[Callback | None] = [
-        Watchdog(watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None),
-        Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
+        Watchdog(
+            watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None
+        ),
+        Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds)
+        if world.timeout
+        else None,
         TokenHashes(token_checks) if token_checks else None,
         gc,
         attempts,
@@ -440,13 +489,21 @@ def build(
         optimizer=optimizer,
         learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases.rates()),
         train_step=train_step,
-        loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh), _RESERVE if datasets.train.state_dict() else 0),
+        loader=Prefetcher(
+            steps,
+            run.data.prefetch,
+            _pins(run, mesh),
+            _RESERVE if datasets.train.state_dict() else 0,
+        ),
         validation=validation,
         datasets=datasets,
         checkpointer=checkpointer,
         save_schedule=save_schedule,
         anomalies=AnomalyLog(
-            folder if world.rank == 0 else None, datasets.train, batch.global_batch_size, (rank, ranks)
+            folder if world.rank == 0 else None,
+            datasets.train,
+            batch.global_batch_size,
+            (rank, ranks),
         ),
         callbacks=[callback for callback in every if callback is not None],
         trackers=metrics.run_ids,
@@ -470,9 +527,14 @@ def startup_lines(
     planned: RunConfig,
 ) -> list[str]:
     """Return the lines of the startup report. planned: the run with its vocabulary's size."""
-    on_meta, blocks = builder.spec.build_on_meta(builder.args), builder.spec.block_names(builder.args)
+    on_meta, blocks = (
+        builder.spec.build_on_meta(builder.args),
+        builder.spec.block_names(builder.args),
+    )
     parameters = rep.parameter_counts(on_meta)
-    state = state_bytes(dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks)
+    state = state_bytes(
+        dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks
+    )
     device, float8 = builder.device, builder.float8_choices()
     mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
@@ -485,15 +547,24 @@ def startup_lines(
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
         # Tensor-parallel ranks gather the sequence before a product.
-        tokens=batch.micro_batch_size // run.pipeline.microbatches * (batch.seq_len // mesh.context),
+        tokens=batch.micro_batch_size
+        // run.pipeline.microbatches
+        * (batch.seq_len // mesh.context),
         text=datasets.train.describe(),
         tokens_per_epoch=datasets.train.tokens_per_epoch,
     )
     ranks, memory = mesh.world_size, total_memory_bytes(device)
     floor = max(schedule.min_lr_factor * run.optimizer.peak_lr, schedule.min_lr or 0.0)
-    lengths = schedule.warmup_steps, schedule.plateau_steps, schedule.decay_steps, schedule.total_steps
+    lengths = (
+        schedule.warmup_steps,
+        schedule.plateau_steps,
+        schedule.decay_steps,
+        schedule.total_steps,
+    )
     rows = [("run", run.job.description)] if run.job.description else []
-    versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    versions = (
+        f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    )
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
     rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
     rows.append(rep.mesh_row(setup, ranks, mesh.expert))
@@ -507,7 +578,10 @@ def startup_lines(
         rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
     rows += start_rows(planned, device.type, memory)
-    rows += [rep.data_row(run.training, run.data, setup), *rep.file_rows(datasets.train, datasets.validation)]
+    rows += [
+        rep.data_row(run.training, run.data, setup),
+        *rep.file_rows(datasets.train, datasets.validation),
+    ]
     rows += rep.batch_rows(setup, run.steps, run.training.epochs)
     rows += rep.optimizer_rows(run.optimizer, run.training, state)
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
@@ -520,7 +594,9 @@ def startup_lines(
 
 
 class _CallableModule(types.ModuleType):
-    """Lets `from titanlite import build` give something to call: the import of this file puts the module there."""
+    """Lets `from titanlite import build` give something to call: the import of this file puts the
+    module there.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> TrainingComponents:
         return build(*args, **kwargs)

@@ -7,7 +7,8 @@
 
     Trainer(build(config, world, callbacks=[StopAtLoss()])).train()
 
-or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. `titanlite.build` has the list of all that run.
+or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. `titanlite.build` has the list
+of all that run.
 """
 
 from __future__ import annotations
@@ -51,16 +52,19 @@ class CallbackError(RuntimeError):
 class Callback:
     """Base of all callbacks; each method is called at one point of the run, on every rank.
 
-    All ranks have the same callbacks in the same order, so a callback may use collectives at every point. Only
-    `on_save` is different: with saves in the background rank 0 alone calls it. A callback that raises ends the run.
-    Read what you need from `trainer`: `step`, `steps`, `tokens_seen`, `parts` (model, optimizer, loader, …).
+    All ranks have the same callbacks in the same order, so a callback may use collectives at every
+    point. Only `on_save` is different: with saves in the background rank 0 alone calls it. A
+    callback that raises ends the run. Read what you need from `trainer`: `step`, `steps`,
+    `tokens_seen`, `parts` (model, optimizer, loader, …).
     """
 
     def on_start(self, trainer: Trainer) -> None:
         """The checkpoint is loaded (`trainer.loaded`), the first step comes next."""
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
-        """The trainer begins something: "data", "forward", "backward", "optimizer", "log", "validate", "save", …"""
+        """The trainer begins something: "data", "forward", "backward", "optimizer", "log",
+        "validate", "save", …
+        """
 
     def before_update(self, trainer: Trainer) -> None:
         """The gradients are complete and clipped; the weights are those that the step started from.
@@ -69,7 +73,10 @@ class Callback:
         """
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        """A step is done. To read a number of `result` waits for the device: on logged steps use `on_log` instead."""
+        """A step is done.
+
+        To read a number of `result` waits for the device: on logged steps use `on_log` instead.
+        """
 
     def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
         """The figures of a logged step, as in metrics.jsonl: the same on all ranks, times apart."""
@@ -84,9 +91,11 @@ class Callback:
         """The checkpoint of `step` is complete; it took so many seconds."""
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        """Return entries for the train state of a checkpoint, JSON-able; all ranks call it together.
+        """Return entries for the train state of a checkpoint, JSON-able; all ranks call it
+        together.
 
-        After a resume `trainer.loaded.train` has them. Callbacks and trainer share the names: choose one of your own.
+        After a resume `trainer.loaded.train` has them. Callbacks and trainer share the names:
+        choose one of your own.
         """
         return {}
 
@@ -94,7 +103,10 @@ class Callback:
         """The guard took the run back to the checkpoint of `trainer.step`; other text follows."""
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """The run is over, however it ended: release what you hold. Other ranks may be gone: use no collective."""
+        """The run is over, however it ended: release what you hold.
+
+        Other ranks may be gone: use no collective.
+        """
 
 
 class Callbacks:
@@ -104,10 +116,15 @@ class Callbacks:
         self.all = list(callbacks)
         #: The callback whose `on_end` is running.
         self.ending = ""
-        points = [name for name, value in vars(Callback).items() if callable(value) and not name.startswith("__")]
+        points = [
+            name
+            for name, value in vars(Callback).items()
+            if callable(value) and not name.startswith("__")
+        ]
         #: Those that implement a point: the others cost nothing.
         self._at = {
-            point: [c for c in self.all if getattr(type(c), point) is not getattr(Callback, point)] for point in points
+            point: [c for c in self.all if getattr(type(c), point) is not getattr(Callback, point)]
+            for point in points
         }
 
     def __call__(self, point: str, *args: Any) -> list[Any]:
@@ -122,19 +139,32 @@ class Callbacks:
         return bool(self._at[point])
 
     def add_state(self, trainer: Trainer, state: dict[str, Any]) -> None:
-        """Add all `state_dict` entries to a checkpoint's train state. Raises CallbackError for what it cannot hold."""
+        """Add all `state_dict` entries to a checkpoint's train state.
+
+        Raises CallbackError for what it cannot hold.
+        """
         for callback in self._at["state_dict"]:
             entries = self._call(callback, "state_dict", trainer)
             try:
-                entries = dict(json.loads(json.dumps(entries)))  # keys that are numbers become text, as after a resume
+                entries = dict(
+                    json.loads(json.dumps(entries))
+                )  # keys that are numbers become text, as after a resume
             except (TypeError, ValueError) as error:
-                raise CallbackError(f"{_name(callback)}: its state_dict is no JSON object: {error}") from error
+                raise CallbackError(
+                    f"{_name(callback)}: its state_dict is no JSON object: {error}"
+                ) from error
             if taken := sorted(state.keys() & entries.keys()):
-                raise CallbackError(f"{_name(callback)}: the train state has {taken[0]!r} already: choose another name")
+                raise CallbackError(
+                    f"{_name(callback)}: the train state has {taken[0]!r} already: choose another "
+                    "name"
+                )
             state |= entries
 
     def end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Call `on_end` of all, whatever one of them raises. The run's own error takes precedence over theirs."""
+        """Call `on_end` of all, whatever one of them raises.
+
+        The run's own error takes precedence over theirs.
+        """
         failed: Exception | None = None
         for callback in self._at["on_end"]:
             self.ending = _name(callback)
@@ -154,9 +184,15 @@ class Callbacks:
                 return getattr(callback, point)(*args)
         except Exception as error:
             # A callback may lead to a point of others, as the metrics do to `on_log`.
-            if isinstance(error, CallbackError) or own_code(error) is not None or is_of_collectives(error):
+            if (
+                isinstance(error, CallbackError)
+                or own_code(error) is not None
+                or is_of_collectives(error)
+            ):
                 raise
-            raise CallbackError(f"{_name(callback)} failed in {point}: {type(error).__name__}: {error}") from error
+            raise CallbackError(
+                f"{_name(callback)} failed in {point}: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _name(callback: Callback) -> str:
@@ -171,7 +207,9 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
     """
 
     def accept(found: Any) -> bool:
-        return isinstance(found, Callback) or isinstance(found, type) and issubclass(found, Callback)
+        return (
+            isinstance(found, Callback) or isinstance(found, type) and issubclass(found, Callback)
+        )
 
     made, problems = [], []
     for path in paths:
@@ -179,7 +217,11 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
             found = resolve_as(path, accept, "a titanlite.Callback")
             made.append(found() if isinstance(found, type) else found)
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{path!r} {type(error).__name__}: {error}"
+            reason = (
+                str(error)
+                if isinstance(error, ValueError)
+                else f"{path!r} {type(error).__name__}: {error}"
+            )
             problems.append(Problem(where, "job.callbacks", reason, HINT, code="unresolved"))
     if problems:
         raise ConfigError(problems)

@@ -1,4 +1,5 @@
-"""Derive a run from a config: what follows from two sections, the number of ranks or the length of the text.
+"""Derive a run from a config: what follows from two sections, the number of ranks or the length of
+the text.
 
 It checks nothing: `titanlite.fit.load_config` does both. No torch here.
 """
@@ -33,17 +34,39 @@ S = TypeVar("S", bound=Any)
 #: Keys that change how sums are rounded, by section.
 _ROUNDING = {
     "training": (
-        *("mixed_precision_param", "mixed_precision_reduce", "gradient_sync", "fsdp_units", "fsdp_min_params"),
-        *("reshard_after_forward", "loss_chunks", "enable_loss_parallel", "enable_cpu_offload", "compile"),
+        *(
+            "mixed_precision_param",
+            "mixed_precision_reduce",
+            "gradient_sync",
+            "fsdp_units",
+            "fsdp_min_params",
+        ),
+        *(
+            "reshard_after_forward",
+            "loss_chunks",
+            "enable_loss_parallel",
+            "enable_cpu_offload",
+            "compile",
+        ),
     ),
     "compile": ("components", "backend"),
     "experimental": (
-        *("enable_async_tensor_parallel", "pipeline_parallel_schedule", "pipeline_parallel_split_points"),
+        *(
+            "enable_async_tensor_parallel",
+            "pipeline_parallel_schedule",
+            "pipeline_parallel_split_points",
+        ),
         "pipeline_parallel_microbatches",
     ),
     "activation_checkpoint": ("mode", "selective_ac_option"),
     "float8": (
-        *("enable_float8_linear", "recipe_name", "enable_fsdp_float8_all_gather", "filter_fqns", "min_features"),
+        *(
+            "enable_float8_linear",
+            "recipe_name",
+            "enable_fsdp_float8_all_gather",
+            "filter_fqns",
+            "min_features",
+        ),
         "emulate",
     ),
 }
@@ -56,7 +79,8 @@ class MeshSizes:
     world_size: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
-    #: Ranks that share one sequence (context), one layer's weights (tensor), the layers of one copy (pipeline).
+    #: Ranks that share one sequence (context), one layer's weights (tensor), the layers of one copy
+    #: (pipeline).
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -76,13 +100,17 @@ class MeshSizes:
 
     @property
     def weight_shards(self) -> int:
-        """Ranks over which `fully_shard` divides each weight; ranks that share sequences hold the same weights."""
+        """Ranks over which `fully_shard` divides each weight; ranks that share sequences hold the
+        same weights.
+        """
         return self.dp_shard * self.context
 
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batch arithmetic: sequences per step = micro_batch_size * accumulation * data-parallel ranks."""
+    """Batch arithmetic: sequences per step = micro_batch_size * accumulation *
+    data-parallel ranks.
+    """
 
     #: Sequences per micro-batch and data-parallel rank.
     micro_batch_size: int
@@ -107,11 +135,12 @@ class PipelineSizes:
 
 
 class RunConfig(Config, frozen=True, kw_only=True):
-    """One run: its sections, with folders joined and defaults of other sections filled in, and what follows from them.
+    """One run: its sections, with folders joined and defaults of other sections filled in, and what
+    follows from them.
 
-    Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline its schedule's exact
-    name, its micro-batches and training.reshard_after_forward. The degrees and sizes that are -1 in the sections are in
-    `mesh` and `batch`.
+    Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline
+    its schedule's exact name, its micro-batches and training.reshard_after_forward. The degrees and
+    sizes that are -1 in the sections are in `mesh` and `batch`.
     """
 
     mesh: MeshSizes
@@ -137,7 +166,9 @@ class RunConfig(Config, frozen=True, kw_only=True):
         }
         found.update((f"mesh.{name}", str(value)) for name, value in asdict(self.mesh).items())
         for section, keys in _ROUNDING.items():
-            found.update((f"{section}.{key}", str(getattr(getattr(self, section), key))) for key in keys)
+            found.update(
+                (f"{section}.{key}", str(getattr(getattr(self, section), key))) for key in keys
+            )
         return found
 
     @property
@@ -152,7 +183,10 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return get_spec(self.model.name)
 
     def model_args(self, tokenizer_size: int | None = None) -> Any:
-        """Return the model's arguments. Raises ShapeError when the tokenizer has more entries than the model."""
+        """Return the model's arguments.
+
+        Raises ShapeError when the tokenizer has more entries than the model.
+        """
         return model_args(self.model, self.max_seq_len, tokenizer_size)
 
 
@@ -161,33 +195,44 @@ def smallest_world(config: LoadedConfig) -> int:
     if config.sections.checkpoint.create_seed_checkpoint:
         return 1
     degrees = degrees_of(config.sections)
-    reshard, shard = config.sections.training.reshard_after_forward, "training.data_parallel_shard_degree"
+    reshard, shard = (
+        config.sections.training.reshard_after_forward,
+        "training.data_parallel_shard_degree",
+    )
     expert, context = (
         config.sections.parallelism.expert_parallel_degree,
         degrees["experimental.context_parallel_degree"],
     )
     if degrees[shard] == -1:
-        degrees[shard] = (reshard if isinstance(reshard, int) else 1) * expert // math.gcd(expert, context)
+        degrees[shard] = (
+            (reshard if isinstance(reshard, int) else 1) * expert // math.gcd(expert, context)
+        )
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 
 def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     """Derive the run of a config on `world_size` ranks. It checks nothing.
 
-    total_sequences: packed sequences in all epochs of the text. A run in epochs has no length without it:
-    `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are provisional.
+    total_sequences: packed sequences in all epochs of the text. A run in epochs has no length
+    without it:
+    `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are
+    provisional.
     """
     d = config.sections
     notes, warnings = list(config.notes), list[str]()
     mesh = _mesh(d, world_size, notes)
     batch = _batch(d, mesh, notes)
     if mesh.weight_shards == 1 and d.training.prefetch:
-        warnings.append(f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole weights")
-    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
-        key = (
-            "experimental.enable_async_tensor_parallel"  # torch reshapes gathered tensors, and inductor finds no match
+        warnings.append(
+            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
+            "weights"
         )
-        warnings.append(f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more")
+    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
+        # torch reshapes gathered tensors, and inductor finds no match
+        key = "experimental.enable_async_tensor_parallel"
+        warnings.append(
+            f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
+        )
     d, pipeline = _filled(d, mesh, batch, notes, warnings)
     steps = _steps(d, batch, total_sequences, notes)
     schedule = _schedule(d, steps, notes, warnings)
@@ -208,7 +253,9 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
-    """Return the same run with another number of steps; a schedule as long as the run keeps to its length."""
+    """Return the same run with another number of steps; a schedule as long as the run keeps to its
+    length.
+    """
     follows = run.schedule.total_steps == run.steps
     schedule = replace(run.schedule, total_steps=steps) if follows else run.schedule
     return replace_fields(run, steps=steps, schedule=schedule)
@@ -223,8 +270,13 @@ def below(folder: str, path: str) -> str:
 
 
 def degrees_of(d: Config) -> dict[str, int]:
-    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks left over."""
-    replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
+    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks
+    left over.
+    """
+    replicate, shard = (
+        d.training.data_parallel_replicate_degree,
+        d.training.data_parallel_shard_degree,
+    )
     if d.training.data_parallel_type == "ddp":
         replicate, shard = replicate if replicate > 1 else -1, 1
     return {
@@ -243,7 +295,9 @@ def parallelism(key: str) -> str:
 
 def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
     if d.checkpoint.create_seed_checkpoint:  # it holds whole tensors, which any mesh can load
-        notes.append("one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends")
+        notes.append(
+            "one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends"
+        )
         return MeshSizes(world_size)
     degrees = degrees_of(d)
     for key in [key for key, degree in degrees.items() if degree == -1]:
@@ -254,7 +308,15 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
         ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
         notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
     replicate, shard, tensor, pipeline, context = degrees.values()
-    return MeshSizes(world_size, replicate, shard, context, tensor, pipeline, d.parallelism.expert_parallel_degree)
+    return MeshSizes(
+        world_size,
+        replicate,
+        shard,
+        context,
+        tensor,
+        pipeline,
+        d.parallelism.expert_parallel_degree,
+    )
 
 
 def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
@@ -267,8 +329,14 @@ def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
     if wanted == -1:
         notes.append(f"global batch = {counted(total, 'sequences')}: {share}")
     else:
-        notes.append(f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} / ({share})")
-    notes.append(f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len {d.training.seq_len}")
+        notes.append(
+            f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} "
+            f"/ ({share})"
+        )
+    notes.append(
+        f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len "
+        f"{d.training.seq_len}"
+    )
     return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
 
 
@@ -282,7 +350,9 @@ def _filled(
 
     def joined(section: S, *names: str) -> S:
         paths = {name: getattr(section, name) for name in names}
-        return replace_fields(section, **{n: below(d.job.dump_folder, path) for n, path in paths.items() if path})
+        return replace_fields(
+            section, **{n: below(d.job.dump_folder, path) for n, path in paths.items() if path}
+        )
 
     validation = replace_fields(
         d.validation,
@@ -302,25 +372,36 @@ def _filled(
     e, reshard = d.experimental, d.training.reshard_after_forward
     name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
     pieces = e.pipeline_parallel_microbatches or mesh.pipeline
-    sizes = PipelineSizes(stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces)
+    sizes = PipelineSizes(
+        stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces
+    )
     notes.append(
-        f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch of "
-        f"{batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
+        f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch "
+        f"of {batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
     )
     if mesh.weight_shards > 1 and reshard == "default":
-        notes.append("weights stay gathered for the whole step: each pipeline micro-batch would gather them again")
+        notes.append(
+            "weights stay gathered for the whole step: each pipeline micro-batch would gather "
+            "them again"
+        )
     elif mesh.weight_shards > 1 and reshard != "never":
         what = f"training.reshard_after_forward = {quote(reshard)}"
         warnings.append(f"{what} gathers the weights again for each pipeline micro-batch")
-    experimental = replace_fields(e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces)
-    training = replace_fields(d.training, reshard_after_forward="never" if reshard == "default" else reshard)
+    experimental = replace_fields(
+        e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces
+    )
+    training = replace_fields(
+        d.training, reshard_after_forward="never" if reshard == "default" else reshard
+    )
     return replace_fields(filled, experimental=experimental, training=training), sizes
 
 
 # The length of the run and the schedule
 
 
-def _steps(d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]) -> int | None:
+def _steps(
+    d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]
+) -> int | None:
     tokens, epochs, size = d.training.tokens, d.training.epochs, batch.global_batch_size
     if tokens is not None:
         steps = math.ceil(tokens / batch.tokens_per_step)
@@ -355,13 +436,22 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
     if total is None:
         return schedule
     if steps not in (None, total):
-        notes.append(f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}")
+        notes.append(
+            f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}"
+        )
 
-    def length(name: str, ratio: float | None, given: float | None, limit: float, whole: bool) -> float | None:
-        """Return the steps of one part of the schedule, shortened to `limit`. whole: no fractions of steps."""
+    def length(
+        name: str, ratio: float | None, given: float | None, limit: float, whole: bool
+    ) -> float | None:
+        """Return the steps of one part of the schedule, shortened to `limit`.
+
+        whole: no fractions of steps.
+        """
         if ratio is not None:
             given = round(ratio * total) if whole else ratio * total
-            notes.append(f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {total} steps")
+            notes.append(
+                f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {total} steps"
+            )
         if given is None or given <= limit:
             return given
         rest = f", {total - limit:.10g} of them warm-up" if limit < total else ""
@@ -375,33 +465,54 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
     decay = length("decay", s.decay_ratio, s.decay_steps, rest, True)
     plateau = length("plateau", s.plateau_ratio, None, rest, whole)
     decay_steps = None if decay is None else int(decay)
-    return replace(schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, plateau_steps=plateau)
+    return replace(
+        schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, plateau_steps=plateau
+    )
 
 
 # Keys without effect
 
 
 def _wide_filters(run: RunConfig) -> list[str]:
-    """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
-    parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()] if run.float8.enable_float8_linear else []
+    """Return a warning for each filter of float8 that ends within a number of some names, as
+    layers.1 in layers.10.
+    """
+    parts = (
+        [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
+        if run.float8.enable_float8_linear
+        else []
+    )
     try:
         names = run.spec.linears(run.model_args(1)) if parts and run.spec.linears else {}
     except ShapeError:  # `misfits` reports it
         return []
-    cut = {part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE) for part in parts}
+    cut = {
+        part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE)
+        for part in parts
+    }
     found = {part: ", ".join(dict.fromkeys(others)) for part, others in cut.items() if others}
-    return [f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not" for p in found]
+    return [
+        f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not"
+        for p in found
+    ]
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
-    """Name the keys that a user wrote for a feature that is off, unless its switch is written as off."""
+    """Name the keys that a user wrote for a feature that is off, unless its switch is written as
+    off.
+    """
     switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
-    turned_off = [section for section, key in switches.items() if config.is_given(key) and not config.value(key)]
+    turned_off = [
+        section
+        for section, key in switches.items()
+        if config.is_given(key) and not config.value(key)
+    ]
     idle = [key for key in without_effect(config) if key.partition(".")[0] not in turned_off]
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8 := [key for key in idle if key.startswith("float8.")]:
         warnings.append(
-            f"float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: {', '.join(float8)}"
+            "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
+            f"{', '.join(float8)}"
         )
     if rest := [key for key in idle if key not in float8]:
         notes.append(f"no effect, as their features are off: {', '.join(rest)}")

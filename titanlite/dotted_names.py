@@ -1,4 +1,7 @@
-"""Whether a dotted path leads to an object, by the source of its module: nothing is imported. No torch here."""
+"""Whether a dotted path leads to an object, by the source of its module: nothing is imported.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 #: Names in a module's source by which it may get other names than those that it binds itself.
-_OPAQUE = frozenset({"__getattr__", "globals", "vars", "exec", "setattr", "__dict__", "__path__", "modules"})
+_OPAQUE = frozenset(
+    {"__getattr__", "globals", "vars", "exec", "setattr", "__dict__", "__path__", "modules"}
+)
 
 
 def unresolved(path: str) -> str:
-    """Return why a dotted path ("package.module:name", "./file.py:name") surely cannot be resolved; "": it may be."""
+    """Return why a dotted path ("package.module:name", "./file.py:name") surely cannot be resolved;
+    "": it may be.
+    """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         return "names no object: a colon comes before its name"
@@ -63,7 +70,10 @@ def _not_in_package(module_name: str, name: str) -> str:
 
 
 def _find(full: str, locations: list[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a module. locations: those of its package; `importlib.util` would import that."""
+    """Return the spec of a module.
+
+    locations: those of its package; `importlib.util` would import that.
+    """
     if locations is None:
         try:
             return importlib.util.find_spec(full) if "." not in full else None
@@ -91,8 +101,12 @@ def bound_names(source: bytes) -> frozenset[str] | None:
     tree = ast.parse(source)
     found: set[str] = set()
     for node in ast.walk(tree):
-        used = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
-        is_star = isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+        used = (
+            getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+        )
+        is_star = isinstance(node, ast.ImportFrom) and any(
+            alias.name == "*" for alias in node.names
+        )
         if is_star or used in _OPAQUE:
             return None
         if isinstance(node, ast.Global):
@@ -102,12 +116,16 @@ def bound_names(source: bytes) -> frozenset[str] | None:
 
 
 def _bound_by(node: ast.AST) -> Iterator[str]:
-    """Yield the names that the parts of a node bind, without those inside of functions and classes."""
+    """Yield the names that the parts of a node bind, without those inside of functions and
+    classes.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child.name
             continue
-        if isinstance(child, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        if isinstance(
+            child, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+        ):
             continue
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
             yield child.id

@@ -1,7 +1,8 @@
 """What the exit codes of `train.py` and `titanlite` mean.
 
-torchrun masks a worker's code: it ends with 1 whatever the workers returned. `run_llama_train.sh` ends with the code
-that says most. The last line of the run's attempts.jsonl has the code of rank 0: LOST_PEER where another rank failed.
+torchrun masks a worker's code: it ends with 1 whatever the workers returned. `run_llama_train.sh`
+ends with the code that says most. The last line of the run's attempts.jsonl has the code of rank 0:
+LOST_PEER where another rank failed.
 """
 
 from __future__ import annotations
@@ -20,27 +21,32 @@ VARIABLE = "TITANLITE_EXIT_CODES"
 DONE = 0
 #: An error nobody foresaw; its traceback is in the output.
 ERROR = 1
-#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, the ranks
-#: differ or compute wrong results at the start, or the model cannot be compiled. Nothing was trained.
+#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is
+#: taken, the ranks differ or compute wrong results at the start, or the model cannot be compiled.
+#: Nothing was trained.
 CONFIG = 2
-#: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped. No bad update was
-#: applied but where the weights are named.
+#: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped.
+#: No bad update was applied but where the weights are named.
 GUARD = 3
-#: A folder or checkpoint cannot be used: another run is alive in it or it belongs to one, or none in it is valid.
+#: A folder or checkpoint cannot be used: another run is alive in it or it belongs to one, or none
+#: in it is valid.
 CHECKPOINT = 4
-#: Asked to stop by a signal, and nothing is lost: all that was trained is in a checkpoint. The same command goes on.
+#: Asked to stop by a signal, and nothing is lost: all that was trained is in a checkpoint. The same
+#: command goes on.
 PREEMPTED = 5
-#: Asked to stop by a signal, but the last steps are not in a checkpoint: checkpoints are off, or the save failed.
+#: Asked to stop by a signal, but the last steps are not in a checkpoint: checkpoints are off, or
+#: the save failed.
 PREEMPTED_UNSAVED = 6
-#: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be reached. The cause is
-#: there.
+#: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be
+#: reached. The cause is there.
 LOST_PEER = 7
-#: A rank ran out of the memory of its device or its host, where the same command would again; or a run that is only
-#: planned would.
+#: A rank ran out of the memory of its device or its host, where the same command would again; or a
+#: run that is only planned would.
 OUT_OF_MEMORY = 8
 #: The same command may go on after these.
 RESTARTABLE = (PREEMPTED, LOST_PEER)
-#: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers that restart by codes.
+#: The exit code of torchrun in place of these, or when a signal ended its ranks, for schedulers
+#: that restart by codes.
 RESTART_VARIABLE = "TITANLITE_RESTART_CODE"
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
@@ -48,17 +54,23 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def after_signal(number: int) -> int:
-    """Return the exit code of a process that a signal ended, as shells have it. 137: killed, often for its memory."""
+    """Return the exit code of a process that a signal ended, as shells have it.
+
+    137: killed, often for its memory.
+    """
     return 128 + number
 
 
-#: gloo's errors are plain RuntimeErrors, as are those of wrong shapes: only the text tells them apart.
+#: gloo's errors are plain RuntimeErrors, as are those of wrong shapes: only the text tells them
+#: apart.
 _OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 #: torch's own errors where it cannot serve a store.
 _PORT_TAKEN = re.compile(r"EADDRINUSE|failed to listen", re.IGNORECASE)
-#: Those of a host without memory, of a GPU's driver and libraries, and of NCCL; that of torch's allocator has a class.
+#: Those of a host without memory, of a GPU's driver and libraries, and of NCCL; that of torch's
+#: allocator has a class.
 _NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|Cuda failure .*out of memory|"
+    r"DefaultCPUAllocator: (can't|not enough)|CUDA error: out of memory|"
+    r"Cuda failure .*out of memory|"
     r"CU(BLAS|DNN)_STATUS_\w*ALLOC"
 )
 #: Errors that say only where another one was raised, which has the reason.
@@ -66,11 +78,17 @@ _WRAPPERS = {"CallbackError", "CompileError", "BackendCompilerFailed", "Inductor
 
 
 def memory_error_of(error: BaseException | None) -> BaseException | None:
-    """Return the failed allocation that `error` is, or that ended a callback or the compiler; None without one."""
+    """Return the failed allocation that `error` is, or that ended a callback or the compiler; None
+    without one.
+    """
     while error is not None:
         by_torch = type(error) is RuntimeError or type(error).__module__.startswith("torch")
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if kinds & {"MemoryError", "OutOfMemoryError"} or by_torch and _NO_MEMORY.search(str(error)):
+        if (
+            kinds & {"MemoryError", "OutOfMemoryError"}
+            or by_torch
+            and _NO_MEMORY.search(str(error))
+        ):
             return error
         inner = error.__cause__ or getattr(error, "inner_exception", None)
         error = inner if kinds & _WRAPPERS else None
@@ -89,7 +107,9 @@ def is_of_collectives(error: BaseException) -> bool:
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a run that ends by `error`; titanlite's own errors carry it as `exit_code`."""
+    """Return the exit code of a run that ends by `error`; titanlite's own errors carry it as
+    `exit_code`.
+    """
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     code = OUT_OF_MEMORY if memory_error_of(error) else own_code(error)
@@ -101,9 +121,11 @@ def code_of(error: BaseException) -> int:
 
 
 def own_code(error: BaseException) -> int | None:
-    """Return the exit code that titanlite gives an error of its own, or of a class derived from one; else None.
+    """Return the exit code that titanlite gives an error of its own, or of a class derived from
+    one; else None.
 
-    Schedulers act on these codes. So an attribute of the same name in a class from elsewhere has no effect.
+    Schedulers act on these codes. So an attribute of the same name in a class from elsewhere has no
+    effect.
     """
     for kind in type(error).__mro__:
         if kind.__module__.partition(".")[0] != _PACKAGE:
@@ -129,7 +151,9 @@ class ExitCallError(RuntimeError):
 
 @contextlib.contextmanager
 def no_exit(where: str) -> Iterator[None]:
-    """Turn `sys.exit` in this block, which would end a run by a code of its choice, into an ExitCallError."""
+    """Turn `sys.exit` in this block, which would end a run by a code of its choice, into an
+    ExitCallError.
+    """
     try:
         yield
     except SystemExit as error:
@@ -139,11 +163,17 @@ def no_exit(where: str) -> Iterator[None]:
 def report_code(code: int, error: str = "") -> bool:
     """Write this worker's exit code where the launcher looks for it: torchrun does not pass it on.
 
-    error: the last line of an unforeseen error. Return whether no other worker of this machine wrote that before: True
-    for one of them, or for all where no launcher looks.
+    error: the last line of an unforeseen error. Return whether no other worker of this machine
+    wrote that before: True for one of them, or for all where no launcher looks.
     """
-    line = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{f' {json.dumps(error)}' if error else ''}\n"
-    with contextlib.suppress(OSError), open(os.environ.get(VARIABLE) or os.devnull, "ab+", buffering=0) as file:
+    line = (
+        f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} "
+        f"{code}{f' {json.dumps(error)}' if error else ''}\n"
+    )
+    with (
+        contextlib.suppress(OSError),
+        open(os.environ.get(VARIABLE) or os.devnull, "ab+", buffering=0) as file,
+    ):
         file.write(line.encode())
         end = file.tell()  # of this line, wherever others write
         file.seek(0)
@@ -154,6 +184,6 @@ def report_code(code: int, error: str = "") -> bool:
 def end_process(code: int, error: str = "") -> NoReturn:
     """End this process here and now. error: as for `report_code`."""
     report_code(code, error)
-    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
-    # cannot be closed.
+    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is
+    # closed by now, or cannot be closed.
     os._exit(code)

@@ -14,7 +14,10 @@ from titanlite.utils import is_dotted
 
 
 def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
-    """Return what two runs must share for one to resume the other's checkpoints. model: `model.name`."""
+    """Return what two runs must share for one to resume the other's checkpoints.
+
+    model: `model.name`.
+    """
     order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
     return {
         **weights_fingerprints(model, args, datasets.tokenizer),

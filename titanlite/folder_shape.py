@@ -1,4 +1,5 @@
-"""A run's model and the folder that its weights come from: the shape taken from there, or compared with it. No torch.
+"""A run's model and the folder that its weights come from: the shape taken from there, or compared
+with it. No torch.
 
 `titanlite.fit` calls both before any text is read.
 """
@@ -54,11 +55,12 @@ class FolderShape:
 
 
 def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | None:
-    """Return the shape for `model.flavor = "from_folder"`; None: of another flavor, or one that needs no folder.
+    """Return the shape for `model.flavor = "from_folder"`; None: of another flavor, or one that
+    needs no folder.
 
-    folder: of the run's own checkpoints, whose newest decides: a resume does not need the folder of its first start.
-    Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises FolderShapeError, and ShapeError for a name
-    that no model has.
+    folder: of the run's own checkpoints, whose newest decides: a resume does not need the folder of
+    its first start. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
+    FolderShapeError, and ShapeError for a name that no model has.
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None
@@ -74,10 +76,14 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
     except (CheckpointError, StoreError) as error:
         raise FolderShapeError(key, f"{quote(path)} gives no shape: {error}") from None
     if path is None and there is None:
-        advice = f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
+        advice = (
+            f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
+        )
         raise FolderShapeError(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
-        raise FolderShapeError(key, f"{quote(path)} describes no model: it has no config.json or params.json")
+        raise FolderShapeError(
+            key, f"{quote(path)} describes no model: it has no config.json or params.json"
+        )
     if there.family is not None:
         message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
         raise FolderShapeError("model.name", message, remedy(there, spec))
@@ -112,21 +118,27 @@ def _of_folder(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
 
 
 def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
-    """Return a model's arguments as entries of `model.overrides`; those that the config gives itself win."""
+    """Return a model's arguments as entries of `model.overrides`; those that the config gives
+    itself win.
+    """
     found = {}
     for field in fields(args):
         value = getattr(args, field.name)
-        is_given = getattr(model, field.name, None) is not None  # vocab_size, norm_type, rope_scaling
+        is_given = (
+            getattr(model, field.name, None) is not None
+        )  # vocab_size, norm_type, rope_scaling
         if value is not None and field.name != "max_seq_len" and not is_given:
             found[field.name] = asdict(value) if isinstance(value, RopeScaling) else value
     return {**found, **model.overrides}
 
 
-def source_misfits(model: Model, section: Checkpoint, args: Any) -> Iterator[tuple[str, str, str, str]]:
+def source_misfits(
+    model: Model, section: Checkpoint, args: Any
+) -> Iterator[tuple[str, str, str, str]]:
     """Compare a run's model with the one that it starts from: (code, key, message, remedy).
 
-    args: those of the run. section: with the run's own folder of checkpoints; if that holds some, nothing is compared,
-    as the run resumes. A store is not asked.
+    args: those of the run. section: with the run's own folder of checkpoints; if that holds some,
+    nothing is compared, as the run resumes. A store is not asked.
     """
     path = to_path(section.initial_load_path or "")
     is_local = isinstance(path, Path) and section.initial_load_path is not None and path.exists()
@@ -141,11 +153,17 @@ def source_misfits(model: Model, section: Checkpoint, args: Any) -> Iterator[tup
     except (CheckpointError, StoreError):
         return  # the load tells which file is damaged, and what to do
     parts = set(GROUPS) - {"model"}
-    patterns = [*section.allow_missing, *(entry for entry in section.exclude_from_loading if entry not in parts)]
+    patterns = [
+        *section.allow_missing,
+        *(entry for entry in section.exclude_from_loading if entry not in parts),
+    ]
     if there is None or (there.kind == MANIFEST and patterns):
         return  # tensors that are left out may have other shapes
     if found := differences(there, model.name, spec, args):
         lines = "".join(f"\n  {line}" for line in found)
-        message = f"{quote(str(section.initial_load_path))} holds another model, by its {there.kind}:{lines}"
+        message = (
+            f"{quote(str(section.initial_load_path))} holds another model, by its "
+            f"{there.kind}:{lines}"
+        )
         way = remedy(there, spec)
         yield "model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED

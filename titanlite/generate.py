@@ -1,9 +1,11 @@
 """Text from a model, token by token; the keys and values of earlier tokens are kept.
 
-    for ids in generate(model, [[1, 5, 7], [1, 9]], max_tokens=64, limit=2048, sampling=Sampling(temperature=0.8)):
+    for ids in generate(model, [[1, 5, 7], [1, 9]], max_tokens=64, limit=2048,
+        sampling=Sampling(temperature=0.8)):
         ...                             # [next id of row 0, of row 1]; None: that row has ended
 
-`titanlite sample` and `titanlite eval` use it, and the prompts that a run samples (`titanlite.metrics.samples`).
+`titanlite sample` and `titanlite eval` use it, and the prompts that a run samples
+(`titanlite.metrics.samples`).
 """
 
 from __future__ import annotations
@@ -49,12 +51,16 @@ class Sampling(NamedTuple):
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution that tokens are drawn from, for logits [..., vocab]; same shape, fp32.
+    """Return the distribution that tokens are drawn from, for logits [..., vocab]; same shape,
+    fp32.
 
-    Temperature, then top-k, then top-p (Holtzman et al. 2020), as in `transformers`. Temperature must not be 0.
+    Temperature, then top-k, then top-p (Holtzman et al. 2020), as in `transformers`. Temperature
+    must not be 0.
     """
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # no temperature overflows
+    logits = (
+        logits - logits.amax(-1, keepdim=True)
+    ) / sampling.temperature  # no temperature overflows
     if sampling.top_k:
         last = logits.topk(min(sampling.top_k, logits.size(-1))).values[..., -1:]
         logits = logits.masked_fill(logits < last, -torch.inf)
@@ -66,19 +72,24 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 class KVCache:
-    """Keys and values of the tokens so far, in the place of the blocks' `inner_attention` while it is entered.
+    """Keys and values of the tokens so far, in the place of the blocks' `inner_attention` while it
+    is entered.
 
-    A token's slot is its position. So rows of different lengths need no padding on the left: what padding wrote on the
-    right is never attended to, and later tokens overwrite it. size: slots of each row.
+    A token's slot is its position. So rows of different lengths need no padding on the left: what
+    padding wrote on the right is never attended to, and later tokens overwrite it. size: slots of
+    each row.
     """
 
     def __init__(self, model: nn.Module, rows: int, size: int) -> None:
         self.rows, self.size = rows, size
-        owners = [module for module in model.modules() if _REPLACED in dict(module.named_children())]
+        owners = [
+            module for module in model.modules() if _REPLACED in dict(module.named_children())
+        ]
         inner = [owner.get_submodule(_REPLACED) for owner in owners]
         new = [CachedAttention(self, getattr(one, "window", None)) for one in inner]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(owners, inner, new, strict=True))
-        #: Of the tokens of this forward pass: slots [rows, seq], and one more than the highest slot.
+        #: Of the tokens of this forward pass: slots [rows, seq], and one more than the highest
+        #: slot.
         self.slots, self.end = torch.empty(0), 0
         #: These are the first tokens, from slot 0 on.
         self.first = True
@@ -97,7 +108,10 @@ class KVCache:
 
 
 class CachedAttention(nn.Module):
-    """Causal attention to the tokens in a cache. window: tokens that a token sees, itself among them; None: all."""
+    """Causal attention to the tokens in a cache.
+
+    window: tokens that a token sees, itself among them; None: all.
+    """
 
     def __init__(self, cache: KVCache, window: int | None) -> None:
         super().__init__()
@@ -106,7 +120,9 @@ class CachedAttention(nn.Module):
         self._keys = self._values = torch.empty(0)
 
     def prepare(self, doc_ids: Tensor | None) -> Tensor | None:
-        """Return which slots each query sees: [rows, 1, seq, slots in use] bool; None: all up to its own."""
+        """Return which slots each query sees: [rows, 1, seq, slots in use] bool; None: all up to
+        its own.
+        """
         cache, slots = self.cache, self.cache.slots.unsqueeze(2)
         everywhere = self.window is None or cache.end <= self.window
         if everywhere and (cache.first or cache.slots.numel() == 1):
@@ -118,16 +134,24 @@ class CachedAttention(nn.Module):
         return seen.unsqueeze(1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q: [rows, heads, seq, head_dim], k and v: [rows, kv_heads, seq, head_dim], rotated. Return q's shape."""
+        """q: [rows, heads, seq, head_dim], k and v: [rows, kv_heads, seq, head_dim], rotated.
+
+        Return q's shape.
+        """
         cache = self.cache
         if not self._keys.numel():
             shape = cache.rows, cache.size, k.size(1), k.size(3)
             self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
         row = torch.arange(cache.rows, device=k.device).unsqueeze(1)
-        self._keys[row, cache.slots], self._values[row, cache.slots] = k.transpose(1, 2), v.transpose(1, 2)
+        self._keys[row, cache.slots], self._values[row, cache.slots] = (
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+        )
         k, v = (kept[:, : cache.end].transpose(1, 2) for kept in (self._keys, self._values))
         gqa, causal = q.size(1) != k.size(1), cache.first and mask is None
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa
+        )
 
 
 @torch.no_grad()
@@ -148,23 +172,32 @@ def generate(
 ) -> Generator[list[int | None], None, None]:
     """Yield the next id of every row, until all rows have ended; None for a row that has.
 
-    A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its prompt. Each row
-    draws from a separate generator, seeded by the seed and the row's number. Other rows and torch's
+    A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its
+    prompt. Each row draws from a separate generator, seeded by the seed and the row's number. Other
+    rows and torch's
     generators play no part.
 
-    prompts: ids, at least one each. limit: the longest sequence of the model. head: name of the linear for logits;
-    only the last token of each row goes through it. vocab: ids to draw from, where the vocabulary is padded.
-    first_row: number of the first row. multiple: tensor-parallel ranks, which must share a sequence evenly. together:
-    all ranks of the default group call this with the same arguments, and take rank 0's ids. cached: False computes
-    every token anew for each one; so does a model without replaceable attention.
+    prompts: ids, at least one each. limit: the longest sequence of the model. head: name of the
+    linear for logits; only the last token of each row goes through it. vocab: ids to draw from,
+    where the vocabulary is padded. first_row: number of the first row. multiple: tensor-parallel
+    ranks, which must share a sequence evenly. together: all ranks of the default group call this
+    with the same arguments, and take rank 0's ids. cached: False computes every token anew for each
+    one; so does a model without replaceable attention.
 
     Raises ValueError for an empty prompt, or one that leaves no room within the limit.
     """
-    device, rows, lengths = next(model.parameters()).device, len(prompts), [len(prompt) for prompt in prompts]
+    device, rows, lengths = (
+        next(model.parameters()).device,
+        len(prompts),
+        [len(prompt) for prompt in prompts],
+    )
     limit -= multiple - 1  # the last token may have padding behind it
     for number, length in enumerate(lengths, start=1):
         if not 0 < length < limit:
-            raise ValueError(f"prompt {number} has {length} tokens; the model takes 1 to {limit - 1}, and then writes")
+            raise ValueError(
+                f"prompt {number} has {length} tokens; the model takes 1 to {limit - 1}, and then "
+                "writes"
+            )
     draws = [np.random.default_rng([sampling.seed, first_row + row]) for row in range(rows)]
     ids = torch.zeros(rows, min(max(lengths) + max_tokens, limit) + multiple - 1, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
@@ -172,7 +205,10 @@ def generate(
     ids, alive, training = ids.to(device), [True] * rows, model.training
     cache = KVCache(model, rows, ids.size(1))
     cached = cached and bool(cache)
-    start, last = torch.zeros(rows, 1, dtype=torch.int64, device=device), torch.tensor(lengths, device=device) - 1
+    start, last = (
+        torch.zeros(rows, 1, dtype=torch.int64, device=device),
+        torch.tensor(lengths, device=device) - 1,
+    )
     cache.end = width = _up(max(lengths), multiple)
     model.eval()
     try:
@@ -182,7 +218,9 @@ def generate(
             with (
                 cache if cached else contextlib.nullcontext(),
                 _only(model, head, last, 1 == multiple < width),
-                torch.compiler.set_stance("force_eager"),  # other shapes than in training would be compiled anew
+                torch.compiler.set_stance(
+                    "force_eager"
+                ),  # other shapes than in training would be compiled anew
             ):
                 logits = model(ids.gather(1, positions), **given)
             if isinstance(logits, DTensor):
@@ -200,7 +238,9 @@ def generate(
             if not any(alive):
                 return
             at = torch.tensor(lengths, device=device).sub_(1).unsqueeze(1)
-            ids.scatter_(1, at, torch.where(torch.tensor(alive, device=device), found, 0).unsqueeze(1))
+            ids.scatter_(
+                1, at, torch.where(torch.tensor(alive, device=device), found, 0).unsqueeze(1)
+            )
             if cached:
                 start, last, width = at, torch.zeros_like(last), multiple
                 cache.first, cache.end = False, max(lengths) + multiple - 1
@@ -238,17 +278,23 @@ def _draw(logits: Tensor, sampling: Sampling, draws: Sequence[np.random.Generato
     if sampling.temperature == 0:
         return logits.argmax(-1)
     sums = probabilities(logits, sampling).double().cumsum(-1)
-    uniform = torch.tensor([[draw.random()] for draw in draws], dtype=torch.float64, device=sums.device)
+    uniform = torch.tensor(
+        [[draw.random()] for draw in draws], dtype=torch.float64, device=sums.device
+    )
     drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(1)
     return drawn.clamp(max=logits.size(-1) - 1)  # of logits that are no numbers, too
 
 
 class TextStream:
-    """Text of ids that come one by one, in pieces of whole characters. before: ids of the text that it follows."""
+    """Text of ids that come one by one, in pieces of whole characters.
+
+    before: ids of the text that it follows.
+    """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
-        #: The last of those whose text is out (some kinds begin a text with a space), and those after them.
+        #: The last of those whose text is out (some kinds begin a text with a space), and those
+        #: after them.
         self._done, self._waiting = list(before[-8:]), list[int]()
 
     def add(self, ids: Sequence[int], whole: bool = False) -> str:

@@ -2,12 +2,15 @@
 
 With `optimizer.early_step_in_backward` it does, and the run ends or goes back; it is never saved.
 
-The decision is made on the device, from numbers that are equal on all ranks, and gates the update of that very step:
-no step waits for the host, and no collective is added. The host reads the decision while the next step runs.
+The decision is made on the device, from numbers that are equal on all ranks, and gates the update
+of that very step: no step waits for the host, and no collective is added. The host reads the
+decision while the next step runs.
 
     stop      nothing updates any more, and the run ends.
-    skip      that step's update alone is skipped: weights, moments and the optimizer's step count do not change.
-    rollback  nothing updates any more, until the loop has loaded a checkpoint and called `load_state_dict`.
+    skip      that step's update alone is skipped: weights, moments and the optimizer's step count
+              do not change.
+    rollback  nothing updates any more, until the loop has loaded a checkpoint and called
+              `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ _FINE, _NOT_FINITE, _SPIKE = range(3)
 class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied, unless `applied` says so.
 
-    step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient norm) or "spike".
-    ranks: where the loss was not finite. done: the last step before it. updated: the last step whose update is in the
-    weights; an earlier one than `done` after steps that were skipped.
+    step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient
+    norm) or "spike". ranks: where the loss was not finite. done: the last step before it. updated:
+    the last step whose update is in the weights; an earlier one than `done` after steps that were
+    skipped.
     """
 
     exit_code = exit_codes.GUARD
@@ -48,15 +52,27 @@ class BadStepError(RuntimeError):
         applied: bool = False,
         updated: int | None = None,
     ) -> None:
-        self.step, self.norm, self.loss, self.kind, self.ranks, self.done = step, norm, loss, kind, ranks, step - 1
+        self.step, self.norm, self.loss, self.kind, self.ranks, self.done = (
+            step,
+            norm,
+            loss,
+            kind,
+            ranks,
+            step - 1,
+        )
         self.applied, self.updated = applied, step - 1 if updated is None else updated
         then = f"The update was not applied: the weights are those after step {self.updated}"
         if applied:
-            then = "Its update is in the weights (optimizer.early_step_in_backward), and they are not saved"
+            then = (
+                "Its update is in the weights (optimizer.early_step_in_backward), and they are "
+                "not saved"
+            )
         super().__init__(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. {then}")
 
     def explain(self, finding: object) -> None:
-        """Add to the message where it came from (see `titanlite.metrics.nan_finder`), or why the run ends."""
+        """Add to the message where it came from (see `titanlite.metrics.nan_finder`), or why the
+        run ends.
+        """
         self.args = (f"{self}. {finding}",)
 
 
@@ -76,9 +92,13 @@ def check_statistics(state: dict[str, Any]) -> None:
     """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
     steps, losses = state.get("bad_steps", []), state.get("losses", [])
     if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
-        raise ValueError(f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps")
+        raise ValueError(
+            f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps"
+        )
     if not isinstance(losses, list) or any(type(loss) not in (int, float) for loss in losses):
-        raise ValueError(f"the guard's losses in its train state are {losses!r:.60}, and should be numbers")
+        raise ValueError(
+            f"the guard's losses in its train state are {losses!r:.60}, and should be numbers"
+        )
 
 
 class FiniteGuard:
@@ -88,7 +108,8 @@ class FiniteGuard:
 
     Args:
         max_skips: bad steps within the last `window` steps that do not end the run; one more does.
-        spike_sigmas: limit of a loss in standard deviations above the mean of the last `window` good losses; 0: none.
+        spike_sigmas: limit of a loss in standard deviations above the mean of the last `window`
+            good losses; 0: none.
     """
 
     def __init__(
@@ -101,29 +122,45 @@ class FiniteGuard:
     ) -> None:
         #: Updates are in the weights before the guard decides (`titanlite.optim.gradients`).
         self.applied = False
-        self.policy, self.max_skips, self.spike_sigmas, self.window = policy, max_skips, spike_sigmas, window
+        self.policy, self.max_skips, self.spike_sigmas, self.window = (
+            policy,
+            max_skips,
+            spike_sigmas,
+            window,
+        )
         #: `poll` reports the step before the latest: where the host runs ahead of the device.
         self.late = device.type == "cuda"
         #: Nothing updates any more. Never set where bad steps are skipped.
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._losses = LossWindow(window, spike_sigmas, device) if spike_sigmas else None
-        #: Figures of the latest step, in the order of `_read`; once tripped, of the step that did it.
+        #: Figures of the latest step, in the order of `_read`; once tripped, of the step that did
+        #: it.
         self._record = torch.zeros(8, dtype=torch.float64, device=device)
-        #: Copies on the host that are not read yet, and the events after which they are there (CUDA).
+        #: Copies on the host that are not read yet, and the events after which they are there
+        #: (CUDA).
         self._copies: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
         self._stop = False
-        #: Bad steps that count against the budget, and skipped steps that `skipped` has not returned yet.
+        #: Bad steps that count against the budget, and skipped steps that `skipped` has not
+        #: returned yet.
         self._spent: list[int] = []
         self._skipped: list[BadStepError] = []
 
     def check(
-        self, step: int, norm: torch.Tensor, loss: torch.Tensor, share: torch.Tensor, stop: torch.Tensor | None = None
+        self,
+        step: int,
+        norm: torch.Tensor,
+        loss: torch.Tensor,
+        share: torch.Tensor,
+        stop: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return whether this step may update the weights: a 0-dim bool on the device, equal on all ranks.
+        """Return whether this step may update the weights: a 0-dim bool on the device, equal on all
+        ranks.
 
-        norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the device).
-        stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `poll` returns it.
+        norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the
+        device).
+        stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `poll`
+        returns it.
         """
         good = torch.stack([norm, loss]).isfinite().all()
         kind = (~good).double() * _NOT_FINITE
@@ -137,7 +174,9 @@ class FiniteGuard:
             self._losses.add(loss, ok)
         stop = torch.zeros_like(ok) if stop is None else stop
         number = torch.full_like(self._zero, step)
-        now = torch.stack([t.double() for t in (number, norm, loss, share, kind, stop, mean, deviation)])
+        now = torch.stack(
+            [t.double() for t in (number, norm, loss, share, kind, stop, mean, deviation)]
+        )
         self._record = torch.where(self._tripped, self._record, now)
         if self.policy != "skip":
             self._tripped = self._tripped | ~good
@@ -147,9 +186,10 @@ class FiniteGuard:
     def poll(self) -> bool:
         """Read the latest step; on a GPU, where the host runs ahead, the step before it.
 
-        Return whether a rank was asked to stop then, the same on all ranks: they stop after the latest step.
-        Raises BadStepError, on all ranks together, if the step was bad and the policy or the budget ends the run.
-        Call it once a step, after the step's work was issued.
+        Return whether a rank was asked to stop then, the same on all ranks: they stop after the
+        latest step.
+        Raises BadStepError, on all ranks together, if the step was bad and the policy or the budget
+        ends the run. Call it once a step, after the step's work was issued.
         """
         self._read(unread=int(self.late))
         stop, self._stop = self._stop, False
@@ -160,7 +200,9 @@ class FiniteGuard:
         self._read(unread=0)
 
     def skipped(self) -> list[BadStepError]:
-        """Return the steps skipped since the last call, as errors that were not raised; equal on all ranks."""
+        """Return the steps skipped since the last call, as errors that were not raised; equal on
+        all ranks.
+        """
         skipped, self._skipped = self._skipped, []
         return skipped
 
@@ -170,23 +212,29 @@ class FiniteGuard:
         if len(self._spent) > self.max_skips:
             steps = ", ".join(map(str, self._spent))
             bad.explain(
-                f'guard.policy = "{self.policy}", but guard.max_skips = {self.max_skips} within {self.window} steps '
-                f"(guard.window) is used up; bad were the steps {steps}"
+                f'guard.policy = "{self.policy}", but guard.max_skips = {self.max_skips} within '
+                f"{self.window} steps (guard.window) is used up; bad were the steps {steps}"
             )
             raise bad
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistics for a resumed run, which then decides alike. JSON keeps them exactly.
+        """Return the statistics for a resumed run, which then decides alike.
+
+        JSON keeps them exactly.
 
         Waits for the device.
         """
         losses = [] if self._losses is None else self._losses.values()
-        return {**({"losses": losses} if losses else {}), **({"bad_steps": list(self._spent)} if self._spent else {})}
+        return {
+            **({"losses": losses} if losses else {}),
+            **({"bad_steps": list(self._spent)} if self._spent else {}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the weights and the statistics of a checkpoint: updates are on again.
 
-        Of a longer window the newest losses are kept. A budget that this process has used stays used.
+        Of a longer window the newest losses are kept. A budget that this process has used stays
+        used.
         """
         self._tripped = torch.zeros_like(self._tripped)
         self._copies.clear()
@@ -200,7 +248,10 @@ class FiniteGuard:
         if self._record.device.type != "cuda":
             self._copies.append((self._record, None))
             return
-        copy, event = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True), torch.cuda.Event()
+        copy, event = (
+            torch.empty(len(self._record), dtype=torch.float64, pin_memory=True),
+            torch.cuda.Event(),
+        )
         copy.copy_(self._record, non_blocking=True)
         event.record()
         self._copies.append((copy, event))
@@ -222,21 +273,36 @@ class FiniteGuard:
             self._skipped.append(bad)
 
     def _error(
-        self, step: int, norm: float, loss: float, share: float, spike: bool, mean: float, deviation: float
+        self,
+        step: int,
+        norm: float,
+        loss: float,
+        share: float,
+        spike: bool,
+        mean: float,
+        deviation: float,
     ) -> BadStepError:
         """Return the fault of a step. All ranks call it together."""
         if spike:
-            limit = f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} * {deviation:.3g}"
+            limit = (
+                f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} "
+                f"* {deviation:.3g}"
+            )
             why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
-            return BadStepError(step, norm, loss, why, applied=self.applied, updated=self._updated_before(step))
-        # Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
+            return BadStepError(
+                step, norm, loss, why, applied=self.applied, updated=self._updated_before(step)
+            )
+        # Gradients are summed over ranks before their norm is known, so only a loss can show the
+        # rank.
         losses: list[float] = [share] * dist.get_world_size()
         dist.all_gather_object(losses, share)
         ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         why = "the loss was finite on every rank, so it arose in the backward pass"
         if ranks:
             why = f"the loss was not finite on {name_ranks(ranks)}"
-        return BadStepError(step, norm, loss, why, "not finite", ranks, self.applied, self._updated_before(step))
+        return BadStepError(
+            step, norm, loss, why, "not finite", ranks, self.applied, self._updated_before(step)
+        )
 
     def _updated_before(self, step: int) -> int:
         """Return the last step before `step` whose update was not skipped."""

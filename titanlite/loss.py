@@ -1,4 +1,5 @@
-"""The training loss: cross-entropy summed over tokens, divided by the global number of valid tokens.
+"""The training loss: cross-entropy summed over tokens, divided by the global number of valid
+tokens.
 
 `titanlite.loss_chunks` computes it piece by piece.
 """
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.data.rows import IGNORE
 
-#: (logits [batch, seq, vocab], labels [batch, seq] int64) → the loss summed over valid tokens, a scalar.
+#: (logits [batch, seq, vocab], labels [batch, seq] int64) → the loss summed over valid tokens, a
+#: scalar.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -27,7 +29,9 @@ class Objective(NamedTuple):
 
 
 def objective_of(loss: LossFunction) -> Objective | None:
-    """Return the objective of `cross_entropy_sum` or of a result of `regularized`; None: of another function."""
+    """Return the objective of `cross_entropy_sum` or of a result of `regularized`; None: of another
+    function.
+    """
     if loss is cross_entropy_sum:
         return Objective()
     found = getattr(loss, "objective", None)
@@ -38,16 +42,21 @@ def objective_of(loss: LossFunction) -> Objective | None:
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum over valid tokens of -log p(label), in float32.
 
-    logits: [batch, seq, vocab]; labels: [batch, seq] int64, `IGNORE` where there is no target. Returns a scalar.
+    logits: [batch, seq, vocab]; labels: [batch, seq] int64, `IGNORE` where there is no target.
+    Returns a scalar.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 def regularized(z_loss: float, label_smoothing: float) -> LossFunction:
-    """Return cross-entropy whose gradient has label smoothing and the z-loss too; its value is the pure cross-entropy.
+    """Return cross-entropy whose gradient has label smoothing and the z-loss too; its value is the
+    pure cross-entropy.
 
-    The objective of a token is (1 - s) * -log p(label) + s * (mean over the vocabulary of -log p) + z * log(Z)^2, with
-    Z the sum of the exponentials of its logits (arXiv:1512.00567, section 7; arXiv:2204.02311, section 5).
+    The objective of a token is (1 - s) * -log p(label) + s * (mean over the vocabulary of -log p) +
+    z * log(Z)^2, with Z the sum of the exponentials of its logits (arXiv:1512.00567, section 7;
+    arXiv:2204.02311, section 5).
     """
 
     def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -58,7 +67,9 @@ def regularized(z_loss: float, label_smoothing: float) -> LossFunction:
         # Sums over the vocabulary, which may be divided over ranks: `logsumexp` would gather it.
         largest = logits.detach().amax(-1, keepdim=True)
         log_z = _whole((logits - largest).exp().sum(-1)).log() + _whole(largest).squeeze(-1)
-        more = z_loss * log_z.square() + label_smoothing * (log_z - _whole(logits.sum(-1)) / logits.size(-1))
+        more = z_loss * log_z.square() + label_smoothing * (
+            log_z - _whole(logits.sum(-1)) / logits.size(-1)
+        )
         objective = (1 - label_smoothing) * entropy + more.where(labels != IGNORE, 0.0).sum()
         return entropy.detach() + (objective - objective.detach())
 
@@ -71,7 +82,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def of_tokens(loss: LossFunction) -> LossFunction:
-    """Return `loss`, a function of logits [tokens, vocab] and labels [tokens], as one of whole batches."""
+    """Return `loss`, a function of logits [tokens, vocab] and labels [tokens], as one of whole
+    batches.
+    """
 
     def flat(logits: Tensor, labels: Tensor) -> Tensor:
         return loss(logits.flatten(0, 1), labels.flatten())
@@ -86,7 +99,11 @@ def count_valid(labels: Tensor) -> Tensor:
 
 
 def batch_loss(
-    model: nn.Module, tokens: Tensor, labels: Tensor, loss_function: LossFunction, documents: Tensor | None = None
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    loss_function: LossFunction,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """Return a micro-batch's loss, a scalar. After `chunk_head` not all its logits exist at a time.
 

@@ -1,10 +1,13 @@
-"""The loss in chunks: with a large vocabulary the logits and their gradients are most of a step's memory peak.
+"""The loss in chunks: with a large vocabulary the logits and their gradients are most of a step's
+memory peak.
 
-    chunk_head(model, 8)          # on the meta device, before tensor parallelism, `torch.compile` and `fully_shard`
+    # on the meta device, before tensor parallelism, `torch.compile` and `fully_shard`
+    chunk_head(model, 8)
     loss = batch_loss(model, tokens, labels, cross_entropy_sum)
 
-`torch.nn.functional.linear_cross_entropy` (2.13) also works in chunks. In bf16 it rounds the loss to bf16 (relative
-error 2e-4 to 1e-2; here 3e-6), and it takes neither sharded logits nor another loss.
+`torch.nn.functional.linear_cross_entropy` (2.13) also works in chunks. In bf16 it rounds the loss
+to bf16 (relative error 2e-4 to 1e-2; here 3e-6), and it takes neither sharded logits nor another
+loss.
 """
 
 from __future__ import annotations
@@ -22,29 +25,32 @@ from titanlite.loss import LossFunction
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
-    """Let `model` compute its loss in `chunks` pieces of the tokens (fewer if there are fewer tokens), in place.
+    """Let `model` compute its loss in `chunks` pieces of the tokens (fewer if there are fewer
+    tokens), in place.
 
-    The model hands `labels` and `loss`, the arguments of its call, on to its head and returns the head's result, as
-    `titanlite.models.layers.Llama` does. So the head is called once, like every other module and inside of the model's
-    own call: `fully_shard` gathers its weights once, whatever the unit they belong to. Names and weights stay the
-    same. Of a pipeline: for every stage.
+    The model hands `labels` and `loss`, the arguments of its call, on to its head and returns the
+    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, like every
+    other module and inside of the model's own call: `fully_shard` gathers its weights once,
+    whatever the unit they belong to. Names and weights stay the same. Of a pipeline: for every
+    stage.
 
-    Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear without bias, as after
-    `fully_shard` or in float8.
+    Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear
+    without bias, as after `fully_shard` or in float8.
     """
     if chunks < 1:
         raise ValueError(f"a loss cannot be computed in {chunks} chunks")
     if not {"labels", "loss"} <= inspect.signature(model.forward).parameters.keys():
         raise ValueError(
-            f"a loss in chunks needs a model that takes labels and loss and hands them to its head; the forward of "
-            f"{type(model).__name__} does not"
+            "a loss in chunks needs a model that takes labels and loss and hands them to its "
+            f"head; the forward of {type(model).__name__} does not"
         )
     head: Any = dict(model.named_modules()).get(head_name)
     if head is not None:
         if type(head) is not nn.Linear or head.bias is not None:
             raise ValueError(
-                f"the loss is computed in chunks by a head that is a plain linear without bias, and this is {head}: "
-                "call chunk_head before fully_shard, and leave the head as it is"
+                "the loss is computed in chunks by a head that is a plain linear without bias, "
+                f"and this is {head}: call chunk_head before fully_shard, and leave the head as "
+                "it is"
             )
         head.__class__ = ChunkedHead
         head.chunks = chunks
@@ -55,14 +61,18 @@ class ChunkedHead(nn.Linear):
     """A head that computes the loss too. Made of a linear by `chunk_head`."""
 
     chunks: int
-    #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by `apply_tp`.
+    #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by
+    #: `apply_tp`.
     logits: Shard | Replicate | None = None
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, loss: LossFunction | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, loss: LossFunction | None = None
+    ) -> Tensor:
         """The loss as a scalar; without labels the logits.
 
-        x: [batch, seq, dim]; labels: [batch, seq] int64. Under tensor parallelism x is this rank's part of each
-        sequence (a DTensor, or plain from the stage before), and labels are those of all of it.
+        x: [batch, seq, dim]; labels: [batch, seq] int64. Under tensor parallelism x is this rank's
+        part of each sequence (a DTensor, or plain from the stage before), and labels are those of
+        all of it.
         """
         weight = self.weight
         if self.logits is None:
@@ -73,12 +83,15 @@ class ChunkedHead(nn.Linear):
         mesh = weight.device_mesh
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
-        # Gathered once for all chunks; so is its gradient reduced once, as the sum of every rank's part.
+        # Gathered once for all chunks; so is its gradient reduced once, as the sum of every rank's
+        # part.
         whole = x.redistribute(placements=[Replicate()])
         if labels is None or loss is None:
             return F.linear(whole, weight)
         local = whole.to_local(grad_placements=[Partial()])
-        return _chunked(local, weight.to_local(), labels, _divided(loss, weight, self.logits), self.chunks)
+        return _chunked(
+            local, weight.to_local(), labels, _divided(loss, weight, self.logits), self.chunks
+        )
 
 
 def _divided(loss: LossFunction, weight: DTensor, layout: Shard | Replicate) -> LossFunction:
@@ -100,21 +113,30 @@ def _chunked(x: Tensor, weight: Tensor, labels: Tensor, loss: LossFunction, chun
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients of one chunk after the other, so that the logits of one alone exist at a time.
+    """Loss and gradients of one chunk after the other, so that the logits of one alone exist at a
+    time.
 
-    Gradients are computed with the loss, not in the backward: then no product is computed twice, and what stays until
-    the backward is as large as the inputs. There the loss's own gradient, a scalar, is all that is missing.
+    Gradients are computed with the loss, not in the backward: then no product is computed twice,
+    and what stays until the backward is as large as the inputs. There the loss's own gradient, a
+    scalar, is all that is missing.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, loss: LossFunction, chunks: int, wanted: tuple[bool, bool]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss: LossFunction,
+        chunks: int,
+        wanted: tuple[bool, bool],
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
         of_x = torch.empty_like(x) if wanted[0] else None
         # In float32, so that a chunk's part is not rounded away in the sum of all.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        # Equal chunks, or two sizes that differ by one: of a compiled loss there are one or two graphs.
+        # Equal chunks, or two sizes that differ by one: of a compiled loss there are one or two
+        # graphs.
         parts = zip(x.tensor_split(chunks), labels.tensor_split(chunks), strict=True)
         begin = 0
         for rows, targets in parts:
@@ -125,7 +147,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if of_weight is not None and of_weight.dtype == weight.dtype:
                 torch.addmm(of_weight, gradient.t(), rows, out=of_weight)
             elif of_weight is not None and x.is_cuda:
-                # cuBLAS adds products of bf16 to float32: no chunk's product in bf16, and no pass to add it.
+                # cuBLAS adds products of bf16 to float32: no chunk's product in bf16, and no pass
+                # to add it.
                 torch.addmm(of_weight, gradient.t(), rows, out_dtype=torch.float32, out=of_weight)
             elif of_weight is not None:
                 of_weight += gradient.t() @ rows
@@ -137,15 +160,19 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: a pipeline that splits its backward comes twice, once for the input and once for the weight.
-        of_x, of_weight = (None if saved is None else saved * gradient for saved in ctx.saved_tensors)
+        # Not in place: a pipeline that splits its backward comes twice, once for the input and once
+        # for the weight.
+        of_x, of_weight = (
+            None if saved is None else saved * gradient for saved in ctx.saved_tensors
+        )
         return of_x, of_weight, None, None, None, None
 
 
 def _of_chunk(
     rows: Tensor, weight: Tensor, labels: Tensor, loss: LossFunction, differentiate: bool
 ) -> tuple[Tensor, Tensor]:
-    """A chunk's loss, and with respect to its logits the gradient [tokens, vocab] (else the logits themselves).
+    """A chunk's loss, and with respect to its logits the gradient [tokens, vocab] (else the logits
+    themselves).
 
     A function of its own, so that whatever else has the size of the logits is gone when it returns.
     """

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from titanlite.checkpoint.paths import StorePath
 
-#: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
+#: Time in which the rank that prints an error must do so, before other ranks leave: the first makes
+#: torchrun end all.
 PRINT_SECONDS = 3.0
 
 
@@ -62,7 +63,9 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
         print(escape(traceback.format_exc()), end="", file=sys.stderr)
         code = exit_codes.ERROR
         last_error = f"{type(error).__name__}: {error}"
-        if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
+        if (
+            os.environ.get("WORLD_SIZE", "1") != "1"
+        ):  # the line that is read last should say where this is from
             last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
             print(escape(f"error: {last_error}"), file=sys.stderr)
         _tell_sagemaker(last_error, code)
@@ -74,9 +77,9 @@ def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
 def run(argv: Sequence[str]) -> int:
     """Train as the command line says; return the exit code (see `titanlite.exit_codes`).
 
-    Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are found before any process
-    group or model exists. A signal before the first step ends the run at once, a later one when a checkpoint is
-    written; see `titanlite.signals`.
+    Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are
+    found before any process group or model exists. A signal before the first step ends the run at
+    once, a later one when a checkpoint is written; see `titanlite.signals`.
     """
     try:
         environment = read_launch_env()
@@ -91,7 +94,9 @@ def run(argv: Sequence[str]) -> int:
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
 
-    gc.disable()  # imports make half a million objects and no garbage: to look through them takes a sixth of their time
+    # imports make half a million objects and no garbage: to look through them takes a sixth of
+    # their time
+    gc.disable()
     from titanlite.build import build, check_model
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
@@ -110,7 +115,8 @@ def run(argv: Sequence[str]) -> int:
     rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
     folder, watchdog, store = Path(config.job.dump_folder), HangWatchdog(), None
     traces = str(folder / "comm_traces")
-    # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
+    # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which
+    # must not die of it.
     with StopSignal(at_once=True) as stop:
         try:
             setup_console(rank, config.metrics.enable_color_printing)
@@ -130,7 +136,9 @@ def run(argv: Sequence[str]) -> int:
                 check_model(config, datasets.tokenizer.vocab_size)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
-                watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
+                watchdog = HangWatchdog(
+                    config.stall, config.comm, str(folder / LOGS), traces, exit_now
+                )
                 opened = DistEnv.open(
                     store=store,
                     init_timeout_seconds=seconds,
@@ -146,7 +154,9 @@ def run(argv: Sequence[str]) -> int:
                     else:
                         Trainer(parts, stop).train()
         except (StopRequested, KeyboardInterrupt) as error:
-            if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
+            if (
+                not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0"
+            ):  # else it is logged
                 print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
             return exit_codes.code_of(error)
         except SystemExit as error:
@@ -155,20 +165,29 @@ def run(argv: Sequence[str]) -> int:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            if isinstance(error, ConfigError):  # of the machine or the model: those who find it know no places
+            if isinstance(
+                error, ConfigError
+            ):  # of the machine or the model: those who find it know no places
                 found = error.problems
-                error = ConfigError(replace(p, where=p.where or asked.place(p.key.partition("[")[0])) for p in found)
+                error = ConfigError(
+                    replace(p, where=p.where or asked.place(p.key.partition("[")[0])) for p in found
+                )
             if code == exit_codes.OUT_OF_MEMORY:
-                stop.at_once = False  # torchrun's SIGTERM, when the first other rank ends, must not cut the report off
+                # torchrun's SIGTERM, when the first other rank ends, must not cut the report off
+                stop.at_once = False
                 if exit_codes.report_code(code) and _first_here(store):
                     return print_error(last_words(config, error, watchdog.where, rank), code)
-                return print_error(f"out of memory ({watchdog.where}): see the report of another rank here", code)
+                return print_error(
+                    f"out of memory ({watchdog.where}): see the report of another rank here", code
+                )
             return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
 
 
 def _first_here(store: Store | None) -> bool:
-    """Return whether no other rank of this machine asked before: True for all of them without the store."""
+    """Return whether no other rank of this machine asked before: True for all of them without the
+    store.
+    """
     with contextlib.suppress(Exception):
         return store is None or store.add(f"out of memory on {socket.gethostname()}", 1) == 1
     return True
@@ -182,12 +201,21 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
     if isinstance(error, CompileError):
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
             print(escape(traceback.format_exc()), end="", file=sys.stderr)
-        return f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
+        return (
+            f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false "
+            "trains without"
+        )
     if isinstance(error, BadStepError):
-        kept = f"checkpoints are in {section.folder}" if section.enable_checkpoint else "checkpoints are off"
+        kept = (
+            f"checkpoints are in {section.folder}"
+            if section.enable_checkpoint
+            else "checkpoints are off"
+        )
         return f"stopped: {error}; {kept}"
     if exit_codes.is_of_collectives(error):
-        unknown = "Another rank has ended, hangs or cannot be reached: see who in the logs of the ranks"
+        unknown = (
+            "Another rank has ended, hangs or cannot be reached: see who in the logs of the ranks"
+        )
         return f"a collective failed: {error}\n{verdict or unknown}"
     return str(error)
 
@@ -195,7 +223,8 @@ def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
 def print_error(message: str, code: int) -> int:
     """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
 
-    The first worker to leave makes torchrun end the others, so ranks that do not print give the one that does time.
+    The first worker to leave makes torchrun end the others, so ranks that do not print give the one
+    that does time.
     """
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -203,7 +232,8 @@ def print_error(message: str, code: int) -> int:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(PRINT_SECONDS)
-        # Still here: the rank that prints had nothing to say, so this went wrong on this rank alone.
+        # Still here: the rank that prints had nothing to say, so this went wrong on this rank
+        # alone.
         print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
     return code
 
@@ -211,8 +241,8 @@ def print_error(message: str, code: int) -> int:
 def _tell_sagemaker(message: str, code: int) -> None:
     """Write why the run ends where SageMaker reads a job's failure reason, if this is such a job.
 
-    The first cause in the last attempt of torchrun stays; that another rank was lost is no cause. A toolkit in the
-    container sets the variable. The text is cut to 1,024 characters there.
+    The first cause in the last attempt of torchrun stays; that another rank was lost is no cause. A
+    toolkit in the container sets the variable. The text is cut to 1,024 characters there.
     """
     if folder := os.environ.get("SM_OUTPUT_DIR"):
         known = Path(folder, f".failure-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
@@ -233,7 +263,9 @@ def exit_now(code: int, last_error: str = "") -> NoReturn:
 
 
 def _log_files(files: Sequence[str]) -> None:
-    """Log the config files; warn if there is none, since a run with defaults alone is rarely intended."""
+    """Log the config files; warn if there is none, since a run with defaults alone is rarely
+    intended.
+    """
     if files:
         logger.info(f"config: {', '.join(files)}")
     else:
@@ -244,13 +276,16 @@ def _log_files(files: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _lock(run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def _lock(
+    run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
     ending: whether this run was asked to stop.
 
-    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
-    CheckpointError where that of the checkpoints, or a store, cannot be used.
+    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the
+    checkpoints among its logs, CheckpointError where that of the checkpoints, or a store, cannot be
+    used.
     """
     from titanlite.checkpoint.manifest import CheckpointError
     from titanlite.checkpoint.paths import StoreError, StorePath, to_path
@@ -280,7 +315,9 @@ def _lock(run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = la
                 raise CheckpointError(f"{key}: {error}") from None
             except OSError as error:
                 problem = _not_writable(key, folder, error)
-                raise CheckpointError(str(problem)) if key == "checkpoint.folder" else problem from None
+                raise (
+                    CheckpointError(str(problem)) if key == "checkpoint.folder" else problem
+                ) from None
         yield
 
 
@@ -291,7 +328,10 @@ def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigE
 
 
 def _show_config(job: Job, toml: str) -> None:
-    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file. Raises ConfigError."""
+    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file.
+
+    Raises ConfigError.
+    """
     from titanlite.runs.provenance import public_config
 
     if job.print_config:

@@ -15,11 +15,14 @@ def name_ranks(ranks: list[int]) -> str:
 
 
 @torch.no_grad()
-def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> str:
-    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one; "" if there is none.
+def find_nonfinite(
+    tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> str:
+    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one;
+    "" if there is none.
 
-    All ranks of `group` call it together with their own parts, and get the same answer. Each device makes one pass
-    over its tensors and is read once.
+    All ranks of `group` call it together with their own parts, and get the same answer. Each device
+    makes one pass over its tensors and is read once.
     """
     devices: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -29,9 +32,14 @@ def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     mine, failed = "", None
     try:
         for parts in devices.values():
-            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the tensor decides.
+            # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the
+            # tensor decides.
             sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
-            suspects = (part for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True) if not fine)
+            suspects = (
+                part
+                for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True)
+                if not fine
+            )
             mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
     except RuntimeError as error:  # the other ranks wait for an answer in any case
         failed = error
@@ -40,7 +48,10 @@ def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     if failed is not None:
         raise failed
     if broken := [rank for rank, (_, is_broken) in enumerate(found) if is_broken]:
-        raise RuntimeError(f"{name_ranks(broken)} could not search for numbers that are not finite; see its message")
+        raise RuntimeError(
+            f"{name_ranks(broken)} could not search for numbers that are not finite; see its "
+            "message"
+        )
     names = [name for name, _ in found]
     ranks = [rank for rank, name in enumerate(names) if name]
     return f"{names[ranks[0]]} on {name_ranks(ranks)}" if ranks else ""

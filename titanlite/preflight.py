@@ -1,4 +1,5 @@
-"""Checks of a config against the machine, the model and torch: errors of `parallel/` become problems with their keys.
+"""Checks of a config against the machine, the model and torch: errors of `parallel/` become
+problems with their keys.
 
 Importing this module needs no torch; the functions that need it import it.
 """
@@ -23,13 +24,19 @@ ENABLE_FLOAT8, FILTERS = "float8.enable_float8_linear", "float8.filter_fqns"
 
 
 def check_machine(training: Training, compile: Compile, float8: Float8) -> None:
-    """Check that this machine can compile and has float8 products. Needs no process group. Raises ConfigError."""
+    """Check that this machine can compile and has float8 products.
+
+    Needs no process group. Raises ConfigError.
+    """
     if problems := [*compile_problems(training, compile), *float8_problems(float8)]:
         raise ConfigError(problems)
 
 
-def compile_problems(training: Training, compile: Compile, device_type: str | None = None) -> list[Problem]:
-    """Find what this machine lacks for `torch.compile`, if it is on; else set the folder of compiled code.
+def compile_problems(
+    training: Training, compile: Compile, device_type: str | None = None
+) -> list[Problem]:
+    """Find what this machine lacks for `torch.compile`, if it is on; else set the folder of
+    compiled code.
 
     device_type: "cpu" or "cuda"; by default CUDA when this machine has it.
     """
@@ -38,7 +45,9 @@ def compile_problems(training: Training, compile: Compile, device_type: str | No
     from titanlite.parallel.compile import CACHE_VARIABLE, check_backend, use_cache_folder
 
     hint = "training.compile = false trains without it"
-    problems = _problem("compile.backend", hint, lambda: check_backend(compile.backend, device_type))
+    problems = _problem(
+        "compile.backend", hint, lambda: check_backend(compile.backend, device_type)
+    )
     if compile.backend == "inductor":
         key = CACHE_VARIABLE if compile.cache_dir is None else "compile.cache_dir"
         problems += _problem(key, "", lambda: use_cache_folder(compile.cache_dir))
@@ -51,7 +60,10 @@ def float8_problems(float8: Float8) -> list[Problem]:
         return []
     from titanlite.parallel.float8 import check_float8
 
-    hint = "float8.emulate = true computes with the same rounded numbers in float32, which is slow and for tests"
+    hint = (
+        "float8.emulate = true computes with the same rounded numbers in float32, which is slow "
+        "and for tests"
+    )
     return _problem(ENABLE_FLOAT8, f"set it to false; {hint}", check_float8)
 
 
@@ -73,7 +85,10 @@ def async_tp_problems(tp: int) -> list[Problem]:
     if tp == 1:
         return []
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    hint = "set it to false: tensor parallelism works without it, its traffic then waits for the products"
+    hint = (
+        "set it to false: tensor parallelism works without it, its traffic then waits for the "
+        "products"
+    )
     key = "experimental.enable_async_tensor_parallel"
     return _problem(key, hint, lambda: check_async(tp, device_type, this_rank().local_world_size))
 
@@ -88,16 +103,27 @@ def loss_problems(spec: ModelSpec, args: Any, training: Training) -> list[Proble
     if training.loss_chunks == 1:
         return []
     model = spec.build_on_meta(args)
-    return _problem("training.loss_chunks", "set it to 1", lambda: chunk_head(model, training.loss_chunks, spec.head))
+    return _problem(
+        "training.loss_chunks",
+        "set it to 1",
+        lambda: chunk_head(model, training.loss_chunks, spec.head),
+    )
 
 
 def mask_problems(spec: ModelSpec, args: Any, data: Data) -> list[Problem]:
     """Find whether attention of the model can stop at documents, if it shall."""
     import inspect
 
-    if data.mask_documents and "doc_ids" not in inspect.signature(spec.build_on_meta(args).forward).parameters:
+    if (
+        data.mask_documents
+        and "doc_ids" not in inspect.signature(spec.build_on_meta(args).forward).parameters
+    ):
         message = f"is not offered by the model {spec.name}: its forward takes no doc_ids"
-        return [Problem("", "data.mask_documents", message, "set it to false, or add doc_ids to the model")]
+        return [
+            Problem(
+                "", "data.mask_documents", message, "set it to false, or add doc_ids to the model"
+            )
+        ]
     return []
 
 
@@ -111,12 +137,18 @@ def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> list
         key = f"optimizer.groups[{index}].pattern"
         if not any(re.search(group.pattern, name) for name in names):
             remedy = f"names are such as {', '.join(names[:2])}, {names[-1]}"
-            problems.append(Problem("", key, f"{group.pattern!r} is found in no parameter's name", remedy))
+            problems.append(
+                Problem("", key, f"{group.pattern!r} is found in no parameter's name", remedy)
+            )
     return problems
 
 
 def fsdp_problems(
-    spec: ModelSpec, args: Any, training: Training, compile: Compile, activation_checkpoint: ActivationCheckpoint
+    spec: ModelSpec,
+    args: Any,
+    training: Training,
+    compile: Compile,
+    activation_checkpoint: ActivationCheckpoint,
 ) -> list[Problem]:
     """Find what keeps the model from being sharded in the groups of `training.fsdp_units`."""
     from titanlite.parallel.activation_checkpoint import is_by_op
@@ -136,11 +168,19 @@ def fsdp_problems(
     if training.compile and "model" in compile.components:
         reasons.append("training.compile makes one graph of the block around it")
     if is_by_op(activation_checkpoint):
-        # torch matches a block's operators by their order, and the second time weights are gathered at other places.
-        reasons.append('activation_checkpoint.selective_ac_option = "op" runs the block around it again, by operator')
+        # torch matches a block's operators by their order, and the second time weights are gathered
+        # at other places.
+        reasons.append(
+            'activation_checkpoint.selective_ac_option = "op" runs the block around it again, by '
+            "operator"
+        )
     if activation_checkpoint.offload:
-        # Weights that stay on the device are listed where the block begins; these are gathered later.
-        reasons.append("activation_checkpoint.offload would send its gathered weights to host memory with the block's")
+        # Weights that stay on the device are listed where the block begins; these are gathered
+        # later.
+        reasons.append(
+            "activation_checkpoint.offload would send its gathered weights to host memory with "
+            "the block's"
+        )
     if within is None or not reasons:
         return []
     message = f"makes {within} an FSDP group, but {' and '.join(reasons)}"

@@ -1,9 +1,11 @@
-"""Checks of all ranks before the first step: equal versions, code and config, sound devices, a shared folder.
+"""Checks of all ranks before the first step: equal versions, code and config, sound devices, a
+shared folder.
 
-    warnings = check_ranks(world, config=run.toml, folder=Path("/shared/run"))      # all ranks together
+    warnings = check_ranks(world, config=run.toml, folder=Path("/shared/run"))  # all ranks together
 
-A difference between ranks ends the run here, with the ranks and hosts that differ. All else that is odd is a warning.
-The check draws no number from torch's or Python's generators and frees what it allocates.
+A difference between ranks ends the run here, with the ranks and hosts that differ. All else that is
+odd is a warning. The check draws no number from torch's or Python's generators and frees what it
+allocates.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ CLOCK_SECONDS = 2.0
 SLOW_FACTOR = {"cuda": 1.3, "cpu": 4.0}
 #: Memory of a GPU in use before the run: its share, and the bytes that CUDA itself may need.
 _USED_SHARE, _CONTEXT_BYTES = 0.1, 1 << 29
-#: Seconds in which another host must see a new file; file systems keep what they have read of a folder for a while.
+#: Seconds in which another host must see a new file; file systems keep what they have read of a
+#: folder for a while.
 _FOLDER_SECONDS = 5.0
 #: Elements of the all-reduce, and rows of the matrices.
 _ELEMENTS, _ROWS = {"cuda": 1 << 24, "cpu": 1 << 18}, {"cuda": 4096, "cpu": 256}
@@ -83,7 +86,10 @@ class Rank(NamedTuple):
     probe: str
 
     def __str__(self) -> str:
-        return f"rank {self.number} ({self.host}, local rank {self.local_rank}, {self.hardware['devices']})"
+        return (
+            f"rank {self.number} ({self.host}, local rank {self.local_rank}, "
+            f"{self.hardware['devices']})"
+        )
 
 
 class Measured(NamedTuple):
@@ -112,7 +118,9 @@ def check_ranks(
     folder: Path | None = None,
     needs_folder: bool = True,
 ) -> list[str]:
-    """Compare and try all ranks; log findings on rank 0 and return them. All ranks call it together.
+    """Compare and try all ranks; log findings on rank 0 and return them.
+
+    All ranks call it together.
 
     config: TOML text that must be equal. texts: fingerprints that must be equal, by name.
     folder: must be one folder for all hosts; None: not checked.
@@ -128,7 +136,9 @@ def check_ranks(
         problems, warnings = _config_findings(ranks, config)
         if problems := [*_version_problems(ranks), *problems, *_text_problems(ranks)]:
             raise RankCheckError("\n".join(problems))
-        firsts = list({(rank.host, rank.boot): rank for rank in reversed(ranks)}.values())  # one of each host
+        firsts = list(
+            {(rank.host, rank.boot): rank for rank in reversed(ranks)}.values()
+        )  # one of each host
         asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
         sees_folder = asked is None or _sees(asked / Path(ranks[0].probe).name)
         found = _gather(_measure(world, sees_folder, len(firsts) > 1))
@@ -152,17 +162,25 @@ def check_ranks(
         product = median(result.product_seconds for result in found)
         logger.info(
             f"{world.size} ranks on {counted(len(firsts), 'hosts')} agree, checked in "
-            f"{human_time(time.perf_counter() - began)}: all-reduce of {human_bytes(size)} {size / slowest / 1e9:.3g} "
-            f"GB/s, of 4 bytes {max(result.latency for result in found) * 1e6:.0f} µs, product "
+            f"{human_time(time.perf_counter() - began)}: all-reduce of {human_bytes(size)} "
+            f"{size / slowest / 1e9:.3g} GB/s, of 4 bytes "
+            f"{max(result.latency for result in found) * 1e6:.0f} µs, product "
             f"{2 * _ROWS[kind] ** 3 / product / 1e12:.3g} TFLOPS"
         )
     return warnings
 
 
 def _describe(world: DistEnv, config: str, texts: Mapping[str, str], probe: Path | None) -> Rank:
-    versions = {**provenance.versions(), "torch": torch.__version__, "CUDA": str(torch.version.cuda)}
+    versions = {
+        **provenance.versions(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+    }
     name = device_name(world.device)
-    hardware, kind = {"devices": name}, f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
+    hardware, kind = (
+        {"devices": name},
+        f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}",
+    )
     if world.device.type == "cuda":
         about = torch.cuda.get_device_properties(world.device)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -213,14 +231,22 @@ def _version_problems(ranks: Sequence[Rank]) -> list[str]:
     if len({rank.code for rank in ranks}) > 1:
         commits = _gather(str(provenance.git_state().record.get("commit", "no commit"))[:12])
         names = [f"files {rank.code[:8]}, commit {commits[rank.number]}" for rank in ranks]
-        problems.append(f"the ranks run different code of titanlite: {_shares(_by_value(ranks, names))}. {_SAME}")
+        problems.append(
+            f"the ranks run different code of titanlite: {_shares(_by_value(ranks, names))}. "
+            f"{_SAME}"
+        )
     return problems
 
 
 def _text_problems(ranks: Sequence[Rank]) -> list[str]:
-    differ = _differences(ranks, [{key: text[:8] for key, text in rank.texts.items()} for rank in ranks])
+    differ = _differences(
+        ranks, [{key: text[:8] for key, text in rank.texts.items()} for rank in ranks]
+    )
     return [
-        f"the ranks read different text for {key}: {shares}. Files, tokenizer and order of documents must be the same"
+        (
+            f"the ranks read different text for {key}: {shares}. Files, tokenizer and order of "
+            "documents must be the same"
+        )
         for key, shares in differ.items()
     ]
 
@@ -253,11 +279,14 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
         free, total = torch.cuda.mem_get_info(world.device)
         if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
             notes.append(
-                f"only {human_bytes(free)} of {human_bytes(total)} are free before the run on local rank "
-                f"{world.local_rank}. Another process uses its GPU, see nvidia-smi there"
+                f"only {human_bytes(free)} of {human_bytes(total)} are free before the run on "
+                f"local rank {world.local_rank}. Another process uses its GPU, see nvidia-smi "
+                "there"
             )
     if has_others:
-        notes += filter(None, map(interface_problem, INTERFACES if kind == "cuda" else INTERFACES[:1]))
+        notes += filter(
+            None, map(interface_problem, INTERFACES if kind == "cuda" else INTERFACES[:1])
+        )
     one = torch.ones(1, device=world.device)
     latency = min(_timed(world.device, partial(dist.all_reduce, one)) for _ in range(5))
     clock = time.time()
@@ -266,7 +295,9 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
     for _ in range(3):
         reduced = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
         sums.append(_timed(world.device, partial(dist.all_reduce, reduced)))
-        right &= bool((reduced == world.size * base + sum(rank % 64 for rank in range(world.size))).all())
+        right &= bool(
+            (reduced == world.size * base + sum(rank % 64 for rank in range(world.size))).all()
+        )
     del base, reduced
     seconds, digests = products(world.device)
     if os.environ.get("PYTORCH_TUNABLEOP_ENABLED") == "1" and len(digests) == 1:
@@ -279,10 +310,16 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
 
 
 def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
-    """Return the seconds of the fastest product of two fixed matrices, and the digests of the products."""
+    """Return the seconds of the fastest product of two fixed matrices, and the digests of the
+    products.
+    """
     rows, generator = _ROWS[device.type], torch.Generator(device).manual_seed(0)
-    dtype, bits = (torch.bfloat16, torch.int16) if device.type == "cuda" else (torch.float32, torch.int32)
-    a, b = (torch.randn(rows, rows, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    dtype, bits = (
+        (torch.bfloat16, torch.int16) if device.type == "cuda" else (torch.float32, torch.int32)
+    )
+    a, b = (
+        torch.randn(rows, rows, generator=generator, device=device, dtype=dtype) for _ in range(2)
+    )
     made, seconds, digests = torch.empty_like(a), list[float](), list[int]()
     until = time.perf_counter() + (_WARM_SECONDS if device.type == "cuda" else 0.0)
     while len(digests) < _PRODUCTS or time.perf_counter() < until:
@@ -303,44 +340,68 @@ def _timed(device: torch.device, work: Callable[[], object]) -> float:
 def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     problems = []
     if wrong := [rank for rank in ranks if not found[rank.number].sum_is_right]:
-        problems.append(f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and test them")
+        problems.append(
+            f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and "
+            "test them"
+        )
     compared = [rank for rank in ranks if found[rank.number].digests]
     for group in _by_value(compared, [rank.kind for rank in compared]).values():
         common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
-        odd = [rank for rank in group if len(found[rank.number].digests) > 1]  # its own products differ
+        odd = [
+            rank for rank in group if len(found[rank.number].digests) > 1
+        ]  # its own products differ
         if not odd and votes < len(group):
-            odd = [rank for rank in group if found[rank.number].digests != common or 2 * votes <= len(group)]
+            odd = [
+                rank
+                for rank in group
+                if found[rank.number].digests != common or 2 * votes <= len(group)
+            ]
         if odd:
             names = ", ".join(map(str, odd)) if len(odd) <= _MOST_NAMED else _named(odd)
-            which = "one of these computes wrong numbers" if len(odd) == len(group) else "wrong numbers are computed"
+            which = (
+                "one of these computes wrong numbers"
+                if len(odd) == len(group)
+                else "wrong numbers are computed"
+            )
             problems.append(
-                f"the same matrix product has other bits: {which}: {names}. Leave the host out, and test it"
+                f"the same matrix product has other bits: {which}: {names}. Leave the host out, "
+                "and test it"
             )
     return problems
 
 
-def _speed_warnings(ranks: Sequence[Rank], found: Sequence[Measured], device_type: str) -> list[str]:
+def _speed_warnings(
+    ranks: Sequence[Rank], found: Sequence[Measured], device_type: str
+) -> list[str]:
     warnings = []
     for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
-        middle = median_low(found[rank.number].product_seconds for rank in group)  # of two the faster one
+        middle = median_low(
+            found[rank.number].product_seconds for rank in group
+        )  # of two the faster one
         for rank in group:
             seconds = found[rank.number].product_seconds
             if seconds > SLOW_FACTOR[device_type] * middle:
                 warnings.append(
-                    f"{rank} is slow: a matrix product takes {seconds * 1e3:.2f} ms, {seconds / middle:.1f} times as "
-                    "long as on the others. The others will wait for it at every step: look for other programs there "
-                    "and for a low clock (nvidia-smi -q -d PERFORMANCE), or leave the host out"
+                    f"{rank} is slow: a matrix product takes {seconds * 1e3:.2f} ms, "
+                    f"{seconds / middle:.1f} times as long as on the others. The others will wait "
+                    "for it at every step: look for other programs there and for a low clock "
+                    "(nvidia-smi -q -d PERFORMANCE), or leave the host out"
                 )
     return warnings
 
 
 def _notes(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     notes = dict.fromkeys(note for result in found for note in result.notes)
-    return [f"{_named([rank for rank in ranks if note in found[rank.number].notes])}: {note}" for note in notes]
+    return [
+        f"{_named([rank for rank in ranks if note in found[rank.number].notes])}: {note}"
+        for note in notes
+    ]
 
 
 def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[str]:
-    """Return a warning of each host whose clock most others contradict, or one of all if no majority agrees."""
+    """Return a warning of each host whose clock most others contradict, or one of all if no
+    majority agrees.
+    """
     hosts = sorted(firsts, key=lambda rank: rank.number)
     clocks = [(rank, found[rank.number].clock) for rank in hosts]
     most, usual = _common_clock([clock for _, clock in clocks])
@@ -348,33 +409,40 @@ def _clock_warnings(firsts: Iterable[Rank], found: Sequence[Measured]) -> list[s
         return []
     if 2 * most <= len(clocks):
         times = sorted(clock for _, clock in clocks)
-        shown = ", ".join(f"{_named([rank])} {_time_text(clock)}" for rank, clock in clocks[:_MOST_NAMED])
+        shown = ", ".join(
+            f"{_named([rank])} {_time_text(clock)}" for rank, clock in clocks[:_MOST_NAMED]
+        )
         more = ", …" if len(clocks) > _MOST_NAMED else ""
         return [
-            f"the clocks of the hosts differ by {times[-1] - times[0]:.1f} s, and no majority tells which is right: "
-            f"{shown}{more}. {_CLOCK_ADVICE}"
+            f"the clocks of the hosts differ by {times[-1] - times[0]:.1f} s, and no majority "
+            f"tells which is right: {shown}{more}. {_CLOCK_ADVICE}"
         ]
     warnings = []
     for rank, clock in clocks:
         if abs(clock - usual) > CLOCK_SECONDS:
             side = "ahead of" if clock > usual else "behind"
             warnings.append(
-                f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {side} those of {most} other hosts: it "
-                f"says {_time_text(clock)}, they {_time_text(usual)}. {_CLOCK_ADVICE}"
+                f"the clock of {_named([rank])} is {abs(clock - usual):.1f} s {side} those of "
+                f"{most} other hosts: it says {_time_text(clock)}, they {_time_text(usual)}. "
+                f"{_CLOCK_ADVICE}"
             )
     return warnings
 
 
 _CLOCK_ADVICE = (
-    "Times in logs do not match, and tokens of stores may be refused. Synchronize the clocks (chrony, timedatectl "
-    "set-ntp true)"
+    "Times in logs do not match, and tokens of stores may be refused. Synchronize the clocks "
+    "(chrony, timedatectl set-ntp true)"
 )
 
 
 def _common_clock(clocks: Sequence[float]) -> tuple[int, float]:
-    """Return the size of the largest group of clocks within `CLOCK_SECONDS`, and the middle one of them."""
+    """Return the size of the largest group of clocks within `CLOCK_SECONDS`, and the middle one of
+    them.
+    """
     ordered = sorted(clocks)
-    spans = [(start, bisect_right(ordered, clock + CLOCK_SECONDS)) for start, clock in enumerate(ordered)]
+    spans = [
+        (start, bisect_right(ordered, clock + CLOCK_SECONDS)) for start, clock in enumerate(ordered)
+    ]
     start, stop = max(spans, key=lambda span: span[1] - span[0])
     return stop - start, median_low(ordered[start:stop])
 
@@ -384,7 +452,10 @@ def _time_text(clock: float) -> str:
 
 
 def _write_probe(folder: Path) -> Path | None:
-    """Write a file with a new name. None: rank 0 itself cannot write, which its other files will tell."""
+    """Write a file with a new name.
+
+    None: rank 0 itself cannot write, which its other files will tell.
+    """
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".ranks-{uuid.uuid4().hex}"
@@ -408,9 +479,10 @@ def _sees(probe: Path) -> bool:
 def _folder_text(writer: Rank, blind: Sequence[Rank]) -> str:
     hosts = ", ".join(sorted({rank.host for rank in blind})[:_MOST_NAMED])
     return (
-        f"the folder {os.path.dirname(writer.probe)!r} is not shared: {writer.host} writes there, and {hosts} cannot "
-        "see its files. Each host would keep its own part of a checkpoint: set job.dump_folder or checkpoint.folder to "
-        "a folder of a file system that all hosts mount, or checkpoint.folder to an s3:// URL"
+        f"the folder {os.path.dirname(writer.probe)!r} is not shared: {writer.host} writes there, "
+        f"and {hosts} cannot see its files. Each host would keep its own part of a checkpoint: "
+        "set job.dump_folder or checkpoint.folder to a folder of a file system that all hosts "
+        "mount, or checkpoint.folder to an s3:// URL"
     )
 
 
@@ -424,7 +496,9 @@ def _by_value(ranks: Sequence[Rank], values: Sequence[str]) -> dict[str, list[Ra
 def _differences(ranks: Sequence[Rank], tables: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the values and their ranks for each name whose values differ."""
     names = dict.fromkeys(name for table in tables for name in table)
-    groups = {name: _by_value(ranks, [table.get(name, "none") for table in tables]) for name in names}
+    groups = {
+        name: _by_value(ranks, [table.get(name, "none") for table in tables]) for name in names
+    }
     return {name: _shares(of_name) for name, of_name in groups.items() if len(of_name) > 1}
 
 
@@ -436,7 +510,9 @@ def _named(ranks: Sequence[Rank]) -> str:
     """Return `ranks 0-3, 6 (host-1, host-2)`."""
     runs = groupby(enumerate(ranks), lambda pair: pair[1].number - pair[0])
     spans = [[rank.number for _, rank in span] for _, span in runs][:_MOST_NAMED]
-    numbers = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans)
+    numbers = ", ".join(
+        f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans
+    )
     hosts = list(dict.fromkeys(rank.host for rank in ranks))
     more = f" and {len(hosts) - _MOST_NAMED} more" if len(hosts) > _MOST_NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {numbers} ({', '.join(hosts[:_MOST_NAMED])}{more})"

@@ -1,4 +1,6 @@
-"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, resume check, documents, garbage."""
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, resume check,
+documents, garbage.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class Watchdog(Callback):
-    """Tells the hang watchdog what this rank does. entered: the caller has entered it, and leaves it."""
+    """Tells the hang watchdog what this rank does.
+
+    entered: the caller has entered it, and leaves it.
+    """
 
     def __init__(self, watch: HangWatchdog, entered: bool) -> None:
         self.watch, self._entered = watch, entered
@@ -54,7 +59,9 @@ class Watchdog(Callback):
         """First of all callbacks: the other ranks wait for this one."""
         if end.error is not None:
             end.reason = self.watch.failed(end.error) or end.reason
-        self.watch.ending(end.error, lambda: trainer.callbacks.ending or "the end of the run's threads")
+        self.watch.ending(
+            end.error, lambda: trainer.callbacks.ending or "the end of the run's threads"
+        )
         if not self._entered:
             self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
 
@@ -62,8 +69,9 @@ class Watchdog(Callback):
 class TokenHashes(Callback):
     """Ends a run whose prepared tokens are found to be damaged. checks: of its texts.
 
-    A save waits up to `PATIENCE` seconds for the parts that are read and not yet checked, unless the run is asked to
-    stop. What is found later ends the run, too, and the error says since when the part was read.
+    A save waits up to `PATIENCE` seconds for the parts that are read and not yet checked, unless
+    the run is asked to stop. What is found later ends the run, too, and the error says since when
+    the part was read.
     """
 
     #: Seconds.
@@ -74,7 +82,10 @@ class TokenHashes(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         if phase == "save":
-            self._settle(0.0 if trainer.stop.requested else self.PATIENCE, "this checkpoint is saved meanwhile")
+            self._settle(
+                0.0 if trainer.stop.requested else self.PATIENCE,
+                "this checkpoint is saved meanwhile",
+            )
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         for check in self._checks:
@@ -88,11 +99,15 @@ class TokenHashes(Callback):
         deadline = time.monotonic() + seconds
         left = sum(check.settle(max(deadline - time.monotonic(), 0.0)) for check in self._checks)
         if left:
-            logger.warning(f"the hashes of {counted(left, 'parts')} of prepared tokens are still being checked; {then}")
+            logger.warning(
+                f"the hashes of {counted(left, 'parts')} of prepared tokens are still being "
+                f"checked; {then}"
+            )
 
 
 class Timeouts(Callback):
-    """Sets the timeouts of collectives, in seconds: of the first step and slow phases, and of all else.
+    """Sets the timeouts of collectives, in seconds: of the first step and slow phases, and of all
+    else.
 
     A slow phase must end on all ranks together.
     """
@@ -135,13 +150,22 @@ class CompileReport(Callback):
 
 
 class AttemptRecord(Callback):
-    """Records on rank 0 that an attempt starts, what it saves and how it ends (`titanlite.runs.record`).
+    """Records on rank 0 that an attempt starts, what it saves and how it ends
+    (`titanlite.runs.record`).
 
-    toml: the resolved config. watch: when another rank has raised, it ends this process, and records that first.
+    toml: the resolved config. watch: when another rank has raised, it ends this process, and
+    records that first.
     """
 
-    def __init__(self, folder: Path, toml: str, description: str, device: str, watch: HangWatchdog | None) -> None:
-        self._folder, self._toml, self._description, self._device = folder, toml, description, device
+    def __init__(
+        self, folder: Path, toml: str, description: str, device: str, watch: HangWatchdog | None
+    ) -> None:
+        self._folder, self._toml, self._description, self._device = (
+            folder,
+            toml,
+            description,
+            device,
+        )
         self._watch = watch
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
@@ -152,7 +176,9 @@ class AttemptRecord(Callback):
         if world.rank:
             return
         if self._watch is not None:
-            self._watch.on_peer = lambda error: self.on_end(trainer, RunEnd("failed", trainer.done, error, str(error)))
+            self._watch.on_peer = lambda error: self.on_end(
+                trainer, RunEnd("failed", trainer.done, error, str(error))
+            )
         loaded = trainer.loaded
         self._record, self.lines = record.begin(
             self._folder,
@@ -173,13 +199,19 @@ class AttemptRecord(Callback):
 
     def on_rollback(self, trainer: Trainer) -> None:
         if self._record:
-            self._record.saved(trainer.step, trainer.tokens_seen)  # what is kept, should the run end now
+            self._record.saved(
+                trainer.step, trainer.tokens_seen
+            )  # what is kept, should the run end now
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Record the end. The first call counts: the watchdog may call it before the trainer does."""
+        """Record the end. The first call counts: the watchdog may call it before the
+        trainer does.
+        """
         if self._record:
             code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
-            self._record.end(end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason)
+            self._record.end(
+                end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason
+            )
 
     def _tokens_at(self, trainer: Trainer, step: int) -> int:
         """Tokens seen when `step` was done."""
@@ -187,7 +219,8 @@ class AttemptRecord(Callback):
 
 
 class VerifyResume(Callback):
-    """Checks that a resumed run goes on as the attempt before did: the next batch, and the next step's figures.
+    """Checks that a resumed run goes on as the attempt before did: the next batch, and the next
+    step's figures.
 
     skip: ranges of sequences that this run skips. share: data-parallel rank and degree.
     """
@@ -204,7 +237,9 @@ class VerifyResume(Callback):
             self._check.resumed(loaded, next_batch)
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if (found := self._check.after_step(trainer.step, result.loss, result.grad_norm)) is not None:
+        if (
+            found := self._check.after_step(trainer.step, result.loss, result.grad_norm)
+        ) is not None:
             logger.log(logging.INFO if found.verified else logging.WARNING, found.text)
 
     def on_rollback(self, trainer: Trainer) -> None:
@@ -218,7 +253,8 @@ class VerifyResume(Callback):
         return self._check.at_save(trainer.step, self._next_batch(trainer))
 
     def _next_batch(self, trainer: Trainer) -> str | None:
-        """Return the hash of the next global batch, the same on any number of ranks; None where the data end.
+        """Return the hash of the next global batch, the same on any number of ranks; None where the
+        data end.
 
         All ranks call it together, each hashes its own sequences.
         """
@@ -226,22 +262,31 @@ class VerifyResume(Callback):
         first = parts.loader.state_dict()["next_sequence"]
         part: str | None = None
         try:
-            part = step_hash(parts.datasets.train, first, parts.global_batch_size, rank, degree, self._skip)
-        except Exception as error:  # the step itself raises it again; a save is complete without the hash
-            logger.warning(f"the next batch cannot be hashed, so a resume will not compare it: {error}")
+            part = step_hash(
+                parts.datasets.train, first, parts.global_batch_size, rank, degree, self._skip
+            )
+        except (
+            Exception
+        ) as error:  # the step itself raises it again; a save is complete without the hash
+            logger.warning(
+                f"the next batch cannot be hashed, so a resume will not compare it: {error}"
+            )
         found: list[tuple[int, str | None]] = [(0, None)] * parts.world.size
         dist.all_gather_object(found, (rank, part))
         whole = [part for part in dict(found).values() if part is not None]
         return add_hashes(whole) if len(whole) == degree else None
 
     def _with_other_skips(self, loaded: LoadedState, trainer: Trainer) -> LoadedState:
-        """Return it with `data.skip_steps` among its changes if the next batch is another one for that.
+        """Return it with `data.skip_steps` among its changes if the next batch is another one for
+        that.
 
         That key may be changed for a resume.
         """
         size = trainer.parts.global_batch_size
         try:
-            before = ranges_of_steps(loads(loaded.config["toml"])["data"].get("skip_steps", []), size)
+            before = ranges_of_steps(
+                loads(loaded.config["toml"])["data"].get("skip_steps", []), size
+            )
         except (TOMLDecodeError, KeyError, ValueError):
             return loaded
         first = loaded.train["data"]["next_sequence"]
@@ -250,7 +295,9 @@ class VerifyResume(Callback):
 
 
 def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
-    """Return it with the mixture among its changes if sources have other shares, as a resume may give them."""
+    """Return it with the mixture among its changes if sources have other shares, as a resume may
+    give them.
+    """
     rows = trainer.parts.datasets.train
     if not isinstance(rows, MixedRows) or not rows.changed:
         return loaded
@@ -260,18 +307,30 @@ def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
 class DocumentLog(Callback):
     """Writes the documents of each step's batch to a file of JSON lines. Needs no collective.
 
-    path: None on a rank that writes none. source: name of text that is no mixture. share: data-parallel rank and
-    degree, of a rank that writes its own part; None: all of the batch.
+    path: None on a rank that writes none. source: name of text that is no mixture. share:
+    data-parallel rank and degree, of a rank that writes its own part; None: all of the batch.
     """
 
     def __init__(
-        self, path: Path | None, dataset: Rows, source: str, global_batch: int, share: tuple[int, int] | None
+        self,
+        path: Path | None,
+        dataset: Rows,
+        source: str,
+        global_batch: int,
+        share: tuple[int, int] | None,
     ) -> None:
         self._log = None if path is None else MetricsLog(path)
-        self._dataset, self._source, self._global_batch, self._share = dataset, source, global_batch, share or (0, 1)
+        self._dataset, self._source, self._global_batch, self._share = (
+            dataset,
+            source,
+            global_batch,
+            share or (0, 1),
+        )
 
     def on_start(self, trainer: Trainer) -> None:
-        """Go on after the last step of the checkpoint, or begin anew. Rank 0 does so for all ranks."""
+        """Go on after the last step of the checkpoint, or begin anew. Rank 0 does so for
+        all ranks.
+        """
         if self._log is not None:
             folder = self._log.path.parent
             folder.mkdir(parents=True, exist_ok=True)
@@ -285,10 +344,15 @@ class DocumentLog(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._log is None:
             return
-        sequences, (rank, degree) = trainer.recent[trainer.step].sequences(self._global_batch), self._share
+        sequences, (rank, degree) = (
+            trainer.recent[trainer.step].sequences(self._global_batch),
+            self._share,
+        )
         total = self._dataset.total_sequences
         found = {
-            str(index): [document._asdict() for document in documents_of(self._dataset, index, self._source)]
+            str(index): [
+                document._asdict() for document in documents_of(self._dataset, index, self._source)
+            ]
             for index in sequences[(rank - sequences[0]) % degree :: degree]
             if total is None or index < total
         }
@@ -296,7 +360,9 @@ class DocumentLog(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects every `every` steps on all ranks; otherwise the pause of one rank makes all others wait."""
+    """Collects every `every` steps on all ranks; otherwise the pause of one rank makes all others
+    wait.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every

@@ -26,25 +26,38 @@ class Datasets:
 
 
 def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
-    """Read tokenizer and texts. Before any process group or model exists, so that bad ones end a run early.
+    """Read tokenizer and texts.
 
-    share: gives all ranks what a function returns on rank 0, under a name; by default each rank lists files itself.
-    Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
+    Before any process group or model exists, so that bad ones end a run early.
+
+    share: gives all ranks what a function returns on rank 0, under a name; by default each rank
+    lists files itself. Raises DataError naming file and record, ShapeError when the tokenizer has
+    more entries than the model.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
-    # Text takes long; a vocabulary that is the tokenizer's was not known when the config was checked.
+    # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
+    # checked.
     misfits = source_misfits(run.model, run.checkpoint, run.model_args(tokenizer.vocab_size))
-    if problems := [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]:
+    if problems := [
+        Problem("", key, message, hint, code=code) for code, key, message, hint in misfits
+    ]:
         raise ConfigError(problems)
     train = read_training_text(run, tokenizer, share)
     total = train.total_sequences
-    if run.data.source and total is not None and run.steps and total < run.steps * run.batch.global_batch_size:
+    if (
+        run.data.source
+        and total is not None
+        and run.steps
+        and total < run.steps * run.batch.global_batch_size
+    ):
         last = total // run.batch.global_batch_size
         raise DataError(
-            f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set it to {last} at "
-            "most, or give one source no epochs"
+            f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set "
+            f"it to {last} at most, or give one source no epochs"
         )
-    return Datasets(tokenizer, train, read_held_out(run, tokenizer, share) if run.validation.enable else {})
+    return Datasets(
+        tokenizer, train, read_held_out(run, tokenizer, share) if run.validation.enable else {}
+    )
 
 
 def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
@@ -73,10 +86,17 @@ def phases_of(run: RunConfig) -> Phases:
 
 
 def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> dict[str, Rows]:
-    """Read the texts of validation, by name. Raises as `read_datasets`, and ConfigError for a full pass without end."""
+    """Read the texts of validation, by name.
+
+    Raises as `read_datasets`, and ConfigError for a full pass without end.
+    """
     seq_len = run.validation.seq_len or run.training.seq_len
     found = _text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
-    endless = ", ".join(name or run.validation.dataset for name, rows in found.items() if rows.total_sequences is None)
+    endless = ", ".join(
+        name or run.validation.dataset
+        for name, rows in found.items()
+        if rows.total_sequences is None
+    )
     if endless and run.validation.steps == -1:
         message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
         raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])

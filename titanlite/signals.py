@@ -1,4 +1,6 @@
-"""Stop requests from outside: SIGTERM, SIGUSR1 (Slurm's `--signal`), Ctrl-C. All ranks act on one together.
+"""Stop requests from outside: SIGTERM, SIGUSR1 (Slurm's `--signal`), Ctrl-C.
+
+All ranks act on one together.
 
     with StopSignal() as stop:
         for step in range(1, steps + 1):
@@ -7,7 +9,8 @@
                 save(step)
                 break
 
-A loop over `TrainStep` needs no collective of its own: pass it `stop=stop.requested`, and `FiniteGuard.poll` answers.
+A loop over `TrainStep` needs no collective of its own: pass it `stop=stop.requested`, and
+`FiniteGuard.poll` answers.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from titanlite import exit_codes
 from titanlite.utils import human_time
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-#: A signal that comes sooner after the first is the same request again: a scheduler signals torchrun and its workers.
+#: A signal that comes sooner after the first is the same request again: a scheduler signals
+#: torchrun and its workers.
 _APART_SECONDS = 1.0
 #: Time to clean up for a process that ends at once. It may hang on its way out, in a collective.
 _UNWIND_SECONDS = 3.0
-#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM, and torchrun's default.
+#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM, and
+#: torchrun's default.
 GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 _TORCHRUN_SECONDS = "30"
 #: A stop needs more than the save: the step under way, and a disk that others use at that moment.
@@ -39,12 +44,17 @@ T = TypeVar("T")
 
 
 class StopRequested(BaseException):
-    """The run was asked to stop and did. No `Exception`, like KeyboardInterrupt: it is not an error.
+    """The run was asked to stop and did.
 
-    step: steps done. saved: nothing of them is lost. together: all ranks raise it at the same place.
+    No `Exception`, like KeyboardInterrupt: it is not an error.
+
+    step: steps done. saved: nothing of them is lost. together: all ranks raise it at the same
+    place.
     """
 
-    def __init__(self, reason: str, step: int = 0, saved: bool = True, together: bool = False) -> None:
+    def __init__(
+        self, reason: str, step: int = 0, saved: bool = True, together: bool = False
+    ) -> None:
         super().__init__(reason)
         self.step, self.saved, self.together = step, saved, together
 
@@ -54,23 +64,27 @@ class StopRequested(BaseException):
 
 
 class StopSignal:
-    """Turns signals into a flag while the block runs, and restores the handlers afterwards. Blocks may be nested.
+    """Turns signals into a flag while the block runs, and restores the handlers afterwards.
 
-    A second Ctrl-C raises KeyboardInterrupt; if the process hangs on its way out it ends by exit code 130. Outside the
-    main thread nothing is installed; only `request` sets the flag then.
+    Blocks may be nested.
+
+    A second Ctrl-C raises KeyboardInterrupt; if the process hangs on its way out it ends by exit
+    code 130. Outside the main thread nothing is installed; only `request` sets the flag then.
 
     Args:
-        at_once: raise StopRequested at the first signal, for the time before there is anything to save. May be changed
-            while the block runs.
+        at_once: raise StopRequested at the first signal, for the time before there is anything to
+            save. May be changed while the block runs.
     """
 
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
-        #: Is printed after the signal's name when one comes: when the loop stops, and whether it saves.
+        #: Is printed after the signal's name when one comes: when the loop stops, and whether it
+        #: saves.
         self.notice = "stopping as soon as this step is done"
         #: Whether the latest `interruptible` left items out.
         self.interrupted = False
-        #: What asked this rank to stop: a signal's name, or the words given to `request`; "" if nothing did.
+        #: What asked this rank to stop: a signal's name, or the words given to `request`; "" if
+        #: nothing did.
         self.reason = ""
         #: The first signal, and when it came.
         self._first: tuple[int, float] | None = None
@@ -80,7 +94,9 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether this rank was asked to stop. Others may not know yet: see `requested_anywhere`."""
+        """Whether this rank was asked to stop. Others may not know yet: see
+        `requested_anywhere`.
+        """
         return bool(self.reason)
 
     def request(self, reason: str) -> None:
@@ -88,14 +104,17 @@ class StopSignal:
         self.reason = self.reason or reason
 
     def requested_anywhere(self) -> bool:
-        """Return whether any rank was asked to stop: the same answer on all, which call it together.
+        """Return whether any rank was asked to stop: the same answer on all, which call it
+        together.
 
         A small all-reduce between the hosts; no device is waited for.
         """
         return _ask_all(self.requested)()
 
     def interruptible(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield `items`, on all ranks alike up to one after a rank was asked to stop. Each must bring as many.
+        """Yield `items`, on all ranks alike up to one after a rank was asked to stop.
+
+        Each must bring as many.
 
         `interrupted` says afterwards whether items were left out.
         """
@@ -106,7 +125,8 @@ class StopSignal:
             if close := getattr(iterator, "close", None):
                 stack.callback(close)
             for item in iterator:
-                # Asked with the item before, answered while the loop worked on it: nothing waits for the answer.
+                # Asked with the item before, answered while the loop worked on it: nothing waits
+                # for the answer.
                 if answer():
                     self.interrupted = True
                     return
@@ -115,7 +135,10 @@ class StopSignal:
             answer()
 
     def describe(self) -> str:
-        """Return which ranks were asked by what, as "SIGTERM on every rank". All ranks call it together."""
+        """Return which ranks were asked by what, as "SIGTERM on every rank".
+
+        All ranks call it together.
+        """
         import torch.distributed as dist
 
         reasons = [self.reason]
@@ -132,14 +155,18 @@ class StopSignal:
 
     @contextlib.contextmanager
     def shield_children(self) -> Iterator[None]:
-        """Hide these signals from processes started inside: torchrun sends them to all that its worker has started.
+        """Hide these signals from processes started inside: torchrun sends them to all that its
+        worker has started.
 
-        For the compilers that `torch.compile` starts: without one the step cannot end. This process still gets them.
+        For the compilers that `torch.compile` starts: without one the step cannot end. This process
+        still gets them.
         """
         if not self._handlers:
             yield
             return
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process inherits it; other threads do not
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, SIGNALS
+        )  # a new process inherits it; other threads do not
         try:
             yield
         finally:
@@ -171,14 +198,19 @@ class StopSignal:
             self._print(f"{line_break(number)}{name}: {self.notice}")
             return
         # torchrun passes the second Ctrl-C on to its workers as SIGTERM.
-        insists = number == signal.SIGINT or (number == signal.SIGTERM and self._first[0] == signal.SIGINT)
+        insists = number == signal.SIGINT or (
+            number == signal.SIGTERM and self._first[0] == signal.SIGINT
+        )
         if insists and now - self._first[1] > _APART_SECONDS:
             self._print(f"{line_break(number)}{name} again: ending at once")
             self._exit_later(exit_codes.INTERRUPTED)
             raise KeyboardInterrupt
 
     def _print(self, text: str) -> None:
-        """Print it once for all ranks. A handler may interrupt a write to the log, so it does not use that."""
+        """Print it once for all ranks.
+
+        A handler may interrupt a write to the log, so it does not use that.
+        """
         if os.environ.get("RANK", "0") == "0":
             os.write(2, f"{text}\n".encode())
 
@@ -190,12 +222,18 @@ class StopSignal:
 
 
 def _ask_all(mine: bool) -> Callable[[], bool]:
-    """Start to ask all ranks; the function returned waits for the answer, whether any of them says yes."""
+    """Start to ask all ranks; the function returned waits for the answer, whether any of them says
+    yes.
+    """
     import torch
     import torch.distributed as dist
 
     answer = torch.tensor([mine], dtype=torch.int32)
-    work = dist.all_reduce(answer, op=dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+    work = (
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX, async_op=True)
+        if dist.is_initialized()
+        else None
+    )
 
     def result() -> bool:
         if work is not None:
@@ -206,13 +244,16 @@ def _ask_all(mine: bool) -> Callable[[], bool]:
 
 
 def exit_on_signals(*numbers: signal.Signals) -> None:
-    """End the process at once with exit code 5 on these signals, while it only imports: nothing is lost yet.
+    """End the process at once with exit code 5 on these signals, while it only imports: nothing is
+    lost yet.
 
-    A later handler (`StopSignal`, torchrun) replaces it. Signals that were blocked until now (`hold_signals`) count.
+    A later handler (`StopSignal`, torchrun) replaces it. Signals that were blocked until now
+    (`hold_signals`) count.
     """
     _install(numbers, _exit_now)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-    # The file tells the launcher that this worker will write its exit code, from here on by any of the signals.
+    # The file tells the launcher that this worker will write its exit code, from here on by any of
+    # the signals.
     with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
         pass
 
@@ -237,15 +278,18 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 
 
 def line_break(number: int) -> str:
-    """Return what comes before a line about a signal: a terminal has written ^C and no line end at a Ctrl-C."""
+    """Return what comes before a line about a signal: a terminal has written ^C and no line end at
+    a Ctrl-C.
+    """
     return "\n" if number == signal.SIGINT and os.isatty(2) else ""
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Let the kernel send this process a signal when its parent has ended, for whatever reason.
 
-    Linux only; elsewhere nothing happens. The parent is the thread that started this process. `parent`: its process id,
-    for a process that takes long to start; its parent may have ended before this call.
+    Linux only; elsewhere nothing happens. The parent is the thread that started this process.
+    `parent`: its process id, for a process that takes long to start; its parent may have ended
+    before this call.
     """
     import ctypes
 
@@ -257,9 +301,11 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
 
 
 def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> str:
-    """Return a warning when a save of `seconds` is likely to outlast torchrun's grace period after SIGTERM, else "".
+    """Return a warning when a save of `seconds` is likely to outlast torchrun's grace period after
+    SIGTERM, else "".
 
-    name: of the save, in words. A process does not see the grace periods of schedulers (Slurm, Kubernetes).
+    name: of the save, in words. A process does not see the grace periods of schedulers (Slurm,
+    Kubernetes).
     """
     default = _TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in environment else "inf"
     try:
@@ -269,7 +315,7 @@ def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> 
     if seconds * _MARGIN <= grace:
         return ""
     return (
-        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} after a SIGTERM: a run "
-        f"that is stopped so is likely to lose its last save. Start it with {GRACE_VARIABLE}={int(seconds * 3) + 30}, "
-        "and ask the scheduler for as much"
+        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} "
+        "after a SIGTERM: a run that is stopped so is likely to lose its last save. Start it "
+        f"with {GRACE_VARIABLE}={int(seconds * 3) + 30}, and ask the scheduler for as much"
     )

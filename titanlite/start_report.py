@@ -1,7 +1,9 @@
-"""The start report: what will run, from where it goes on, and what changed since the attempt before.
+"""The start report: what will run, from where it goes on, and what changed since the attempt
+before.
 
-Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's folder has the keys
-themselves. Each `*_row` function returns (name, text) of one subject, `*_rows` a list of them.
+Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's
+folder has the keys themselves. Each `*_row` function returns (name, text) of one subject, `*_rows`
+a list of them.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def startup_report(rows: Sequence[Row]) -> list[str]:
     width = max(len(name) for name, _ in rows if name not in _LAST)
     lines = [f"{name:<{width}}  {text}" for name, text in rows if name not in _LAST]
     for kind in _LAST:
-        lines += [f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)]
+        lines += [
+            f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)
+        ]
     return lines
 
 
@@ -107,12 +111,21 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
     total = sum(setup.parameters.values())
     return [
         ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
-        ("parameters", ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())),
+        (
+            "parameters",
+            ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items()),
+        ),
     ]
 
 
 def compute_rows(
-    metrics: Metrics, float8: Float8, setup: Setup, ranks: int, flops: int, peak: float | None, memory: int
+    metrics: Metrics,
+    float8: Float8,
+    setup: Setup,
+    ranks: int,
+    flops: int,
+    peak: float | None,
+    memory: int,
 ) -> list[Row]:
     """flops: per token. peak, memory: FLOPS (None where unknown) and bytes of one device."""
     mfu = ""
@@ -126,7 +139,10 @@ def compute_rows(
         ("devices", f"{ranks} x {setup.device}, {each}"),
     ]
     if peak is None and not setup.cpu:
-        text = f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops sets it"
+        text = (
+            f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops "
+            "sets it"
+        )
         rows.append(("note", text))
     return rows
 
@@ -134,7 +150,11 @@ def compute_rows(
 def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
     """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
-    shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
+    shown = [
+        f"{name} {degree}"
+        for name, degree in setup.degrees.items()
+        if degree > 1 or name.startswith("dp_")
+    ]
     shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
     return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
 
@@ -147,16 +167,25 @@ def pipeline_row(schedule: str, layout: StageLayout) -> Row:
     return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
 
 
-def float8_rows(float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool) -> list[Row]:
+def float8_rows(
+    float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
+) -> list[Row]:
     """Return one row of all, and one for each kind of linear."""
     total = sum(len(choice.names) for choice in choices)
     converted = sum(len(choice.names) for choice in choices if choice.converted)
     parts = [float8.recipe_name + ", emulated in float32 (slow, for tests)" * float8.emulate]
     if float8.enable_fsdp_float8_all_gather:
         together = float8.precompute_float8_dynamic_scale_for_fsdp
-        how = "all scales by one all-reduce after the update" if together else "each scale found as it is"
+        how = (
+            "all scales by one all-reduce after the update"
+            if together
+            else "each scale found as it is"
+        )
         parts.append(f"weights gathered in float8, {how}")
-    parts += [f"{converted:,} of {total:,} linears", f"M = {setup.tokens:,} tokens in a product of one rank"]
+    parts += [
+        f"{converted:,} of {total:,} linears",
+        f"M = {setup.tokens:,} tokens in a product of one rank",
+    ]
     if float8.drift_check:
         parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
     rows = [("float8", "; ".join(parts))]
@@ -165,23 +194,30 @@ def float8_rows(float8: Float8, choices: Sequence[Float8Choice], setup: Setup, c
         what = "in float8" if choice.converted else f"kept: {choice.reason}"
         rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
     if not compiled and not setup.cpu:
-        text = "float8 without training.compile is slower than bf16: scaling and rounding run as kernels of their own"
+        text = (
+            "float8 without training.compile is slower than bf16: scaling and rounding run as "
+            "kernels of their own"
+        )
         rows.append(("warning", f"{text}. Set training.compile = true"))
     return rows
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:
-    """Return memory that sharding does not divide, and what offload moves; nothing if there is neither."""
+    """Return memory that sharding does not divide, and what offload moves; nothing if there is
+    neither.
+    """
     parts, total = [], sum(setup.parameters.values())
     shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
     if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
         width = 4 if training.mixed_precision_reduce == "float32" else 2
         parts.append(
-            f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} parameters = "
-            f"{human_bytes(width * total)} per rank (training.gradient_sync)"
+            f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} "
+            f"parameters = {human_bytes(width * total)} per rank (training.gradient_sync)"
         )
     if training.enable_cpu_offload:
-        parts.append(_NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory")
+        parts.append(
+            _NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory"
+        )
     return [("sharding", "; ".join(parts))] if parts else []
 
 
@@ -194,12 +230,18 @@ def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: 
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
     elif config.mode == "selective" and config.selective_ac_option == "op":
-        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes {recomputed}"
+        text = (
+            f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes "
+            f"{recomputed}"
+        )
     elif kept.recomputing:
         blocks = counted(kept.blocks, "blocks")
         text = f"{kept.recomputing} of {blocks} keep only their input and recompute {recomputed}"
     else:
-        text, amount = "all kept", f"{every_byte} in {counted(kept.blocks, 'blocks')} per micro-batch"
+        text, amount = (
+            "all kept",
+            f"{every_byte} in {counted(kept.blocks, 'blocks')} per micro-batch",
+        )
     if (ranks := setup.degrees["tp"]) > 1:
         amount += f", before {ranks} ranks share it (tensor parallelism)"
     parts = [text, amount]
@@ -221,9 +263,15 @@ _KERNELS = {
 
 def attention_row(kept: ActivationStats, setup: Setup, window: int | None) -> Row:
     """kept: statistics of a traced block. window: of the model, in tokens."""
-    names = [_KERNELS.get(name, name) for name in kept.kernels] or ["math: memory grows with the square of the length"]
+    names = [_KERNELS.get(name, name) for name in kept.kernels] or [
+        "math: memory grows with the square of the length"
+    ]
     order = "" if setup.cpu else "; the first that can of cuDNN, flash, efficient, math"
-    sees = f"; each token sees {window:,}, itself and those before" if window and window < setup.seq_len else ""
+    sees = (
+        f"; each token sees {window:,}, itself and those before"
+        if window and window < setup.seq_len
+        else ""
+    )
     return "attention", f"kernel {' and '.join(names)}{order}{sees}"
 
 
@@ -235,21 +283,30 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
 
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
-    name = f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
+    name = (
+        f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
+    )
     masks = ", attention within documents" if data.mask_documents else ""
     return "data", f"{name}: {setup.text}, {order}{masks}"
 
 
 def file_rows(train: Rows, validation: Mapping[str, Rows]) -> list[Row]:
-    """Return what was found for the texts, and what was passed over and why. validation: by name."""
+    """Return what was found for the texts, and what was passed over and why. validation: by
+    name.
+    """
     rows = [("files", line) for line in file_lines(train)]
     for name, held_out in validation.items():
         rows += [("files", line) for line in file_lines(held_out, f"validation {name}".strip())]
     return rows
 
 
-def text_warnings(train: Rows, validation: Mapping[str, Rows], name: str, sequences: int | None) -> Iterator[str]:
-    """Yield what is doubtful about the texts. name: of a single training text. sequences: of the run."""
+def text_warnings(
+    train: Rows, validation: Mapping[str, Rows], name: str, sequences: int | None
+) -> Iterator[str]:
+    """Yield what is doubtful about the texts.
+
+    name: of a single training text. sequences: of the run.
+    """
     yield from file_warnings(train, "" if isinstance(train, MixedRows) else name)
     for title, held_out in validation.items():
         yield from file_warnings(held_out, f"validation {title}".strip())
@@ -258,7 +315,9 @@ def text_warnings(train: Rows, validation: Mapping[str, Rows], name: str, sequen
 
 
 def is_told(warning: str, warnings: Sequence[str]) -> bool:
-    """Return whether a warning of many passes is told already, perhaps with a number from before the text was read."""
+    """Return whether a warning of many passes is told already, perhaps with a number from before
+    the text was read.
+    """
     name, found, _ = warning.partition(PASSES)
     return bool(found) and any(one.startswith(name + found) for one in warnings)
 
@@ -284,12 +343,17 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
     per_step = setup.sequences * setup.seq_len
     length = counted(epochs or 0, "epochs")
     if steps is not None:
-        passes = f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if epoch else ""
+        passes = (
+            f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch")
+            if epoch
+            else ""
+        )
         length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens{passes}"
     return [
         (
             "global batch",
-            f"{sequences} = {setup.micro_batch} per micro-batch x {counted(setup.accumulation, 'micro-batches')} x "
+            f"{sequences} = {setup.micro_batch} per micro-batch x "
+            f"{counted(setup.accumulation, 'micro-batches')} x "
             f"{counted(setup.data_parallel, 'data-parallel ranks')}",
         ),
         ("tokens per step", f"{per_step:,} = {sequences} x {setup.seq_len:,} tokens"),
@@ -298,7 +362,12 @@ def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]
 
 
 def schedule_row(
-    decay_type: str, floor: float, warmup: float, plateau: float | None, decay: int | None, total: int | None
+    decay_type: str,
+    floor: float,
+    warmup: float,
+    plateau: float | None,
+    decay: int | None,
+    total: int | None,
 ) -> Row:
     """floor: lowest learning rate of the decay. The others are lengths in steps."""
     over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
@@ -314,8 +383,8 @@ def schedule_row(
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts: has lines of its own.
-    in_epochs: the text decides how long the run is.
+    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts:
+    has lines of its own. in_epochs: the text decides how long the run is.
     """
 
     def __init__(
@@ -331,10 +400,17 @@ class StartReport(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
-        for line in [*self._report(trainer), *self._notices(trainer), began(self._checkpoint, loaded)]:
+        for line in [
+            *self._report(trainer),
+            *self._notices(trainer),
+            began(self._checkpoint, loaded),
+        ]:
             # Every rank has it in its own log; the console shows a warning once.
             warns = line.startswith(WARNING) and not rank
-            logger.log(logging.WARNING if warns else logging.INFO, line.removeprefix(WARNING) if warns else line)
+            logger.log(
+                logging.WARNING if warns else logging.INFO,
+                line.removeprefix(WARNING) if warns else line,
+            )
 
     def _notices(self, trainer: Trainer) -> Iterator[str]:
         """Yield what the checkpoint, its saves and the attempt before have to tell."""
@@ -345,24 +421,28 @@ class StartReport(Callback):
                 for first, end in served_already(self._skip, loaded.train["data"]):
                     steps = steps_text(first, end, trainer.parts.global_batch_size)
                     yield (
-                        f"data.skip_steps: {steps} comes too late, it was trained on before this checkpoint; to leave "
-                        "it out, start from an older one (checkpoint.load_step)"
+                        f"data.skip_steps: {steps} comes too late, it was trained on before this "
+                        "checkpoint; to leave it out, start from an older one "
+                        "(checkpoint.load_step)"
                     )
         if section.enable_checkpoint and section.model_weights_only:
             form = " in Hugging Face's format" if section.last_save_in_hf else ""
             yield (
-                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype}{form} "
-                "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
+                f"the last save, of step {trainer.steps}, will hold the weights only, as "
+                f"{section.export_dtype}{form} (checkpoint.model_weights_only): to train on later "
+                "means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines
-        if loaded is not None and (change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)):
+        if loaded is not None and (
+            change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
+        ):
             yield f"{WARNING}{change}"
         if trainer.step >= trainer.steps and not trainer.validation_owed:
             key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
             yield (
-                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and the run has "
-                f"{counted(trainer.steps, 'steps')}. To train on, raise {key}; to start again, give another "
-                "--job.dump_folder or move the checkpoints away"
+                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and "
+                f"the run has {counted(trainer.steps, 'steps')}. To train on, raise {key}; to "
+                "start again, give another --job.dump_folder or move the checkpoints away"
             )
 
 
@@ -390,12 +470,22 @@ _DAMAGED = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError)
 
 
 def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
-    """Return how learning rates differ from those of the run that wrote the checkpoint; None if they do not."""
+    """Return how learning rates differ from those of the run that wrote the checkpoint; None if
+    they do not.
+    """
     before, now = loaded.train.get("schedule"), {"phases": [], **rate.record()}
-    if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or not isinstance(before, dict):
+    if (
+        loaded.origin != "resume"
+        or "lr_scheduler" in loaded.left_out
+        or not isinstance(before, dict)
+    ):
         return None
     before = {"phases": [], **before}
-    changed = {name: before[name] for name, value in now.items() if name in before and before[name] != value}
+    changed = {
+        name: before[name]
+        for name, value in now.items()
+        if name in before and before[name] != value
+    }
     first, coming = loaded.step + 1, range(loaded.step + 1, steps + 1)
     try:
         earlier = rate.with_record({**now, **changed})
@@ -403,11 +493,14 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
             return None
         rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
     except _DAMAGED:
-        return f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: {changed!r:.200}"
+        return (
+            f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: "
+            f"{changed!r:.200}"
+        )
     words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
     total = changed.get("total_steps")
     keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
     return (
-        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of step {first}: "
-        f"{rates}{keep}"
+        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of "
+        f"step {first}: {rates}{keep}"
     )

@@ -18,7 +18,13 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
-from titanlite.optim.gradients import StepInBackward, clip_divisor, clip_gradients, square_norm, square_norms
+from titanlite.optim.gradients import (
+    StepInBackward,
+    clip_divisor,
+    clip_gradients,
+    square_norm,
+    square_norms,
+)
 from titanlite.optim.optimizer import divides_gradients, gated_step, to_host
 from titanlite.parallel.fsdp import set_gradient_sync
 
@@ -35,7 +41,8 @@ class StepResult(NamedTuple):
     local_loss: torch.Tensor
     #: Global gradient norm before clipping.
     grad_norm: torch.Tensor
-    #: The same by layer (`titanlite.optim.gradients.layer_of`); empty unless `TrainStep.layer_norms`.
+    #: The same by layer (`titanlite.optim.gradients.layer_of`); empty unless
+    #: `TrainStep.layer_norms`.
     layer_norms: dict[str, torch.Tensor]
     #: Whether the weights were updated (bool).
     good: torch.Tensor
@@ -46,7 +53,8 @@ class ReplicationFactors(NamedTuple):
 
     #: Ranks with the same tokens: tensor-parallel and pipeline ranks.
     tokens: int = 1
-    #: Ranks with the same loss: tensor-parallel ranks. In a pipeline only the last stage has a loss.
+    #: Ranks with the same loss: tensor-parallel ranks. In a pipeline only the last stage has a
+    #: loss.
     loss: int = 1
 
 
@@ -55,12 +63,18 @@ def do_nothing(*_: object) -> None:
 
 
 class Runner(Protocol):
-    """Runs a model: `PlainRunner`, or `titanlite.parallel.pipeline.Pipeline` over a schedule of torch's."""
+    """Runs a model: `PlainRunner`, or `titanlite.parallel.pipeline.Pipeline` over a schedule of
+    torch's.
+    """
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: torch.Tensor, phase: Phase = ...) -> torch.Tensor:
-        """Accumulate gradients of the step's loss; return this rank's share of it (0-dim, detached).
+    def forward_backward(
+        self, batches: Sequence[Batch], tokens: torch.Tensor, phase: Phase = ...
+    ) -> torch.Tensor:
+        """Accumulate gradients of the step's loss; return this rank's share of it (0-dim,
+        detached).
 
-        tokens: valid tokens of the whole step over all ranks and micro-batches, so shares add up to the mean loss.
+        tokens: valid tokens of the whole step over all ranks and micro-batches, so shares add up to
+        the mean loss.
         """
         ...
 
@@ -73,8 +87,8 @@ class Runner(Protocol):
 class PlainRunner:
     """Runs a whole model, one micro-batch after the other.
 
-    loss_function: `cross_entropy_sum`, or the same compiled. sync_every: reduce gradients over ranks with every
-    micro-batch (less memory) instead of with the last (less traffic).
+    loss_function: `cross_entropy_sum`, or the same compiled. sync_every: reduce gradients over
+    ranks with every micro-batch (less memory) instead of with the last (less traffic).
     """
 
     model: nn.Module
@@ -95,7 +109,9 @@ class PlainRunner:
         return share
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
-        return batch_loss(self.model, batch.tokens, batch.labels, self.loss_function, batch.documents)
+        return batch_loss(
+            self.model, batch.tokens, batch.labels, self.loss_function, batch.documents
+        )
 
 
 @dataclass
@@ -105,11 +121,14 @@ class TrainStep:
     Args:
         max_norm: gradients are scaled down to this global norm.
         factors: for sums over all ranks.
-        layer_norms: also compute the gradient norm of each layer. May change between steps, on all ranks alike.
+        layer_norms: also compute the gradient norm of each layer. May change between steps, on all
+            ranks alike.
         before_update: is called before weights and moments change.
-        after_update: is called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
+        after_update: is called when the weights are new
+            (`titanlite.parallel.float8.ScalePrecompute`).
         phase: is told what begins, for the hang watchdog.
-        in_backward: updates parameters during the backward pass; then no gradient is clipped or held back.
+        in_backward: updates parameters during the backward pass; then no gradient is clipped or
+            held back.
     """
 
     model: nn.Module
@@ -124,16 +143,21 @@ class TrainStep:
     phase: Phase = do_nothing
     in_backward: StepInBackward | None = None
 
-    def __call__(self, batches: Sequence[Batch], step: int, lr: float, stop: bool = False) -> StepResult:
-        """Train on the global batch of which `batches` are this rank's micro-batches, on the model's device.
+    def __call__(
+        self, batches: Sequence[Batch], step: int, lr: float, stop: bool = False
+    ) -> StepResult:
+        """Train on the global batch of which `batches` are this rank's micro-batches, on the
+        model's device.
 
-        step: its number, from 1. stop: this rank was asked to stop; `guard.poll` then tells it on all ranks.
-        Issues two collectives besides FSDP's: the token count, and the loss with the norm. Nothing waits for the
-        device, except an optimizer whose gradients are in host memory.
+        step: its number, from 1. stop: this rank was asked to stop; `guard.poll` then tells it on
+        all ranks.
+        Issues two collectives besides FSDP's: the token count, and the loss with the norm. Nothing
+        waits for the device, except an optimizer whose gradients are in host memory.
         """
         self.phase("forward")
         local_tokens = torch.stack([count_valid(batch.labels) for batch in batches]).sum()
-        # The stop flag is sent with the token count: integer sums do not depend on order, so losses stay bit-exact.
+        # The stop flag is sent with the token count: integer sums do not depend on order, so losses
+        # stay bit-exact.
         counts = torch.stack([local_tokens, torch.full_like(local_tokens, stop)])
         dist.all_reduce(counts)
         tokens, stops = counts[0], counts[1] > 0
@@ -145,26 +169,36 @@ class TrainStep:
             share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
         layers = square_norms(self.model, share.device) if self.layer_norms else {}
-        square = early.square_norm(share.device) if early else square_norm(self.model.parameters(), share.device)
+        square = (
+            early.square_norm(share.device)
+            if early
+            else square_norm(self.model.parameters(), share.device)
+        )
         sums = torch.stack([share / self.factors.loss, square, *layers.values()])
         dist.all_reduce(sums)
         loss, norm = sums[0], sums[1].sqrt()
 
-        ok = self.guard.check(step, norm, loss, share, stops)  # a flag on the device: nothing waits for it
+        ok = self.guard.check(
+            step, norm, loss, share, stops
+        )  # a flag on the device: nothing waits for it
         if early is None:
             self._update(norm, ok, lr)
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
-        return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)), ok)
+        return StepResult(
+            loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)), ok
+        )
 
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
         """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""
         divisor = None
-        # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit. `before_update` is
-        # promised clipped gradients.
+        # On a CPU the product stays, which rounds differently: its runs are repeated bit by bit.
+        # `before_update` is promised clipped gradients.
         inside = norm.device.type == "cuda" and self.before_update is do_nothing
         if norm.device.type != next(self.model.parameters()).device.type:
-            norm, ok = to_host(norm, ok)  # an update in host memory begins when the norm over all ranks is known
+            norm, ok = to_host(
+                norm, ok
+            )  # an update in host memory begins when the norm over all ranks is known
         if inside and divides_gradients(self.optimizer):
             divisor = clip_divisor(norm, self.max_norm)
         else:

@@ -1,6 +1,8 @@
-"""torchrun that ends with the exit code of its workers: python -m titanlite.torchrun [torchrun's arguments]
+"""torchrun that ends with the exit code of its workers: python -m titanlite.torchrun [torchrun's
+arguments]
 
-torchrun itself ends with 1 for any failure. The workers write their codes to a file (`exit_codes.report_code`).
+torchrun itself ends with 1 for any failure. The workers write their codes to a file
+(`exit_codes.report_code`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from titanlite.signals import exit_on_signals, line_break
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_CLOSED = "error: the machines met at the rendezvous of an earlier start, which is about to end. Start again\n"
+_CLOSED = (
+    "error: the machines met at the rendezvous of an earlier start, which is about to end. Start "
+    "again\n"
+)
 
 
 def command(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
@@ -38,13 +43,14 @@ def command(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> li
 
 
 def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
-    """Return the exit code that says most about the end of all workers; None if all are done or none is recorded.
+    """Return the exit code that says most about the end of all workers; None if all are done or
+    none is recorded.
 
-    text: lines of "restart code", each perhaps followed by an error message as a JSON string. The last restart counts.
-    failed: exit codes of the workers that failed first, as torchrun saw them.
+    text: lines of "restart code", each perhaps followed by an error message as a JSON string. The
+    last restart counts. failed: exit codes of the workers that failed first, as torchrun saw them.
 
-    OUT_OF_MEMORY counts first, LOST_PEER and ERROR only if no worker has another reason. torchrun stops the other
-    workers by SIGTERM when one fails, so their PREEMPTED does not count then.
+    OUT_OF_MEMORY counts first, LOST_PEER and ERROR only if no worker has another reason. torchrun
+    stops the other workers by SIGTERM when one fails, so their PREEMPTED does not count then.
     """
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
@@ -55,7 +61,10 @@ def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
 
 
 def code_after_signal(text: str | None) -> int:
-    """Return the exit code after torchrun was asked to stop. text: as for `worst_code`; None: no worker had begun."""
+    """Return the exit code after torchrun was asked to stop.
+
+    text: as for `worst_code`; None: no worker had begun.
+    """
     if text is None:
         return exit_codes.PREEMPTED
     return worst_code(text) or (exit_codes.DONE if text else exit_codes.ERROR)
@@ -64,8 +73,9 @@ def code_after_signal(text: str | None) -> int:
 def code_for_scheduler(code: int, failed: Sequence[int]) -> int:
     """Return the exit code of torchrun. Schedulers start a run again after some codes.
 
-    failed: exit codes of the workers that failed first, negative for signals. If signals ended all of them, and none
-    told another reason, the code is 128 and the number of the signal, as of a shell.
+    failed: exit codes of the workers that failed first, negative for signals. If signals ended all
+    of them, and none told another reason, the code is 128 and the number of the signal, as of a
+    shell.
     TITANLITE_RESTART_CODE, if it is set, replaces the codes after which the same command may go on.
     """
     killed = code == exit_codes.ERROR and bool(failed) and all(number < 0 for number in failed)
@@ -77,23 +87,41 @@ def code_for_scheduler(code: int, failed: Sequence[int]) -> int:
 
 
 def last_error(text: str) -> str:
-    """Return the message of an unexpected error of a worker, or an empty string. text: as for `worst_code`."""
-    return next((message for code, message in _last_restart(text) if code == exit_codes.ERROR and message), "")
+    """Return the message of an unexpected error of a worker, or an empty string.
+
+    text: as for `worst_code`.
+    """
+    return next(
+        (message for code, message in _last_restart(text) if code == exit_codes.ERROR and message),
+        "",
+    )
 
 
 def _last_restart(text: str) -> list[tuple[int, str]]:
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
     last = max((int(line[0]) for line in lines), default=0)
-    return [(int(code), "".join(map(json.loads, words))) for restart, code, *words in lines if int(restart) == last]
+    return [
+        (int(code), "".join(map(json.loads, words)))
+        for restart, code, *words in lines
+        if int(restart) == last
+    ]
 
 
 class _Stops(logging.Filter):
-    """Leaves out torchrun's lines about a stop that somebody asked for: the ranks say how they end."""
+    """Leaves out torchrun's lines about a stop that somebody asked for: the ranks say how
+    they end.
+    """
 
-    _ROUTINE = ("Received %s death signal", "Sending process %s closing signal", "Closing process %s via signal")
+    _ROUTINE = (
+        "Received %s death signal",
+        "Sending process %s closing signal",
+        "Closing process %s via signal",
+    )
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is shown; break the line behind the terminal's ^C where the ranks cannot."""
+        """Return whether a record is shown; break the line behind the terminal's ^C where the ranks
+        cannot.
+        """
         if not str(record.msg).startswith(self._ROUTINE):
             return True
         is_ctrl_c = record.args == (signal.SIGINT,)
@@ -109,10 +137,15 @@ def _quiet_stops() -> None:
 
 def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
-    # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
+    # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for
+    # that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    raise_file_limit(2**16)  # every rank of the run connects to the store, which the first torchrun serves
-    exit_on_signals(*_SIGNALS)  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
+    raise_file_limit(
+        2**16
+    )  # every rank of the run connects to the store, which the first torchrun serves
+    exit_on_signals(
+        *_SIGNALS
+    )  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
     gc.disable()  # as in `titanlite.main.run`
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -132,14 +165,17 @@ def main() -> NoReturn:
             torchrun()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
-        except BaseException as error:  # torchrun has several kinds for failed workers and for signals
+        except (
+            BaseException
+        ) as error:  # torchrun has several kinds for failed workers and for signals
             code, failure = exit_codes.code_of(error), traceback.format_exc()
             stopped = isinstance(error, SignalException | KeyboardInterrupt)
             if isinstance(error, ChildFailedError):
                 failed = [one.exitcode for one in error.failures.values()]
         for number in _SIGNALS:  # the workers have ended, and their code counts
             signal.signal(number, signal.SIG_IGN)
-        # Where machines are replaced one by one, a new one must not meet the store of a failed start.
+        # Where machines are replaced one by one, a new one must not meet the store of a failed
+        # start.
         if code == exit_codes.DONE or exit_codes.RESTART_VARIABLE not in os.environ:
             farewell.leave(good=code == exit_codes.DONE)
         text = record.read_text() if record.exists() else None
@@ -149,10 +185,15 @@ def main() -> NoReturn:
         code = code_after_signal(text)
     elif code and text is not None:
         code = worst_code(text, failed) or code
-    # If the workers have explained the end, torchrun's summary adds nothing; a killed worker explains nothing.
-    if code in (exit_codes.ERROR, exit_codes.LOST_PEER) or (code == exit_codes.CONFIG and text is None):
+    # If the workers have explained the end, torchrun's summary adds nothing; a killed worker
+    # explains nothing.
+    if code in (exit_codes.ERROR, exit_codes.LOST_PEER) or (
+        code == exit_codes.CONFIG and text is None
+    ):
         print(escape(failure), file=sys.stderr, end="")
-    if code == exit_codes.ERROR and (message := last_error(text or "")):  # the last line is read first
+    if code == exit_codes.ERROR and (
+        message := last_error(text or "")
+    ):  # the last line is read first
         print(escape(f"error: {message}"), file=sys.stderr)
     sys.exit(code_for_scheduler(code, failed))
 

@@ -1,4 +1,6 @@
-"""The training loop: fetch, step, log, validate, save; and back to a checkpoint when a step is bad."""
+"""The training loop: fetch, step, log, validate, save; and back to a checkpoint when a step
+is bad.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ if TYPE_CHECKING:
 
 #: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
 _STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
-_ONLY_WEIGHTS = "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
+_ONLY_WEIGHTS = (
+    "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
+)
 
 
 class Trainer:
-    """One run, to its last step or to a stop. All ranks make one from their components and call `train`.
+    """One run, to its last step or to a stop.
+
+    All ranks make one from their components and call `train`.
 
     stop: tells that the run is to stop; None: signals, while it trains.
     """
@@ -45,7 +51,8 @@ class Trainer:
         self.parts = parts
         self.stop = stop or StopSignal()
         self.callbacks = Callbacks(parts.callbacks)
-        #: The step under way or just done; steps that are done, and their tokens over all ranks; the run's last step.
+        #: The step under way or just done; steps that are done, and their tokens over all ranks;
+        #: the run's last step.
         self.step = self.done = self.tokens_seen = 0
         self.steps = parts.steps
         #: All ranks know that one was asked to stop: the step under way is the last.
@@ -55,18 +62,21 @@ class Trainer:
         self.loaded: LoadedState | None = None
         #: Data of the latest two steps: a step that is found bad is one of them.
         self.recent: dict[int, Fetched] = {}
-        #: Step and losses of the latest validation; step of the newest checkpoint that is surely complete.
+        #: Step and losses of the latest validation; step of the newest checkpoint that is surely
+        #: complete.
         self.validated: tuple[int, ValidationResult] | None = None
         self.saved_step: int | None = None
-        #: Steps since the latest save that were not skipped. If there are none, its weights are not proven good.
+        #: Steps since the latest save that were not skipped. If there are none, its weights are not
+        #: proven good.
         self.good_steps = 0
         parts.train_step.phase = self.phase
 
     def train(self) -> None:
         """Run to the last step.
 
-        Raises BadStepError when the guard ends the run, CheckpointError when the checkpoint is of another run or the
-        last one cannot be written, StopRequested when it was asked to stop (see `titanlite.signals`) and has.
+        Raises BadStepError when the guard ends the run, CheckpointError when the checkpoint is of
+        another run or the last one cannot be written, StopRequested when it was asked to stop (see
+        `titanlite.signals`) and has.
         """
         with self.stop:
             try:
@@ -79,7 +89,9 @@ class Trainer:
                                 batches = self.fetch()
                                 with self.stop.shield_children():
                                     lr = self.parts.learning_rate(self.step)
-                                    result = self.parts.train_step(batches, self.step, lr, self.stop.requested)
+                                    result = self.parts.train_step(
+                                        batches, self.step, lr, self.stop.requested
+                                    )
                                 self.check_step()
                                 self.phase("log")
                                 self.callbacks("on_step_end", self, result)
@@ -140,7 +152,9 @@ class Trainer:
             self.saved_step = loaded.step
         self.tokens_seen = int(loaded.train["tokens_seen"])
         anew = "lr_scheduler" in loaded.left_out
-        parts.learning_rate.began = loaded.step if anew else int(loaded.train.get("schedule_began", 0))
+        parts.learning_rate.began = (
+            loaded.step if anew else int(loaded.train.get("schedule_began", 0))
+        )
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
         if "dataloader" in loaded.left_out:
             load_text(self, {"next_sequence": 0})
@@ -160,10 +174,15 @@ class Trainer:
         return batches
 
     def check_step(self) -> None:
-        """Learn from the guard whether to stop, and which steps were skipped. Raises BadStepError."""
-        if self.parts.checkpointer is not None:  # a save in the background may have found weights that are not finite
+        """Learn from the guard whether to stop, and which steps were skipped. Raises
+        BadStepError.
+        """
+        if (
+            self.parts.checkpointer is not None
+        ):  # a save in the background may have found weights that are not finite
             self.parts.checkpointer.await_copy()
-        # Other ranks learn of a stop with the next step's token count; a rank alone does not wait for that.
+        # Other ranks learn of a stop with the next step's token count; a rank alone does not wait
+        # for that.
         alone = self.parts.world.size == 1
         self.stopping = self.parts.train_step.guard.poll() or (alone and self.stop.requested)
         self.report_skipped()
@@ -172,14 +191,17 @@ class Trainer:
         self.good_steps += 1
 
     def sync_guard(self) -> None:
-        """Learn about all steps so far: on a GPU the latest is not known yet. Raises BadStepError."""
+        """Learn about all steps so far: on a GPU the latest is not known yet. Raises
+        BadStepError.
+        """
         self.parts.train_step.guard.sync()
         self.report_skipped()
 
     def report_skipped(self) -> None:
         """Report the steps that the guard has skipped since the last call.
 
-        Raises WeightsError when the weights themselves are not finite: every later step would be skipped too.
+        Raises WeightsError when the weights themselves are not finite: every later step would be
+        skipped too.
         """
         for bad in self.parts.train_step.guard.skipped():
             self.good_steps -= 1
@@ -188,10 +210,11 @@ class Trainer:
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
 
     def roll_back(self, bad: BadStepError) -> None:
-        """Go back to the newest checkpoint that is not suspect, and on with the text behind the bad step.
+        """Go back to the newest checkpoint that is not suspect, and on with the text behind the bad
+        step.
 
-        All ranks call it together. Raises `bad` where the policy is another one, its budget is used up, or there is no
-        checkpoint.
+        All ranks call it together. Raises `bad` where the policy is another one, its budget is used
+        up, or there is no checkpoint.
         """
         parts, guard = self.parts, self.parts.train_step.guard
         if guard.policy != "rollback" or parts.checkpointer is None:
@@ -201,7 +224,9 @@ class Trainer:
         self.poll_saves(wait=True)
         try:
             loaded = parts.checkpointer.load_newest(
-                parts.model, parts.optimizer, lambda newest: parts.anomalies.mark_suspect(bad, newest)
+                parts.model,
+                parts.optimizer,
+                lambda newest: parts.anomalies.mark_suspect(bad, newest),
             )
         except CheckpointError as error:
             bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
@@ -212,16 +237,22 @@ class Trainer:
         self.loaded = replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"})
         self.restore(self.loaded)
         self.recent.clear()
-        self.stopping = self.validation_owed = False  # a request to stop is repeated with every step
+        self.stopping = self.validation_owed = (
+            False  # a request to stop is repeated with every step
+        )
         self.callbacks("on_rollback", self)
         parts.anomalies.rolled_back(bad, fetched, self.step, data)
         for notice in loaded.notices:
             logger.info(notice)
 
     def validate(self) -> None:
-        """Measure the mean losses on the held-out texts, every `validation.freq` steps and at the end."""
+        """Measure the mean losses on the held-out texts, every `validation.freq` steps and at the
+        end.
+        """
         parts, texts = self.parts, self.parts.validation
-        if texts is None or not (self.step % texts.freq == 0 or self.step >= self.steps or self.validation_owed):
+        if texts is None or not (
+            self.step % texts.freq == 0 or self.step >= self.steps or self.validation_owed
+        ):
             return
         self.sync_guard()
         self.validation_owed = True  # until it is done: a resumed run does it first
@@ -231,26 +262,39 @@ class Trainer:
         started = time.perf_counter()
         with self.stop.shield_children():
             runner, factors = parts.train_step.runner, parts.train_step.factors
-            result = texts.measure(parts.model, parts.world.device, runner, factors, self.stop.interruptible)
+            result = texts.measure(
+                parts.model, parts.world.device, runner, factors, self.stop.interruptible
+            )
         if self.stop.interrupted:
             self.stopping = True
             logger.info(f"validation at {self.step} was broken off; the run that goes on does it")
             return
         self.validation_owed = False
         self.validated = self.step, result
-        self.callbacks("on_validation_end", self, result.all.loss, result.all.tokens, time.perf_counter() - started)
+        self.callbacks(
+            "on_validation_end",
+            self,
+            result.all.loss,
+            result.all.tokens,
+            time.perf_counter() - started,
+        )
 
     def save(self) -> None:
         """Write a checkpoint when it is due.
 
-        A save that fails in mid-run is reported, and tried again at the next interval; at the end it raises.
+        A save that fails in mid-run is reported, and tried again at the next interval; at the end
+        it raises.
         """
         parts, saver, schedule = self.parts, self.parts.checkpointer, self.parts.save_schedule
         last_step = self.step == self.steps
         last = last_step or self.stopping
         measured, result = self.validated or (0, None)
         validation_loss = result.all.loss if result and measured == self.step else None
-        if saver is None or schedule is None or not (schedule.due(self.step, validation_loss) or last):
+        if (
+            saver is None
+            or schedule is None
+            or not (schedule.due(self.step, validation_loss) or last)
+        ):
             return
         self.phase("save")
         self.sync_guard()
@@ -262,7 +306,9 @@ class Trainer:
                 parts.model,
                 parts.optimizer,
                 self.train_state(),
-                weights_only=parts.last_save_dtype if last_step and not self.validation_owed else None,
+                weights_only=parts.last_save_dtype
+                if last_step and not self.validation_owed
+                else None,
                 validation_loss=validation_loss,
                 trackers=parts.trackers(),
                 proven=self.good_steps > 0,
@@ -281,14 +327,22 @@ class Trainer:
                 self.saved_step = self.step
                 self.callbacks("on_save", self, self.step, folder, stood)
             elif last:
-                self.saved_step = self.step  # all ranks have waited for it; rank 0 alone gets its outcome
+                self.saved_step = (
+                    self.step
+                )  # all ranks have waited for it; rank 0 alone gets its outcome
             else:
-                logger.info(f"checkpoint of step {self.step} is being written; no step for {human_time(stood)}")
+                logger.info(
+                    f"checkpoint of step {self.step} is being written; no step for "
+                    f"{human_time(stood)}"
+                )
         self.poll_saves()
         self.good_steps = 0
 
     def poll_saves(self, wait: bool = False) -> None:
-        """Report on rank 0 how saves in the background ended. wait: until they have; all ranks call that together."""
+        """Report on rank 0 how saves in the background ended.
+
+        wait: until they have; all ranks call that together.
+        """
         saver = self.parts.checkpointer
         if wait and saver is not None and saver.is_async:
             with contextlib.suppress(CheckpointError):
@@ -330,10 +384,14 @@ class Trainer:
         together = isinstance(error, BadStepError) or getattr(error, "together", False)
         end = RunEnd("done", self.step)
         if error is not None:
-            end = RunEnd("failed", self.done, error, f"{type(error).__name__}: {error}".removesuffix(": "))
+            end = RunEnd(
+                "failed", self.done, error, f"{type(error).__name__}: {error}".removesuffix(": ")
+            )
         with contextlib.ExitStack() as stack:
             if together:
-                stack.callback(dist.barrier)  # the first rank that leaves would end the others before they are done
+                stack.callback(
+                    dist.barrier
+                )  # the first rank that leaves would end the others before they are done
             stack.callback(self.parts.close)
             stack.callback(self.callbacks.end, self, end)
             if isinstance(error, StopRequested):
@@ -343,7 +401,12 @@ class Trainer:
                 self.phase("end")
                 self.poll_saves(wait=True)
                 if not error.applied:  # else the step cannot be computed again
-                    explain(error, self.parts.model, self.parts.train_step.runner, self.recent[error.step])
+                    explain(
+                        error,
+                        self.parts.model,
+                        self.parts.train_step.runner,
+                        self.recent[error.step],
+                    )
                 end.reason = str(error)
                 self.parts.anomalies.stopped(error, self.recent[error.step])
 
@@ -354,20 +417,26 @@ def _close_at_checkpoint(trainer: Trainer) -> None:
     The checkpoint is there. Only weights for `transformers` have a folder of their own.
     """
     texts, saver = trainer.parts.validation, trainer.parts.checkpointer
-    if texts is not None and trainer.step % texts.freq:  # else it was done before this checkpoint was written
+    if (
+        texts is not None and trainer.step % texts.freq
+    ):  # else it was done before this checkpoint was written
         trainer.validate()
     if saver is not None and saver.config.last_save_in_hf and not trainer.validation_owed:
         trainer.save()
     elif trainer.parts.last_save_dtype is not None:
         _log_once(
             logging.WARNING,
-            f"the text ends with the checkpoint of step {trainer.step}, which the run went back to. It is a full one: "
-            "no save of the weights alone follows it (checkpoint.model_weights_only)",
+            f"the text ends with the checkpoint of step {trainer.step}, which the run went back "
+            "to. It is a full one: no save of the weights alone follows it "
+            "(checkpoint.model_weights_only)",
         )
 
 
 def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
-    """Go on at the place in the text that a checkpoint has. Raises CheckpointError for a place that cannot be."""
+    """Go on at the place in the text that a checkpoint has.
+
+    Raises CheckpointError for a place that cannot be.
+    """
     try:
         load_text(trainer, loaded.train["data"])
     except StateError as error:
@@ -375,7 +444,8 @@ def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
 
 
 def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
-    """Let the loader go on from its state in a checkpoint, and find again where phases begin from there.
+    """Let the loader go on from its state in a checkpoint, and find again where phases begin from
+    there.
 
     Raises StateError for a state that cannot be.
     """
@@ -390,14 +460,17 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
 
 
 def save_seed(parts: TrainingComponents) -> None:
-    """Write the checkpoint of a run that has not begun, as step 0. Raises CheckpointError if there are others."""
+    """Write the checkpoint of a run that has not begun, as step 0.
+
+    Raises CheckpointError if there are others.
+    """
     saver = parts.checkpointer
     assert saver is not None, "a seed checkpoint needs checkpoint.enable_checkpoint"
     with contextlib.closing(parts):
         if there := steps_in(saver.root):
             raise CheckpointError(
-                f"checkpoint.create_seed_checkpoint = true, but {saver.root} holds step-{there[-1]} already: give "
-                "another checkpoint.folder or job.dump_folder"
+                f"checkpoint.create_seed_checkpoint = true, but {saver.root} holds "
+                f"step-{there[-1]} already: give another checkpoint.folder or job.dump_folder"
             )
         data = gather_state(parts.loader.state_dict(), parts.datasets.train)
         folder = saver.save(0, parts.model, parts.optimizer, {"data": data, "tokens_seen": 0})
@@ -416,8 +489,8 @@ def _check_state(loaded: LoadedState) -> None:
         is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
         if is_wrong and (name in needed or name in loaded.train):
             raise CheckpointError(
-                f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. "
-                f"{_ONLY_WEIGHTS}"
+                f"{loaded.folder} does not say where its run goes on: {name} in its train state "
+                f"is {value!r:.60}. {_ONLY_WEIGHTS}"
             )
     try:
         check_statistics(loaded.train.get("guard", {}))
@@ -426,7 +499,10 @@ def _check_state(loaded: LoadedState) -> None:
 
 
 def _end_with_text(trainer: Trainer, later: bool = False) -> None:
-    """End the run where its text does, of which a part may be skipped. later: also where that is later."""
+    """End the run where its text does, of which a part may be skipped.
+
+    later: also where that is later.
+    """
     left = trainer.parts.loader.steps_left
     steps = trainer.steps if left is None else trainer.step + left
     if later or steps < trainer.steps:
@@ -435,7 +511,9 @@ def _end_with_text(trainer: Trainer, later: bool = False) -> None:
 
 
 def _log_once(level: int, text: str) -> None:
-    """Log at this level on rank 0, for the console, and at level INFO in the logs of the other ranks."""
+    """Log at this level on rank 0, for the console, and at level INFO in the logs of the other
+    ranks.
+    """
     logger.log(logging.INFO if dist.get_rank() else level, text)
 
 
@@ -444,7 +522,9 @@ def _failed(step: int, problem: object) -> str:
 
 
 def _stopped(trainer: Trainer) -> StopRequested:
-    """Return and log how a run stands that has stopped as it was asked. All ranks call it together."""
+    """Return and log how a run stands that has stopped as it was asked. All ranks call it
+    together.
+    """
     step, newest, saver = trainer.step, trainer.saved_step, trainer.parts.checkpointer
     saved = step == 0 or newest == step
     if step == 0:
@@ -452,7 +532,9 @@ def _stopped(trainer: Trainer) -> StopRequested:
     elif saver is None:
         kept = "checkpoints are off, nothing is saved"
     elif saved:
-        once = ["checkpoint.load_step"] if saver.config.load_step >= 0 else []  # both would be refused
+        once = (
+            ["checkpoint.load_step"] if saver.config.load_step >= 0 else []
+        )  # both would be refused
         once += ['checkpoint.start = "fresh"'] if saver.config.start == "fresh" else []
         command = " without ".join(["the same command", *once])
         kept = f"the checkpoint of step {step} is written, {command} goes on from there"

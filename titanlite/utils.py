@@ -1,4 +1,7 @@
-"""Helpers for every room: logger, numbers for people, tables, atomic files, names. It imports nothing of titanlite."""
+"""Helpers for every room: logger, numbers for people, tables, atomic files, names.
+
+It imports nothing of titanlite.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,16 @@ from typing import Any, NamedTuple
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
-#: Characters that change the direction of the text around them, so that a line shows other words than it holds.
+#: Characters that change the direction of the text around them, so that a line shows other words
+#: than it holds.
 _DIRECTION = "\u202a-\u202e\u2066-\u2069"
-#: C0 without tab and line ends, DEL, C1, line separators, halves of surrogate pairs: a terminal may obey them.
-_CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIRECTION}\ud800-\udfff]|\r(?!\n)")
-#: The same with tabs, line ends, marks of direction and byte order marks: no name has one of them for a good reason.
+#: C0 without tab and line ends, DEL, C1, line separators, halves of surrogate pairs: a terminal may
+#: obey them.
+_CONTROL = re.compile(
+    rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029{_DIRECTION}\ud800-\udfff]|\r(?!\n)"
+)
+#: The same with tabs, line ends, marks of direction and byte order marks: no name has one of them
+#: for a good reason.
 _CONTROL_IN_NAME = re.compile(
     rf"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029{_DIRECTION}\ud800-\udfff\ufeff\ufffe\uffff]"
 )
@@ -41,7 +49,19 @@ _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 REMOVED = "(removed)"
 #: Keys of a query that hold no secret: which file it is, and how it is sent.
 _HARMLESS = frozenset(
-    ("alt", "dl", "download", "format", "part", "raw", "ref", "revision", "split", "version", "versionid")
+    (
+        "alt",
+        "dl",
+        "download",
+        "format",
+        "part",
+        "raw",
+        "ref",
+        "revision",
+        "split",
+        "version",
+        "versionid",
+    )
 )
 _HARMLESS_PART = re.compile(r"([A-Za-z]+)=[\w.-]{0,64}")
 #: A character of a URL in a text. A quote ends it, also one with a backslash as in JSON and TOML.
@@ -55,9 +75,11 @@ _QUERY = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)(://(?:(?![?#]){_OF_URL})*)([?#]
 
 
 def public(text: str) -> str:
-    """The text without the logins and queries of its URLs, which may hold a password, a token or a signature.
+    """The text without the logins and queries of its URLs, which may hold a password, a token or a
+    signature.
 
-    `https://user:password@host/f?X-Amz-Signature=1f&versionId=3` becomes `https://(removed)@host/f?versionId=3&(removed)`.
+    `https://user:password@host/f?X-Amz-Signature=1f&versionId=3` becomes
+    `https://(removed)@host/f?versionId=3&(removed)`.
     """
     if "://" not in text:
         return text
@@ -78,9 +100,15 @@ def _without_query(match: re.Match[str]) -> str:
     if query.endswith(REMOVED[:-1]):
         query += REMOVED[-1]
     if "=" not in query and not (mark == "?" and scheme.lower() in ("http", "https")):
-        return match[0]  # `?` stands for one character of a name in a store, `#` for a part of a page
+        return match[
+            0
+        ]  # `?` stands for one character of a name in a store, `#` for a part of a page
     parts = [part for part in re.split("[&#]", query) if part]
-    kept = [part for part in parts if (key := _HARMLESS_PART.fullmatch(part)) and key[1].lower() in _HARMLESS]
+    kept = [
+        part
+        for part in parts
+        if (key := _HARMLESS_PART.fullmatch(part)) and key[1].lower() in _HARMLESS
+    ]
     hidden = [REMOVED] if len(kept) < len(parts) else []
     return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
 
@@ -101,8 +129,12 @@ def has_login(url: str) -> bool:
 
 
 def is_hidden(url: str) -> bool:
-    """Return whether a text has a URL whose login or query `public` has hidden: it cannot be opened."""
-    return "://" in url and (f"://{REMOVED}@" in url or re.search(rf"[?#&]{re.escape(REMOVED)}", url) is not None)
+    """Return whether a text has a URL whose login or query `public` has hidden: it cannot be
+    opened.
+    """
+    return "://" in url and (
+        f"://{REMOVED}@" in url or re.search(rf"[?#&]{re.escape(REMOVED)}", url) is not None
+    )
 
 
 class _PublicRecords(logging.Filter):
@@ -121,17 +153,22 @@ logger.addFilter(_PublicRecords())
 def hide_secrets_in_tracebacks() -> None:
     """Make Python print the traceback of an error that ends the process as `escape` gives it."""
 
-    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        print(escape("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        print(
+            escape("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr
+        )
 
     sys.excepthook = hook
 
 
 def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
-    """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a document holds.
+    """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a
+    document holds.
 
-    Tabs and line ends stay, and URLs lose their secrets as `public` tells. colors: codes for colours stay, too.
-    verbatim: URLs stay as they are, as in documents.
+    Tabs and line ends stay, and URLs lose their secrets as `public` tells. colors: codes for
+    colours stay, too. verbatim: URLs stay as they are, as in documents.
     """
     text = text if verbatim else public(text)
     parts = _COLOR.split(text) if colors else [text]
@@ -140,7 +177,8 @@ def escape(text: str, colors: bool = False, verbatim: bool = False) -> str:
 
 
 def escape_name(text: str) -> str:
-    """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction too: one line.
+    """The text with control characters written as `\\x1b`, tabs, line ends and marks of direction
+    too: one line.
 
     URLs lose their secrets as `public` tells.
     """
@@ -149,7 +187,10 @@ def escape_name(text: str) -> str:
 
 def control_characters(text: str) -> list[str]:
     """Return the characters of a text that `escape_name` rewrites, in its form, each once."""
-    return [_as_code(match) for match in {one[0]: one for one in _CONTROL_IN_NAME.finditer(text)}.values()]
+    return [
+        _as_code(match)
+        for match in {one[0]: one for one in _CONTROL_IN_NAME.finditer(text)}.values()
+    ]
 
 
 def _as_code(match: re.Match[str]) -> str:
@@ -180,9 +221,14 @@ class Style:
 
 
 def counted(number: float, nouns: str) -> str:
-    """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for "batches"."""
+    """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for
+    "batches".
+    """
     shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"
-    return f"{shown} {nouns if number != 1 else nouns.removesuffix('es' if nouns.endswith('ches') else 's')}"
+    return (
+        f"{shown} "
+        f"{nouns if number != 1 else nouns.removesuffix('es' if nouns.endswith('ches') else 's')}"
+    )
 
 
 def human_count(n: float) -> str:
@@ -213,7 +259,8 @@ def human_time(seconds: float) -> str:
 
 
 def progress_text(done: float, total: float, seconds: float) -> str:
-    """`about 25 %, 0:01:30 left`: of work of which `done` took `seconds`; "" where that tells nothing.
+    """`about 25 %, 0:01:30 left`: of work of which `done` took `seconds`; "" where that tells
+    nothing.
 
     total: its size, perhaps a guess. Work that is longer than the guess has no end that is known.
     """
@@ -228,7 +275,9 @@ def timestamp() -> str:
 
 
 def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a whole file or nothing: a reader sees the old content or the new, also after a crash of the machine."""
+    """Write a whole file or nothing: a reader sees the old content or the new, also after a crash
+    of the machine.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(aside, "wb") as stream:
@@ -259,7 +308,10 @@ def append_line(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, also for one that is nested too deeply or not UTF-8."""
+    """Return the value of a JSON text.
+
+    Raises ValueError, also for one that is nested too deeply or not UTF-8.
+    """
     try:
         value = json.loads(data)
     except RecursionError:
@@ -269,10 +321,16 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def refuse_depth(value: Any) -> None:
-    """Raise ValueError for tables and lists within each other that functions which call themselves cannot follow."""
+    """Raise ValueError for tables and lists within each other that functions which call themselves
+    cannot follow.
+    """
     level = [value]
     for _ in range(_DEPTH):
-        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        inner = [
+            list(one.values()) if isinstance(one, dict) else one
+            for one in level
+            if isinstance(one, (dict, list))
+        ]
         level = [item for items in inner for item in items]
         if not level:
             return
@@ -291,25 +349,33 @@ class JsonLine(NamedTuple):
 
 
 def json_lines(path: Path) -> Iterator[JsonLine]:
-    """Yield the lines of a file that has a JSON object in each, damaged ones too. Raises OSError."""
+    """Yield the lines of a file that has a JSON object in each, damaged ones too. Raises
+    OSError.
+    """
     with open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             try:
                 entry = parse_json(raw)
             except ValueError as error:
-                yield JsonLine(raw, None, f"{path}:{number}: no JSON ({error}); this line is passed over")
+                yield JsonLine(
+                    raw, None, f"{path}:{number}: no JSON ({error}); this line is passed over"
+                )
                 continue
             if isinstance(entry, dict):
                 yield JsonLine(raw, entry)
             else:
-                yield JsonLine(raw, None, f"{path}:{number}: no JSON object; this line is passed over")
+                yield JsonLine(
+                    raw, None, f"{path}:{number}: no JSON object; this line is passed over"
+                )
 
 
 def read_lines(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the JSON objects in a file's lines. Damaged lines are passed over; without a file there are none.
+    """Return the JSON objects in a file's lines.
 
-    problems: gets a text for each damaged line, and one for a file that cannot be read; None: they are logged. A last
-    line without its end is no problem: a killed process leaves one.
+    Damaged lines are passed over; without a file there are none.
+
+    problems: gets a text for each damaged line, and one for a file that cannot be read; None: they
+    are logged. A last line without its end is no problem: a killed process leaves one.
     """
     found: list[dict[str, Any]] = []
     said: list[str] = []
@@ -351,7 +417,9 @@ def missing_package(package: str) -> str:
 
 
 def require(package: str) -> None:
-    """Raise MissingPackageError with what to do unless a package is installed; it is not imported."""
+    """Raise MissingPackageError with what to do unless a package is installed; it is not
+    imported.
+    """
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(missing_package(package))
 
@@ -371,20 +439,31 @@ def resolve(path: str) -> Any:
         raise ValueError(f"{path!r} names no object: a colon comes before its name")
     try:
         is_file = module_name.startswith((".", "/"))
-        module = _module_of_file(Path(module_name).resolve()) if is_file else importlib.import_module(module_name)
+        module = (
+            _module_of_file(Path(module_name).resolve())
+            if is_file
+            else importlib.import_module(module_name)
+        )
     except Exception as error:
-        lead = "" if isinstance(error, ModuleNotFoundError | FileNotFoundError) else f"{type(error).__name__}: "
+        lead = (
+            ""
+            if isinstance(error, ModuleNotFoundError | FileNotFoundError)
+            else f"{type(error).__name__}: "
+        )
         raise ValueError(f"{path!r} cannot be imported: {lead}{error}") from error
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError:
         raise ValueError(
-            f"{path!r} cannot be imported: {getattr(module, '__file__', None) or module_name} has no {name}"
+            f"{path!r} cannot be imported: {getattr(module, '__file__', None) or module_name} has "
+            f"no {name}"
         ) from None
 
 
 def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
-    """Return the object that a dotted path names, if `accept` takes it. Raises ValueError naming the path.
+    """Return the object that a dotted path names, if `accept` takes it.
+
+    Raises ValueError naming the path.
 
     kind: what it must be, with an article, for messages.
     """
@@ -427,7 +506,9 @@ class Table:
 
 
 def render(table: Table, terminal: bool) -> str:
-    """The table as text without a final line end, in a terminal with a bold head. Control characters are escaped.
+    """The table as text without a final line end, in a terminal with a bold head.
+
+    Control characters are escaped.
 
     NO_COLOR and TERM=dumb turn the bold head off, too.
     """
@@ -438,6 +519,8 @@ def render(table: Table, terminal: bool) -> str:
     def align(i: int, text: str) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
-    head, *body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+    head, *body = [
+        "  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines
+    ]
     title = [escape_name(table.title)] if table.title else []
     return "\n".join([*title, Style(terminal).bold(head), *body])

@@ -35,11 +35,15 @@ def validate(
     runner: Runner,
     factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean loss in nats per token over all ranks' `batches`, and the number of tokens (0-dim float64).
+    """Return the mean loss in nats per token over all ranks' `batches`, and the number of tokens
+    (0-dim float64).
 
-    Every rank must bring the same number of batches; every token has the same weight. runner: of `model`.
+    Every rank must bring the same number of batches; every token has the same weight. runner: of
+    `model`.
     """
-    loss, tokens = _loss_sums(model, ((0, batch) for batch in batches), 1, device, runner, factors)[0]
+    loss, tokens = _loss_sums(model, ((0, batch) for batch in batches), 1, device, runner, factors)[
+        0
+    ]
     return loss / tokens, tokens
 
 
@@ -52,9 +56,11 @@ def _loss_sums(
     runner: Runner,
     factors: ReplicationFactors,
 ) -> torch.Tensor:
-    """Return the summed loss in nats and the number of tokens of each text, over all ranks: [texts, 2] float64.
+    """Return the summed loss in nats and the number of tokens of each text, over all ranks: [texts,
+    2] float64.
 
-    batches: each with the number of its text, from 0; as many on every rank. Issues one collective besides FSDP's.
+    batches: each with the number of its text, from 0; as many on every rank. Issues one collective
+    besides FSDP's.
     """
     sums = torch.zeros(texts, 2, dtype=torch.float64, device=device)
     model.eval()
@@ -83,7 +89,8 @@ def _reported(batches: ValidationSet) -> Iterator[tuple[int, Batch]]:
         if done and (now := time.monotonic()) >= due:
             due = now + _REPORT_SECONDS
             logger.info(
-                f"validating: {done:,} of {counted(total, 'batches')}, {progress_text(done, total, now - began)}"
+                f"validating: {done:,} of {counted(total, 'batches')}, "
+                f"{progress_text(done, total, now - began)}"
             )
         yield batch
 
@@ -106,7 +113,9 @@ class HeldOutLoss(NamedTuple):
         return math.exp(self.loss) if not self.loss > 709 else math.inf  # where a float64 ends
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g}, over {self.tokens:,} tokens"
+        return (
+            f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g}, over {self.tokens:,} tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,8 @@ class ValidationResult:
 class ValidationSet:
     """The held-out texts of a run.
 
-    loaders: by name, in the order in which they are read. freq: steps between validations. first: also before step 1.
+    loaders: by name, in the order in which they are read. freq: steps between validations. first:
+    also before step 1.
     """
 
     loaders: Mapping[str, ValidationPrefetcher]
@@ -135,7 +145,8 @@ class ValidationSet:
     first: bool = False
     #: Entered while the model is run, as `WeightAverage.applied`.
     weights: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    #: Hash of all that decides which tokens are measured: losses of others do not compare with these.
+    #: Hash of all that decides which tokens are measured: losses of others do not compare with
+    #: these.
     fingerprint: str = ""
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
@@ -156,12 +167,16 @@ class ValidationSet:
         factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
         through: Callable[[Iterable[Any]], Iterable[Any]] = iter,
     ) -> ValidationResult:
-        """Read all texts and return their losses. All ranks call it together; it waits for the device.
+        """Read all texts and return their losses.
+
+        All ranks call it together; it waits for the device.
 
         through: takes the batches and may leave out the rest of them (`StopSignal.interruptible`).
         """
         with self.weights():
-            sums = _loss_sums(model, through(_reported(self)), len(self.loaders), device, runner, factors).tolist()
+            sums = _loss_sums(
+                model, through(_reported(self)), len(self.loaders), device, runner, factors
+            ).tolist()
         losses = (HeldOutLoss(total, int(tokens)) for total, tokens in sums)
         return ValidationResult(dict(zip(self.loaders, losses, strict=True)))
 

@@ -47,7 +47,9 @@ class Storage:
     root: AnyPath
     environment: Mapping[str, str]
 
-    def run(self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, **more: Any) -> list[Any]:
+    def run(
+        self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, **more: Any
+    ) -> list[Any]:
         return ranks.run(s3.there, self.environment, function, *arguments, **more)
 
 

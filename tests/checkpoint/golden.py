@@ -2,9 +2,9 @@
 
     python -m tests.checkpoint.golden FOLDER     # writes FOLDER/step-3 as this titanlite does
 
-golden/format-1 is of the time without hashes, format-2 of the first one with them, format-3 of the first one that may
-hold weights only, format-4 of the first one that hashes tensors with XXH3. A new format gets a folder of its own; those
-that are there are never written again.
+golden/format-1 is of the time without hashes, format-2 of the first one with them, format-3 of the
+first one that may hold weights only, format-4 of the first one that hashes tensors with XXH3. A new
+format gets a folder of its own; those that are there are never written again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         tensors[f"model.{name}"] = parameter.data
-        tensors.update((f"optimizer.state.{name}.{key}", value) for key, value in optimizer.state[parameter].items())
+        tensors.update(
+            (f"optimizer.state.{name}.{key}", value)
+            for key, value in optimizer.state[parameter].items()
+        )
     return tensors
 
 

@@ -1,4 +1,6 @@
-"""A tiny run that saves and resumes, for the ranks of a pool; and small checkpoints that no run has written."""
+"""A tiny run that saves and resumes, for the ranks of a pool; and small checkpoints that no run has
+written.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def flip(path: AnyPath, where: float = 0.5) -> None:
 
 def unequal(left: AnyPath, right: AnyPath) -> list[str]:
     """Return the names of tensors that two checkpoints do not have alike, bit for bit."""
-    return [one.name for one in compare(Contents(left), Contents(right)) if one.elements or one.left != one.right]
+    return [
+        one.name
+        for one in compare(Contents(left), Contents(right))
+        if one.elements or one.left != one.right
+    ]
 
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -83,7 +89,8 @@ def train(
 ) -> dict[str, Any]:
     """Steps first … last of `run`, resumed from `folder` when first > 1, saved there at the end.
 
-    every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
+    every: also save after so many steps. state: also in the train state. fields: of the section
+    `checkpoint`.
     """
     model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
     precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
@@ -95,11 +102,15 @@ def train(
         assert (loaded.step if loaded else 0) == first - 1
         losses, draws, outcomes = [], [], []
         for step in range(first, last + 1):
-            losses.append(take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item())
+            losses.append(
+                take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item()
+            )
             if draw:
                 draws.append(torch.rand(()).item())
             if step == last or (every and step % every == 0):
-                checkpointer.save(step, model, optimizer, {"next_sequence": 8 * step, **(state or {})})
+                checkpointer.save(
+                    step, model, optimizer, {"next_sequence": 8 * step, **(state or {})}
+                )
             while outcome := checkpointer.poll():
                 outcomes.append(outcome)
         checkpointer.wait()
@@ -107,7 +118,11 @@ def train(
             outcomes.append(outcome)
     finally:
         checkpointer.close()
-    moments = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+    moments = {
+        f"{n}.{k}": full(v)
+        for n, p in model.named_parameters()
+        for k, v in optimizer.state[p].items()
+    }
     return {
         "losses": losses,
         "weights": {n: full(p) for n, p in model.named_parameters()},
@@ -119,7 +134,9 @@ def train(
 
 
 def hand_on(world: DistEnv, run: Run, source: object, target: object) -> int:
-    """Load a checkpoint into a model with other weights, and save it again as it is; return its step."""
+    """Load a checkpoint into a model with other weights, and save it again as it is; return its
+    step.
+    """
     model, optimizer, _ = build_tiny(world, run)
     reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
     loaded = reader.load(model, optimizer)

@@ -36,19 +36,28 @@ class Bucket:
     @property
     def environment(self) -> dict[str, str]:
         keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "testing")
-        return {**keys, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{self.port}", "AWS_DEFAULT_REGION": "us-east-1"}
+        return {
+            **keys,
+            "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{self.port}",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
 
     @property
     def client(self) -> Any:
         import boto3
 
-        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+        keys = {
+            "aws_access_key_id": "testing",
+            "aws_secret_access_key": "testing",
+            "region_name": "us-east-1",
+        }
         return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{self.port}", **keys)
 
     def objects(self) -> dict[str, int]:
         """Key → bytes."""
         return {
-            entry["Key"]: entry["Size"] for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
+            entry["Key"]: entry["Size"]
+            for entry in self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
         }
 
 
@@ -57,7 +66,9 @@ def serving() -> Iterator[int]:
     """The port of a server that lives as long as the block."""
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else each request is a line on standard error
+    logging.getLogger("werkzeug").setLevel(
+        logging.ERROR
+    )  # else each request is a line on standard error
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -72,8 +83,16 @@ def new_bucket(port: int) -> Bucket:
     return bucket
 
 
-def there(world: DistEnv, variables: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For the ranks of a pool: `function(world, …)` with a store's address and keys in the environment."""
+def there(
+    world: DistEnv,
+    variables: dict[str, str],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """For the ranks of a pool: `function(world, …)` with a store's address and keys in the
+    environment.
+    """
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.environ.update(variables)
         _filesystem.cache_clear()

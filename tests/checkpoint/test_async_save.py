@@ -1,4 +1,6 @@
-"""Saves that are written while training goes on: their content, how they fail, and how long they wait."""
+"""Saves that are written while training goes on: their content, how they fail, and how long they
+wait.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ REAL_SAVE = manager.dcp.save
 
 
 @contextlib.contextmanager
-def _saver(world: DistEnv, folder: Path, mode: str = "async", *built: Any) -> Iterator[tuple[Checkpointer, Any, Any]]:
+def _saver(
+    world: DistEnv, folder: Path, mode: str = "async", *built: Any
+) -> Iterator[tuple[Checkpointer, Any, Any]]:
     """A checkpointer, a model and its optimizer, new ones if none were built."""
     model, optimizer, *_ = built or build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
@@ -38,15 +42,22 @@ def _saver(world: DistEnv, folder: Path, mode: str = "async", *built: Any) -> It
         saver.close()
 
 
-def _overwrite_while_saving(world: DistEnv, folder: Path) -> tuple[bool, bool, dict[str, torch.Tensor]]:
-    """Hold the write back, overwrite the weights, let it go on: whether it was in flight, and the weights before."""
+def _overwrite_while_saving(
+    world: DistEnv, folder: Path
+) -> tuple[bool, bool, dict[str, torch.Tensor]]:
+    """Hold the write back, overwrite the weights, let it go on: whether it was in flight, and the
+    weights before.
+    """
     held = threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert held.wait(30)
         return REAL_SAVE(*args, **kwargs)
 
-    with _saver(world, folder) as (saver, model, optimizer), patch.object(manager.dcp, "save", late):
+    with (
+        _saver(world, folder) as (saver, model, optimizer),
+        patch.object(manager.dcp, "save", late),
+    ):
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
         saver.await_copy()
@@ -63,11 +74,14 @@ def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path)
     in_flight, published, before = pool(2).run(_overwrite_while_saving, tmp_path)[0]
     assert in_flight and not published
     contents = Contents(tmp_path / "step-1")
-    assert all(torch.equal(contents.read(f"model.{name}"), weight) for name, weight in before.items())
+    assert all(
+        torch.equal(contents.read(f"model.{name}"), weight) for name, weight in before.items()
+    )
 
 
 def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
-    """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were to be saved.
+    """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were
+    to be saved.
 
     The loop itself never waits for a copy.
     """
@@ -101,14 +115,19 @@ def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_upd
     found = pool(2).run(_copy_beside_the_next_step, tmp_path)
     assert all(one["held back"] and one["awaited"] and one["moved"] for one in found)
     contents = Contents(tmp_path / "step-1")
-    assert all(torch.equal(contents.read(f"model.{name}"), w) for name, w in found[0]["before"].items())
+    assert all(
+        torch.equal(contents.read(f"model.{name}"), w) for name, w in found[0]["before"].items()
+    )
 
 
 def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str, Any]:
     """A save that fails in one part, and one that works."""
     with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer):
         assert saver._async is not None
-        places = {"copy": (saver._async._stager, "stage"), "write": (manager.HashingWriter, "write_data")}
+        places = {
+            "copy": (saver._async._stager, "stage"),
+            "write": (manager.HashingWriter, "write_data"),
+        }
         owner, name = places.get(part, (saver, "_publish"))
         real, group, error = getattr(owner, name), saver._async._group, ""
 
@@ -132,17 +151,25 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
         return {"error": error, "outcomes": [*outcomes, saver.poll()], "renewed": renewed}
 
 
-@pytest.mark.parametrize(("part", "rank"), [("copy", -1), ("write", 0), ("write", 1), ("publish", 0)])
-def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_path: Path, part: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("part", "rank"), [("copy", -1), ("write", 0), ("write", 1), ("publish", 0)]
+)
+def test_a_failure_reaches_all_ranks_and_the_next_save_works(
+    pool: Pools, tmp_path: Path, part: str, rank: int
+) -> None:
     ranks = pool(1 if part == "copy" else 2)
     results = ranks.run(_failing, tmp_path, part, 0 if part == "copy" else rank)
     assert len({result["error"] for result in results}) == 1, "every rank must learn of it"
     assert "No space left on device" in results[0]["error"]
     assert part != "write" or f"rank {rank}" in results[0]["error"]
     failed, none, last = results[0]["outcomes"]
-    assert "No space left" in failed.problem and none is None and (last.step, last.problem) == (2, "")
+    assert (
+        "No space left" in failed.problem and none is None and (last.step, last.problem) == (2, "")
+    )
     assert all(result["renewed"] for result in results)
-    assert [result["outcomes"] for result in results[1:]] == [[None] * 3] * (len(results) - 1), "told on rank 0"
+    assert [result["outcomes"] for result in results[1:]] == [[None] * 3] * (len(results) - 1), (
+        "told on rank 0"
+    )
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
 
 
@@ -166,7 +193,9 @@ def _without_a_thread(world: DistEnv, folder: Path) -> tuple[list[int], list[int
         return written, steps_in(folder), told
 
 
-def test_all_ranks_save_in_the_foreground_when_one_can_start_no_thread(pool: Pools, tmp_path: Path) -> None:
+def test_all_ranks_save_in_the_foreground_when_one_can_start_no_thread(
+    pool: Pools, tmp_path: Path
+) -> None:
     assert pool(2).run(_without_a_thread, tmp_path) == [([1], [1, 2], [1, 2]), ([1], [1, 2], [])]
 
 
@@ -197,7 +226,8 @@ def test_all_ranks_learn_of_a_failed_check_or_copy(pool: Pools, tmp_path: Path, 
 def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[float]]:
     """Three slow saves at once, after the first step has lowered timeouts.
 
-    Returns how many were being written together at most, and the timeouts of a save's group and of the default one.
+    Returns how many were being written together at most, and the timeouts of a save's group and of
+    the default one.
     """
     from torch.distributed.distributed_c10d import _get_default_group
 
@@ -213,7 +243,10 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
         REAL_SAVE(*args, process_group=process_group, **kwargs)
         running.pop()
 
-    with _saver(world, folder, mode) as (saver, model, optimizer), patch.object(manager.dcp, "save", slow):
+    with (
+        _saver(world, folder, mode) as (saver, model, optimizer),
+        patch.object(manager.dcp, "save", slow),
+    ):
         set_timeouts(77)
         try:
             for step in (1, 2, 3):

@@ -26,10 +26,14 @@ from titanlite.utils import human_bytes
 
 @pytest.fixture(scope="module")
 def written(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with checkpoints of steps 2 and 4, written by 2 ranks, and of another model beside it."""
+    """A run's folder with checkpoints of steps 2 and 4, written by 2 ranks, and of another model
+    beside it.
+    """
     run = tmp_path_factory.mktemp("written")
     pool(2).run(train, RUN, run / "checkpoint", 1, 4, every=2)
-    pool(1).run(train, replace(RUN, args=replace(RUN.args, n_layers=3, ffn_dim=96)), run / "other", 1, 1)
+    pool(1).run(
+        train, replace(RUN, args=replace(RUN.args, n_layers=3, ffn_dim=96)), run / "other", 1, 1
+    )
     return run
 
 
@@ -52,7 +56,9 @@ def run(request: pytest.FixtureRequest, written: Path, tmp_path: Path) -> AnyPat
 
 
 def _lines(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[str]:
-    """Lines of the command's output, all of it to one stream: standard output, or standard error when it fails."""
+    """Lines of the command's output, all of it to one stream: standard output, or standard error
+    when it fails.
+    """
     assert main(["checkpoint", *map(str, words)]) == code
     printed = capsys.readouterr()
     assert bool(printed.out) != bool(printed.err)
@@ -63,7 +69,9 @@ def _size(folder: AnyPath) -> int:
     return sum(len((folder / name).read_bytes()) for name in names(folder))
 
 
-def test_ls_shows_every_state(run: AnyPath, written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_every_state(
+    run: AnyPath, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = run / "checkpoint"
     (root / "step-2" / "KEEP").write_bytes(b"")
     newest = written / "checkpoint" / "step-4"
@@ -72,7 +80,9 @@ def test_ls_shows_every_state(run: AnyPath, written: Path, capsys: pytest.Captur
     (root / "step-6.invalid-0" / REASON).write_bytes(b"a bit has flipped\n")
     (begin(root, 8) / "shard").write_bytes(SHARD)
     (root / ".deleted-step-1-01234567").write_bytes(b"")
-    (root / ".deleted-step-4-01234567").write_bytes(b"")  # of a checkpoint: the deletion has not begun
+    (root / ".deleted-step-4-01234567").write_bytes(
+        b""
+    )  # of a checkpoint: the deletion has not begun
     (root / "notes").write_bytes(b"")
     lines = _lines(capsys, "ls", run)
     states = ["being deleted", "valid, pinned", "valid", "invalid", "set aside", "partial"]
@@ -81,16 +91,27 @@ def test_ls_shows_every_state(run: AnyPath, written: Path, capsys: pytest.Captur
     assert lines[8] == "note: step-6.invalid-0: a bit has flipped"
     assert lines[9].startswith(f"{root}: ") and lines[9].endswith("newest valid: step-4")
     size = _size(root / "step-4")
-    assert f" {human_bytes(size)} " in lines[3] and lines[3].split()[-3] == "2" and " 4 B " in lines[6]
+    assert (
+        f" {human_bytes(size)} " in lines[3] and lines[3].split()[-3] == "2" and " 4 B " in lines[6]
+    )
     listed = json.loads("\n".join(_lines(capsys, "ls", root, "--json")))
     assert [entry["step"] for entry in listed] == [1, 2, 4, 6, 6, 8] and listed[1]["pinned"]
-    assert (listed[2]["folder"], listed[2]["bytes"], listed[2]["ranks"]) == (str(root / "step-4"), size, 2)
+    assert (listed[2]["folder"], listed[2]["bytes"], listed[2]["ranks"]) == (
+        str(root / "step-4"),
+        size,
+        2,
+    )
 
 
 def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "holds no checkpoints" in _lines(capsys, "ls", tmp_path, code=exit_codes.CHECKPOINT)[0]
-    assert "no such folder" in _lines(capsys, "ls", tmp_path / "none", code=exit_codes.CHECKPOINT)[0]
-    assert "--training.steps=3" in _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CONFIG)[1]
+    assert (
+        "no such folder" in _lines(capsys, "ls", tmp_path / "none", code=exit_codes.CHECKPOINT)[0]
+    )
+    assert (
+        "--training.steps=3"
+        in _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CONFIG)[1]
+    )
 
 
 def test_a_folder_of_runs(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +124,9 @@ def test_a_folder_of_runs(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> N
     names = ["checkpoint/step-2", "checkpoint/step-4", "other/step-1"]
     assert [entry["folder"] for entry in entries] == [f"{run}/{name}" for name in names]
     verified = _lines(capsys, "verify", above)
-    assert [line.partition(": hashes are right")[0] for line in verified] == [f"{run}/{name}" for name in names]
+    assert [line.partition(": hashes are right")[0] for line in verified] == [
+        f"{run}/{name}" for name in names
+    ]
     choice = [
         f"error: {above} holds the checkpoints of 2 runs: name one of them",
         f"  {run / 'checkpoint'}: 2 checkpoints, newest step-4",
@@ -126,36 +149,57 @@ def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == str(run / "checkpoint" / "step-4")
     facts = dict(line.strip().split(maxsplit=1) for line in lines[1 : lines.index("")])
     manifest = parse_manifest(run / "checkpoint" / "step-4")
-    assert facts["state"] == "valid" and facts["step"] == "4" and facts["train"] == '{"next_sequence": 32}'
-    parameters = sum(torch.Size(shape).numel() for name, (_, shape) in manifest.tensors.items() if name[:6] == "model.")
+    assert (
+        facts["state"] == "valid"
+        and facts["step"] == "4"
+        and facts["train"] == '{"next_sequence": 32}'
+    )
+    parameters = sum(
+        torch.Size(shape).numel()
+        for name, (_, shape) in manifest.tensors.items()
+        if name[:6] == "model."
+    )
     assert facts["model"].endswith(f"{parameters:,} parameters")
     rows = {line.split()[0]: line.split()[1:] for line in lines if line}
-    assert rows["__1_0.distcp"] == [f"{manifest.files['__1_0.distcp']:,}", manifest.hashes["__1_0.distcp"]]
+    assert rows["__1_0.distcp"] == [
+        f"{manifest.files['__1_0.distcp']:,}",
+        manifest.hashes["__1_0.distcp"],
+    ]
     assert rows["model.layers.0.attention.wk.weight"] == ["float32", "32", "x", "64"]
-    assert json.loads("\n".join(_lines(capsys, "inspect", run / "checkpoint" / "step-2", "--json")))["digest"]
+    assert json.loads(
+        "\n".join(_lines(capsys, "inspect", run / "checkpoint" / "step-2", "--json"))
+    )["digest"]
     assert "no config" in _lines(capsys, "inspect", run, "--config", code=exit_codes.CHECKPOINT)[0]
     (run / "checkpoint" / "step-4" / "__0_0.distcp").unlink()
     lines = _lines(capsys, "inspect", run / "checkpoint" / "step-4")
     assert any("invalid: " in line and "__0_0.distcp is missing" in line for line in lines)
 
 
-def test_verify(run: AnyPath, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify(
+    run: AnyPath, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = run / "checkpoint"
     lines = _lines(capsys, "verify", run)
-    assert [line.partition(" (")[0] for line in lines] == [f"{root}/step-{n}: hashes are right" for n in (2, 4)]
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"{root}/step-{n}: hashes are right" for n in (2, 4)
+    ]
     for name in ("__0_0.distcp", "__1_0.distcp"):
         flip(root / "step-4" / name)
     lines = _lines(capsys, "verify", root, code=exit_codes.CHECKPOINT)
     assert lines[1] == f"{root / 'step-4'}: DAMAGED" and lines[-1].startswith("1 of 2 damaged: ")
     assert "__0_0.distcp" in lines[2] and "__1_0.distcp" in lines[3]
     (root / "step-2" / "manifest.json").unlink()
-    assert "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
+    assert (
+        "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
+    )
     golden = Path(__file__).parent / "golden" / "format-1"
     assert "sizes are right; it was written without hashes" in _lines(capsys, "verify", golden)[0]
     monkeypatch.setattr(manifest_module, "PROGRESS_SECONDS", 0.0)
     main(["checkpoint", "verify", str(run / "other")])
     size = human_bytes(parse_manifest(run / "other" / "step-1").size)
-    assert capsys.readouterr().err.splitlines()[-1] == f"{run / 'other' / 'step-1'}: {size} of {size}"
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == f"{run / 'other' / 'step-1'}: {size} of {size}"
+    )
 
 
 def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +211,11 @@ def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[s
     a, b = (Contents(root / f"step-{step}").read(name).double() for step in (2, 4))
     gap = ((a - b).abs() / torch.maximum(a.abs(), b.abs())).nan_to_num(0).max().item()
     row = next(line for line in lines if line.startswith(name)).split()
-    assert row[-3:] == [f"{int((a != b).sum()):,}", f"{(a - b).abs().max().item():.3g}", f"{gap:.3g}"]
+    assert row[-3:] == [
+        f"{int((a != b).sum()):,}",
+        f"{(a - b).abs().max().item():.3g}",
+        f"{gap:.3g}",
+    ]
     lines = _lines(capsys, "diff", run, run / "other", code=1)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[3:]}
     assert rows["model.layers.2.attention_norm.weight"] == "only in +++: float32[64]"
@@ -193,7 +241,9 @@ def test_measure(a: list[float], b: list[float], found: tuple[int, float, float]
 
 
 def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused are what is pinned, may be a save under way, or would leave no good checkpoint behind."""
+    """Refused are what is pinned, may be a save under way, or would leave no good checkpoint
+    behind.
+    """
     root = run / "checkpoint"
     size = human_bytes(_size(root / "step-2"))
     lines = _lines(capsys, "rm", root / "step-2", "--dry-run")
@@ -201,7 +251,11 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     (root / "step-2" / "KEEP").write_bytes(b"")
     (begin(root, 6) / "shard").write_bytes(SHARD)
     mark = root / next(name for name in names(root) if name.startswith(".partial-"))
-    for path, why in ((root / "step-2", "is pinned"), (mark, "under way"), (root, "no folder of a checkpoint")):
+    for path, why in (
+        (root / "step-2", "is pinned"),
+        (mark, "under way"),
+        (root, "no folder of a checkpoint"),
+    ):
         assert why in _lines(capsys, "rm", path, code=exit_codes.CHECKPOINT)[0]
     assert steps_in(root) == [2, 4]
     (root / "step-2" / "KEEP").unlink()
@@ -211,7 +265,9 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     lines = _lines(capsys, "rm", root / "step-2", code=exit_codes.CHECKPOINT)
     assert "without a good checkpoint" in lines[0] and "step-4/__1_0.distcp" in lines[1]
     assert steps_in(root) == [2, 4]
-    assert _lines(capsys, "rm", root / "step-4")[-1] == f"{size} freed", "the damaged one may go: 2 is good"
+    assert _lines(capsys, "rm", root / "step-4")[-1] == f"{size} freed", (
+        "the damaged one may go: 2 is good"
+    )
     assert steps_in(root) == [2]
     _lines(capsys, "rm", root / "step-2", mark, "--force")
     assert names(root) == []
@@ -220,18 +276,25 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
 def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     code = (
-        "import resource, sys\nfrom pathlib import Path\nfrom titanlite.tools.checkpoint import remove\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can hold a byte\n"
+        "import resource, sys\nfrom pathlib import Path\nfrom titanlite.tools.checkpoint import "
+        "remove\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can "
+        "hold a byte\n"
         "remove([Path(sys.argv[1])])\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "step-1")], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "step-1")],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     assert names(tmp_path) == ["step-2"]
 
 
 def test_only_diff_and_convert_need_torch(written: Path) -> None:
     code = (
         "import sys\nfrom titanlite.tools.cli import main\n"
-        "for name in ('ls', 'inspect', 'verify'):\n    assert main(['checkpoint', name, sys.argv[1]]) == 0\n"
+        "for name in ('ls', 'inspect', 'verify'):\n    assert main(['checkpoint', name, "
+        "sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code, str(written)], check=True, capture_output=True)

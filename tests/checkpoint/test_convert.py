@@ -32,21 +32,31 @@ from titanlite.tools.cli import main
 from titanlite.tools.convert import convert
 from titanlite.tools.tensors import Contents
 
-ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5)
+ARGS = LlamaArgs(
+    dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5
+)
 SCALED = RopeScaling(factor=8.0, original_context=16)
-SHAPES = {"plain": ARGS, "tied": replace(ARGS, tied=True), "scaled": replace(ARGS, rope_scaling=SCALED)}
+SHAPES = {
+    "plain": ARGS,
+    "tied": replace(ARGS, tied=True),
+    "scaled": replace(ARGS, rope_scaling=SCALED),
+}
 
 
 def _model(args: LlamaArgs) -> nn.Module:
     torch.manual_seed(0)
     model = get_spec("llama3").build(args)
     for parameter in model.parameters():
-        nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1)
+        nn.init.normal_(
+            parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1
+        )
     model.init_buffers()
     return model.eval()
 
 
-def _save(world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None) -> None:
+def _save(
+    world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None
+) -> None:
     model = _model(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}
@@ -69,14 +79,23 @@ TOKENS = torch.arange(40).remainder(96)[None] * 7 % 96
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_transformers_computes_the_same_logits(saved: dict[str, Path], tmp_path: Path, shape: str, shards: int) -> None:
+def test_transformers_computes_the_same_logits(
+    saved: dict[str, Path], tmp_path: Path, shape: str, shards: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
     target = tmp_path / "hf"
-    assert convert(saved[shape], target, "hf", shard_bytes=(1 << 30) if shards == 1 else 60_000) == target
+    assert (
+        convert(saved[shape], target, "hf", shard_bytes=(1 << 30) if shards == 1 else 60_000)
+        == target
+    )
     files = sorted(path.name for path in target.iterdir())
-    assert ("model.safetensors" in files) == (shards == 1) and ("model.safetensors.index.json" in files) == (shards > 1)
-    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "who may read the one may read the others"
+    assert ("model.safetensors" in files) == (shards == 1) and (
+        "model.safetensors.index.json" in files
+    ) == (shards > 1)
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, (
+        "who may read the one may read the others"
+    )
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():
@@ -85,12 +104,18 @@ def test_transformers_computes_the_same_logits(saved: dict[str, Path], tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left aside"
 
 
-def test_config_says_what_older_transformers_look_for(saved: dict[str, Path], tmp_path: Path) -> None:
-    config = json.loads((convert(saved["scaled"], tmp_path / "hf", "hf", "bfloat16") / "config.json").read_text())
+def test_config_says_what_older_transformers_look_for(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    config = json.loads(
+        (convert(saved["scaled"], tmp_path / "hf", "hf", "bfloat16") / "config.json").read_text()
+    )
     assert config["rope_theta"] == 5e5 and config["rope_scaling"]["factor"] == 8.0
     assert config["torch_dtype"] == "bfloat16"
     # As `transformers` 4 writes it, without rope_parameters.
-    older = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    older = {
+        name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")
+    }
     spec = get_spec("llama3")
     assert (
         spec.args_from_hf(older)
@@ -101,22 +126,32 @@ def test_config_says_what_older_transformers_look_for(saved: dict[str, Path], tm
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     contents = Contents(folder)
-    return {n.removeprefix("model."): contents.read(n) for n in contents.manifest.tensors if n.startswith("model.")}
+    return {
+        n.removeprefix("model."): contents.read(n)
+        for n in contents.manifest.tensors
+        if n.startswith("model.")
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("by", ["hf", "torch"])
-def test_there_and_back_is_equal_bit_for_bit(saved: dict[str, Path], tmp_path: Path, shape: str, by: Any) -> None:
+def test_there_and_back_is_equal_bit_for_bit(
+    saved: dict[str, Path], tmp_path: Path, shape: str, by: Any
+) -> None:
     between = convert(saved[shape], tmp_path / "between", by)
     back = convert(between, tmp_path / "back", "checkpoint")
     assert back.name == ("step-7" if by == "torch" else "step-0") and verify(back)[1] == []
     manifest = read_manifest(back)
     assert manifest.weights_only and manifest.dtype == ""
     before, after = _weights(saved[shape]), _weights(back)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     if by == "hf":
         again = convert(back, tmp_path / "again", by)
-        assert (again / "model.safetensors").read_bytes() == (between / "model.safetensors").read_bytes()
+        assert (again / "model.safetensors").read_bytes() == (
+            between / "model.safetensors"
+        ).read_bytes()
     else:
         _model(SHAPES[shape]).load_state_dict(torch.load(between, weights_only=True)["state_dict"])
         weights = sum(p.numel() for p in _model(SHAPES[shape]).parameters())
@@ -126,7 +161,10 @@ def test_there_and_back_is_equal_bit_for_bit(saved: dict[str, Path], tmp_path: P
 def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
     half = convert(saved["plain"], tmp_path / "half", "checkpoint", "bfloat16")
     assert read_manifest(half).dtype == "bfloat16"
-    before, after = _weights(saved["plain"]), _weights(convert(half, tmp_path / "full", "checkpoint", "float32"))
+    before, after = (
+        _weights(saved["plain"]),
+        _weights(convert(half, tmp_path / "full", "checkpoint", "float32")),
+    )
     assert all(torch.equal(before[name].to(torch.bfloat16).float(), after[name]) for name in before)
 
 
@@ -198,7 +236,10 @@ def test_command_converts_there_and_back(
     assert differing and all(name.startswith(("optimizer.", "rng.")) for name in differing)
     mark = back / ".partial-step-7-01234567"
     mark.write_bytes(b"")
-    assert "save under way" in run(storage.root, back, "--to=checkpoint", code=4) and len(names(back)) == 2
+    assert (
+        "save under way" in run(storage.root, back, "--to=checkpoint", code=4)
+        and len(names(back)) == 2
+    )
     if not isinstance(back, Path):
         assert "writes to this machine" in run(hf, back / "hf", "--to=hf", code=4)
 
@@ -224,32 +265,62 @@ def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -
     args = LlamaArgs(dim=512, n_layers=18, n_heads=4, vocab_size=96)
     for folder, shape in ((small, ARGS), (large, args)):
         pool(1).run(_save, folder, shape, "float32")
-    # Freed tensors go back to the system at once, as those of a large model do, instead of staying in pieces.
-    done = python("-c", _LARGE, small, tmp_path / "out", to, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)})
+    # Freed tensors go back to the system at once, as those of a large model do, instead of staying
+    # in pieces.
+    done = python(
+        "-c", _LARGE, small, tmp_path / "out", to, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+    )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("flavor", "copied"), [("3.1-8B", False), ("3.2-1B", True), ("3.2-3B", True)])
-def test_metas_params_json_gives_the_rope_and_the_tied_head_of_the_published_model(flavor: str, copied: bool) -> None:
+@pytest.mark.parametrize(
+    ("flavor", "copied"), [("3.1-8B", False), ("3.2-1B", True), ("3.2-3B", True)]
+)
+def test_metas_params_json_gives_the_rope_and_the_tied_head_of_the_published_model(
+    flavor: str, copied: bool
+) -> None:
     """The params.json of 3.1 and 3.2 are alike there, and the files of 3.2 hold the head, too."""
     published = get_spec("llama3").flavors[flavor]
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim_multiplier", "multiple_of", "rope_theta")
-    params = {name: getattr(published, name) for name in names} | {"norm_eps": 1e-5, "use_scaled_rope": True}
+    names = (
+        "dim",
+        "n_layers",
+        "n_heads",
+        "n_kv_heads",
+        "ffn_dim_multiplier",
+        "multiple_of",
+        "rope_theta",
+    )
+    params = {name: getattr(published, name) for name in names} | {
+        "norm_eps": 1e-5,
+        "use_scaled_rope": True,
+    }
     table = torch.randn(8, published.dim)
-    state = {"tok_embeddings.weight": table, "output.weight": table.clone() if copied else table + 1}
+    state = {
+        "tok_embeddings.weight": table,
+        "output.weight": table.clone() if copied else table + 1,
+    }
     assert args_from_meta(params, [state]) == replace(published, vocab_size=8, max_seq_len=2048)
 
 
 def test_metas_params_json_without_a_theta_has_that_of_llama_2(tmp_path: Path) -> None:
     state = get_spec("llama3").build(replace(ARGS, rope_theta=1e4)).state_dict()
     torch.save(state, tmp_path / "consolidated.00.pth")
-    params = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "norm_eps": 1e-5}
+    params = {
+        "dim": 48,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "multiple_of": 16,
+        "norm_eps": 1e-5,
+    }
     (tmp_path / "params.json").write_text(json.dumps(params))
     spec = get_spec("llama3")
     assert open_weights(tmp_path, spec, ARGS).args == ARGS
     there = read_model(tmp_path, "llama3", spec)
     assert there is not None
-    assert differences(there, "llama3", spec, ARGS) == ["model.overrides.rope_theta is 500000.0 here, 10000.0 there"]
+    assert differences(there, "llama3", spec, ARGS) == [
+        "model.overrides.rope_theta is 500000.0 here, 10000.0 there"
+    ]
     assert not differences(there, "llama3", spec, replace(ARGS, rope_theta=1e4))
 
 
@@ -270,7 +341,8 @@ source, disk = sys.argv[1], Path(sys.argv[2])
 for to in ("torch", "hf", "checkpoint"):
     tried(to)
 Usage = namedtuple("Usage", "total used free")
-convert.shutil.disk_usage = lambda path: Usage(1 << 50, 0, 1 << 50)  # as it was when the command began
+# as it was when the command began
+convert.shutil.disk_usage = lambda path: Usage(1 << 50, 0, 1 << 50)
 for to in ("torch", "hf", "checkpoint"):
     tried(to)
 """
@@ -279,21 +351,47 @@ for to in ("torch", "hf", "checkpoint"):
 def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
     saved: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A real one, of 64 KB: a file of torch's that is mapped to memory would end the process by SIGBUS."""
+    """A real one, of 64 KB: a file of torch's that is mapped to memory would end the process by
+    SIGBUS.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = 'mount -t tmpfs -o size=64k none "$1" && exec "$2" -c "$3" "$4" "$1"'
-    words = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, "sh", disk, sys.executable, _FULL]
+    words = [
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        mounted,
+        "sh",
+        disk,
+        sys.executable,
+        _FULL,
+    ]
     done = subprocess.run(
-        [*map(str, words), str(saved["plain"])], env=environment(), capture_output=True, text=True, timeout=300
+        [*map(str, words), str(saved["plain"])],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no disk can be mounted here: {done.stderr}")
     assert done.returncode == 0, (done.returncode, done.stderr)
-    before, after = [line.split("|") for line in done.stdout.splitlines()][:3], done.stdout.splitlines()[3:]
+    before, after = (
+        [line.split("|") for line in done.stdout.splitlines()][:3],
+        done.stdout.splitlines()[3:],
+    )
     for to, said, left in before:
-        assert "its weights take " in said and "has 64.0 KiB left. Nothing was written" in said and left == "[]", to
+        assert (
+            "its weights take " in said
+            and "has 64.0 KiB left. Nothing was written" in said
+            and left == "[]"
+        ), to
     assert len(after) == 3
     for line in after:
         to, said, left = line.split("|")
-        assert "No space left on device" in said and (left == "[]" or to == "checkpoint" and left == "['out']"), line
+        assert "No space left on device" in said and (
+            left == "[]" or to == "checkpoint" and left == "['out']"
+        ), line

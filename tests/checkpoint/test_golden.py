@@ -21,10 +21,18 @@ def _load(world: DistEnv, folder: str) -> dict[str, Any]:
     assert loaded is not None
     draw = torch.rand(())
     wrong = [
-        name for name, tensor in named(model, optimizer).items() if not torch.equal(tensor, expected(name, tensor))
+        name
+        for name, tensor in named(model, optimizer).items()
+        if not torch.equal(tensor, expected(name, tensor))
     ]
     assert loaded.config == CONFIG
-    return {"step": loaded.step, "train": loaded.train, "notices": loaded.notices, "wrong": wrong, "draw": draw.item()}
+    return {
+        "step": loaded.step,
+        "train": loaded.train,
+        "notices": loaded.notices,
+        "wrong": wrong,
+        "draw": draw.item(),
+    }
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -38,5 +46,7 @@ def test_golden_checkpoint_loads(pool: Pools, format: int, ranks: int) -> None:
         assert any("without hashes" in line for line in found["notices"]) == (format == 1)
         if ranks == 1:
             torch.manual_seed(1234)
-            assert found["draw"] == torch.rand(()).item(), "the random generator is part of a checkpoint"
+            assert found["draw"] == torch.rand(()).item(), (
+                "the random generator is part of a checkpoint"
+            )
     assert {path.name: path.read_bytes() for path in (folder / f"step-{STEP}").iterdir()} == before

@@ -49,17 +49,27 @@ RUN = Run(*batches(1, 4, 16, 192), [1e-3])
 BLOCKS = "model.layers.0.self_attn.q_proj.weight"
 
 
-def _folder(folder: Path, args: LlamaArgs = TINY, dtype: torch.dtype = torch.float32, shards: int = 3) -> Path:
+def _folder(
+    folder: Path, args: LlamaArgs = TINY, dtype: torch.dtype = torch.float32, shards: int = 3
+) -> Path:
     """Published weights: random tensors in safetensors files, with index and config.json."""
     torch.manual_seed(1)
     shapes = SPEC.to_hf(SPEC.build_on_meta(args).state_dict(), args)
-    tensors = {name: (torch.randn(t.shape) * 0.1 + (t.ndim == 1)).to(dtype) for name, t in shapes.items()}
+    tensors = {
+        name: (torch.randn(t.shape) * 0.1 + (t.ndim == 1)).to(dtype) for name, t in shapes.items()
+    }
     folder.mkdir(parents=True)
     listed = list(tensors)
     where = {}
     for i in range(shards):
-        file = "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        save_file({name: tensors[name] for name in listed[i::shards]}, folder / file, metadata={"format": "pt"})
+        file = (
+            "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        )
+        save_file(
+            {name: tensors[name] for name in listed[i::shards]},
+            folder / file,
+            metadata={"format": "pt"},
+        )
         where.update(dict.fromkeys(listed[i::shards], file))
     if shards > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
@@ -68,15 +78,25 @@ def _folder(folder: Path, args: LlamaArgs = TINY, dtype: torch.dtype = torch.flo
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
-def _load(world: DistEnv, run: Run, source: object, root: AnyPath, step: int = 0, **fields: Any) -> Any:
-    """Load weights as a run does; save a checkpoint after `step` if given, and the last save in their format."""
+def _load(
+    world: DistEnv, run: Run, source: object, root: AnyPath, step: int = 0, **fields: Any
+) -> Any:
+    """Load weights as a run does; save a checkpoint after `step` if given, and the last save in
+    their format.
+    """
     model, optimizer, _ = build_tiny(world, run)
     last = {"model_weights_only": True, "last_save_in_hf": True, **fields}
     about = {"model": as_record("llama3", run.args)}
-    checkpointer = Checkpointer(options(root, initial_load_path=str(source), **last), world, PRINTS, about)
+    checkpointer = Checkpointer(
+        options(root, initial_load_path=str(source), **last), world, PRINTS, about
+    )
     try:
         loaded = checkpointer.load(model, optimizer)
         if step:
@@ -99,7 +119,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (LAYOUTS[n][0] > 2)) for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.slow] * (LAYOUTS[n][0] > 2)) for n in LAYOUTS]
+)
 def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, layout: str) -> None:
     """HF → ranks → checkpoint → HF, and HF → ranks → last save: the same bytes per tensor."""
     ranks, fields = LAYOUTS[layout]
@@ -120,14 +142,20 @@ def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, la
 
 
 def _fp8(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Linears of the blocks in float8, with scales per block (DeepSeek's), row or tensor; and their values."""
+    """Linears of the blocks in float8, with scales per block (DeepSeek's), row or tensor; and their
+    values.
+    """
     _folder(folder, shards=1)
     values, stored = {}, {}
     for name, tensor in _tensors(folder).items():
         values[name] = stored[name] = tensor
         if ".layers." in name and tensor.ndim == 2:
             rows, columns = tensor.shape
-            grid = {"block": (-(-rows // 48), -(-columns // 32)), "row": (rows, 1), "tensor": (1, 1)}[kind]
+            grid = {
+                "block": (-(-rows // 48), -(-columns // 32)),
+                "row": (rows, 1),
+                "tensor": (1, 1),
+            }[kind]
             scale = torch.rand(grid) + 0.5
             wide = scale.repeat_interleave(-(-rows // grid[0]) if kind != "block" else 48, 0)[:rows]
             wide = wide.repeat_interleave(32 if kind == "block" else columns, 1)[:, :columns]
@@ -138,14 +166,19 @@ def _fp8(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
             )
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
-        "quantization_config": {"quant_method": "fp8", **({"weight_block_size": [48, 32]} if kind == "block" else {})}
+        "quantization_config": {
+            "quant_method": "fp8",
+            **({"weight_block_size": [48, 32]} if kind == "block" else {}),
+        }
     }
     (folder / "config.json").write_text(json.dumps({**SPEC.hf_config(TINY), **config}))
     return folder, values
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "block", "row", "tensor"])
-def test_sources_of_every_precision_load_into_shards(pool: Pools, tmp_path: Path, kind: str) -> None:
+def test_sources_of_every_precision_load_into_shards(
+    pool: Pools, tmp_path: Path, kind: str
+) -> None:
     if kind in ("bfloat16", "float16"):
         source = _folder(tmp_path / "in", dtype=getattr(torch, kind))
         values = _tensors(source)
@@ -157,10 +190,16 @@ def test_sources_of_every_precision_load_into_shards(pool: Pools, tmp_path: Path
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-def _metas(folder: Path, args: LlamaArgs, files: int, vocabulary_cut: bool) -> dict[str, torch.Tensor]:
-    """Write Meta's layout, divided over files as its tensor parallelism does; return our tensors."""
+def _metas(
+    folder: Path, args: LlamaArgs, files: int, vocabulary_cut: bool
+) -> dict[str, torch.Tensor]:
+    """Write Meta's layout, divided over files as its tensor parallelism does; return our
+    tensors.
+    """
     torch.manual_seed(2)
-    state = {name: torch.randn(t.shape) for name, t in SPEC.build_on_meta(args).state_dict().items()}
+    state = {
+        name: torch.randn(t.shape) for name, t in SPEC.build_on_meta(args).state_dict().items()
+    }
     cut = {**dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0), "wo": 1, "w2": 1}
     cut["tok_embeddings"] = 0 if vocabulary_cut else 1
     parts: list[dict[str, torch.Tensor]] = [{"rope.freqs": torch.zeros(4)} for _ in range(files)]
@@ -173,14 +212,27 @@ def _metas(folder: Path, args: LlamaArgs, files: int, vocabulary_cut: bool) -> d
     folder.mkdir()
     for i, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{i:02}.pth")
-    params = {"dim": args.dim, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "vocab_size": -1}
-    params |= {"norm_eps": 1e-5, "rope_theta": args.rope_theta, "use_scaled_rope": args.rope_scaling is not None}
+    params = {
+        "dim": args.dim,
+        "n_layers": 2,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "multiple_of": 32,
+        "vocab_size": -1,
+    }
+    params |= {
+        "norm_eps": 1e-5,
+        "rope_theta": args.rope_theta,
+        "use_scaled_rope": args.rope_scaling is not None,
+    }
     (folder / "params.json").write_text(json.dumps(params))
     return state
 
 
 @pytest.mark.parametrize("files", [1, 2])
-def test_metas_files_load_into_shards_and_are_imported(pool: Pools, tmp_path: Path, files: int) -> None:
+def test_metas_files_load_into_shards_and_are_imported(
+    pool: Pools, tmp_path: Path, files: int
+) -> None:
     args = replace(TINY, rope_scaling=RopeScaling(8.0)) if files == 2 else TINY
     wanted = _metas(tmp_path / "meta", args, files, vocabulary_cut=files == 2)
     for run in (replace(RUN, args=args, tensor=2), replace(RUN, args=args)):
@@ -188,7 +240,9 @@ def test_metas_files_load_into_shards_and_are_imported(pool: Pools, tmp_path: Pa
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), found
     lines: list[str] = []
     hf = convert(
-        convert(tmp_path / "meta", tmp_path / "imported", "checkpoint", report=lines.append), tmp_path / "hf", "hf"
+        convert(tmp_path / "meta", tmp_path / "imported", "checkpoint", report=lines.append),
+        tmp_path / "hf",
+        "hf",
     )
     assert "differ by 0.0" in lines[0]
     back = SPEC.from_hf(_tensors(hf), args)
@@ -196,7 +250,9 @@ def test_metas_files_load_into_shards_and_are_imported(pool: Pools, tmp_path: Pa
 
 
 STACK = replace(
-    SPEC, hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"}, tied=lambda args: {}
+    SPEC,
+    hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"},
+    tied=lambda args: {},
 )
 
 
@@ -204,7 +260,10 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     mesh = init_device_mesh("cpu", (world.size,))
     weights = open_weights(folder / "model.safetensors", STACK, None)
     shapes = {"experts": (4, 6, 8), "w": (5,)}
-    empty = {n: distribute_tensor(torch.zeros(s), mesh, [Shard(min(dim, len(s) - 1))]) for n, s in shapes.items()}
+    empty = {
+        n: distribute_tensor(torch.zeros(s), mesh, [Shard(min(dim, len(s) - 1))])
+        for n, s in shapes.items()
+    }
     state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in empty.items()}
     dcp.load(state, storage_reader=WeightsReader(weights.path, as_manifest(weights), STACK, None))
     spec = replace(STACK, hf_config=lambda args: {})
@@ -212,11 +271,15 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     assert group is not None
     agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
     save_hf(out, spec, None, empty, describe(empty), group, agree, dict, shard_bytes=100)
-    return {name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)}
+    return {
+        name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
+    }
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_stack_of_experts_is_read_and_written_by_its_parts(pool: Pools, tmp_path: Path, dim: int) -> None:
+def test_a_stack_of_experts_is_read_and_written_by_its_parts(
+    pool: Pools, tmp_path: Path, dim: int
+) -> None:
     torch.manual_seed(3)
     tensors = {**{f"e.{i}": torch.randn(6, 8) for i in range(4)}, "w": torch.randn(5)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -224,13 +287,20 @@ def test_a_stack_of_experts_is_read_and_written_by_its_parts(pool: Pools, tmp_pa
     assert torch.equal(found["experts"], torch.stack([tensors[f"e.{i}"] for i in range(4)]))
     assert torch.equal(found["w"], tensors["w"])
     written = _tensors(tmp_path / "out")
-    assert written.keys() == tensors.keys() and all(torch.equal(written[n], t) for n, t in tensors.items())
+    assert written.keys() == tensors.keys() and all(
+        torch.equal(written[n], t) for n, t in tensors.items()
+    )
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     whole = STACK.from_hf(tensors, None)
-    assert torch.equal(whole["experts"], found["experts"]) and STACK.to_hf(whole, None).keys() == tensors.keys()
+    assert (
+        torch.equal(whole["experts"], found["experts"])
+        and STACK.to_hf(whole, None).keys() == tensors.keys()
+    )
 
 
-def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, tmp_path: Path) -> None:
+def test_unusable_folders_are_refused_with_file_tensor_and_remedy(
+    pool: Pools, tmp_path: Path
+) -> None:
     def change(name: str, **changes: Any) -> Path:
         source = _folder(tmp_path / name)
         config = {**json.loads((source / "config.json").read_text()), **changes}
@@ -272,11 +342,14 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, t
         "no-json": f"{index} cannot be read",
         "cut": f"{shard} cannot be read",
         "moved": f"lacks {BLOCKS}, which {index} says it holds",
-        "deeper": "model.overrides.n_layers is 2 here, 3 there model.overrides.norm_eps is 1e-05 here, 1e-06 there",
+        "deeper": (
+            "model.overrides.n_layers is 2 here, 3 there model.overrides.norm_eps is 1e-05 here, "
+            "1e-06 there"
+        ),
         "bert": "model_type is 'bert'",
         "missing": f"{ours} – float32[64, 64] missing",
         "unknown": "model.extra",
-        "shape": f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape",
+        "shape": f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape",  # noqa: E501
         "int8": f"{BLOCKS} has type I8",
         "unscaled": f"{BLOCKS} is float8_e4m3fn without a tensor",
         "nan": "holds what is not finite",
@@ -284,16 +357,22 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, t
     }
     for name, message in cases.items():
         answers = pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint")
-        assert all(isinstance(answer, str) and message in " ".join(answer.split()) for answer in answers), (
+        assert all(
+            isinstance(answer, str) and message in " ".join(answer.split()) for answer in answers
+        ), (
             name,
             answers,
         )
-    whole = pool(2).run(_load, RUN, tmp_path / "deeper", tmp_path / "checkpoint", initial_load_model_only=False)
+    whole = pool(2).run(
+        _load, RUN, tmp_path / "deeper", tmp_path / "checkpoint", initial_load_model_only=False
+    )
     assert all("initial_load_model_only = true" in answer for answer in whole)
     allowed = {"allow_changes": ["model"], "allow_missing": [ours]}
     change("scaled", rms_norm_eps=1e-6)
     for name in ("missing", "scaled"):
-        assert isinstance(pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint", **allowed)[0], dict)
+        assert isinstance(
+            pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint", **allowed)[0], dict
+        )
 
 
 LARGE = LlamaArgs(dim=512, n_layers=6, n_heads=8, vocab_size=4096, multiple_of=256, max_seq_len=64)
@@ -305,7 +384,9 @@ def _memory(name: str) -> int:
 
 
 def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
-    """Return by how many bytes this rank's own memory grows at most while it loads, and the bytes of its shards."""
+    """Return by how many bytes this rank's own memory grows at most while it loads, and the bytes
+    of its shards.
+    """
     model, optimizer, _ = build_tiny(world, replace(RUN, args=LARGE))
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     about = {"model": as_record("llama3", LARGE)}
@@ -334,7 +415,9 @@ def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool: Pools, tmp_pat
         assert growth < 24 << 20, f"{growth / (1 << 20):.0f} MiB beside the shards"
 
 
-def test_export_is_refused_when_the_logits_differ(pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_is_refused_when_the_logits_differ(
+    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from titanlite import models
     from titanlite.tools.cli import main
 
@@ -343,7 +426,8 @@ def test_export_is_refused_when_the_logits_differ(pool: Pools, tmp_path: Path, m
     assert main(["export", step, str(out / "right")]) == 0
     assert main(["import", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
     assert (
-        names(out) == ["back", "right"] and names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
+        names(out) == ["back", "right"]
+        and names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
     )
 
     def swapped(args: Any) -> dict[str, Any]:
@@ -358,12 +442,16 @@ def test_export_is_refused_when_the_logits_differ(pool: Pools, tmp_path: Path, m
     assert names(out) == ["back", "right", "wrong"] and names(out / "wrong") == []
 
 
-def test_what_would_harm_or_hide_weights_is_told(pool: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_would_harm_or_hide_weights_is_told(
+    pool: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source, root = _folder(tmp_path / "in", shards=1), tmp_path / "run" / "checkpoint"
     (root / "step-99-hf").mkdir(parents=True)  # a save that was cut short
     pool(1).run(_load, RUN, source, root, 7)
     for path in (root, root.parent):
-        with pytest.raises(CheckpointError, match=r"newest weights are in .*step-8-hf: name that folder, or step-7"):
+        with pytest.raises(
+            CheckpointError, match=r"newest weights are in .*step-8-hf: name that folder, or step-7"
+        ):
             convert(path, tmp_path / "out", "hf")
     (answer,) = pool(1).run(_load, RUN, root.parent, tmp_path / "other")
     assert "newest weights are in" in answer
@@ -424,17 +512,30 @@ def _measured(found: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(pool: Pools, tmp_path: Path) -> None:
-    """Start a run from the last save of another, or from its import: the held-out loss is the same to the last bit."""
+def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """Start a run from the last save of another, or from its import: the held-out loss is the same
+    to the last bit.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    length = ["--training.steps=3", "--validation.enable", "--validation.freq=3", "--training.tensor_parallel_degree=2"]
+    length = [
+        "--training.steps=3",
+        "--validation.enable",
+        "--validation.freq=3",
+        "--training.tensor_parallel_degree=2",
+    ]
     last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
     first, folder = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3-hf"
     trained = _measured(pool(2).run(_run, str(first), *length, *last))
     imported = convert(folder, tmp_path / "imported", "checkpoint")
     for i, path in enumerate((folder, imported)):
-        more = [f"--checkpoint.initial_load_path={path}", "--validation.first", "--training.steps=1"]
+        more = [
+            f"--checkpoint.initial_load_path={path}",
+            "--validation.first",
+            "--training.steps=1",
+        ]
         tuned = _measured(pool(2).run(_run, str(tmp_path / f"tuned-{i}"), *length, *more))
         assert tuned[0] == trained[-1] and tuned[-1] != tuned[0]
 
@@ -446,12 +547,17 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(pool: 
     contents = Contents(imported)
     args = from_record(contents.manifest.config["model"])[1]
     logits = torch.cat(
-        [our_logits("llama3", args, lambda n: contents.read(f"model.{n}"), row[None]) for row in rows[:4]]
+        [
+            our_logits("llama3", args, lambda n: contents.read(f"model.{n}"), row[None])
+            for row in rows[:4]
+        ]
     )
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         loss = theirs(rows[:4], labels=rows[:4]).loss
-    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:4, 1:].flatten())
+    expected = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), rows[:4, 1:].flatten()
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ours.eos_id
 
@@ -470,9 +576,17 @@ SMALL = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2"]
         ("hf", FSDP),
     ],
 )
-def test_every_family_goes_out_of_runs_and_in(pool: Pools, tmp_path: Path, family: str, layout: str) -> None:
-    """One rank's last save → two ranks, which train at a rate of 0 → their last save: the same bytes per tensor."""
-    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+def test_every_family_goes_out_of_runs_and_in(
+    pool: Pools, tmp_path: Path, family: str, layout: str
+) -> None:
+    """One rank's last save → two ranks, which train at a rate of 0 → their last save: the same
+    bytes per tensor.
+    """
+    flags = [
+        "--checkpoint.enable_checkpoint",
+        "--checkpoint.model_weights_only",
+        "--checkpoint.last_save_in_hf",
+    ]
     flags += [f"--model.name={family}", "--training.steps=1", "--training.batch_size=2"]
 
     def train(ranks: int, name: str, *more: str) -> Path:
@@ -481,15 +595,23 @@ def test_every_family_goes_out_of_runs_and_in(pool: Pools, tmp_path: Path, famil
             pool(ranks).run(_train, config_flags(tmp_path, *hf, *flags, *more))
         else:
             small = (f"--model.overrides.{one}" for one in SMALL)
-            assert pool(ranks).run(_run, str(tmp_path / name), *flags, *small, *more)[0]["error"] == ""
+            assert (
+                pool(ranks).run(_run, str(tmp_path / name), *flags, *small, *more)[0]["error"] == ""
+            )
         return tmp_path / name / "checkpoint" / "step-1-hf"
 
     source = train(1, "one")
-    target = train(2, "two", f"--checkpoint.initial_load_path={source}", "--optimizer.lr=0", f"--{layout}=2")
+    target = train(
+        2, "two", f"--checkpoint.initial_load_path={source}", "--optimizer.lr=0", f"--{layout}=2"
+    )
     first, second = _tensors(source), _tensors(target)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
     lines: list[str] = []
     back = convert(source, tmp_path / "imported", "checkpoint", report=lines.append)
     assert "those of transformers" in lines[0]
     again = _tensors(convert(back, tmp_path / "again", "hf", report=lines.append))
-    assert again.keys() == first.keys() and all(torch.equal(first[name], again[name]) for name in first)
+    assert again.keys() == first.keys() and all(
+        torch.equal(first[name], again[name]) for name in first
+    )

@@ -1,4 +1,6 @@
-"""The index of a checkpoint is a pickle from another program: it is read as data, with any manifest."""
+"""The index of a checkpoint is a pickle from another program: it is read as data, with any
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
 
 from tests.checkpoint.golden import HERE, PRINTS, make
 from tests.checkpoint.runs import options
@@ -40,7 +46,10 @@ class _Touch:
 
 
 def _changed(root: Path, name: str, content: object) -> Path:
-    """A copy with another file, and a manifest that is right about it. content: bytes, an index or a change of it."""
+    """A copy with another file, and a manifest that is right about it.
+
+    content: bytes, an index or a change of it.
+    """
     folder = shutil.copytree(GOOD, root / "step-3")
     if callable(content):
         index = pickle.loads((folder / name).read_bytes())
@@ -49,7 +58,11 @@ def _changed(root: Path, name: str, content: object) -> Path:
     data = content if isinstance(content, bytes) else pickle.dumps(content)
     (folder / name).write_bytes(data)
     raw = json.loads((folder / "manifest.json").read_text())
-    sign(folder, files={**raw["files"], name: len(data)}, hashes={**raw["hashes"], name: digest_of(data)})
+    sign(
+        folder,
+        files={**raw["files"], name: len(data)},
+        hashes={**raw["hashes"], name: digest_of(data)},
+    )
     return folder
 
 
@@ -60,16 +73,23 @@ def _refusal(world: DistEnv, folder: Path, **fields: Any) -> str:
     return str(refused.value)
 
 
-def test_an_index_of_an_early_python_3_11_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_an_early_python_3_11_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It pickles members of an enum as `getattr(class, name)`."""
     index = pickle.loads((GOOD / ".metadata").read_bytes())
     monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", enum.pickle_by_enum_name)
     data = pickle.dumps(index)
     assert b"getattr" in data
-    assert Contents(_changed(tmp_path, ".metadata", data)).read("model.output.weight").shape == (6, 4)
+    assert Contents(_changed(tmp_path, ".metadata", data)).read("model.output.weight").shape == (
+        6,
+        4,
+    )
 
 
-def test_code_in_an_index_never_runs(pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_an_index_never_runs(
+    pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     marker = tmp_path / "ran"
     payload = pickle.dumps(_Touch(marker))
     folder = _changed(tmp_path / "bad", ".metadata", payload)
@@ -98,7 +118,11 @@ def test_code_in_a_file_of_tensors_never_runs(tmp_path: Path) -> None:
     files = {".metadata": pickle.dumps(index), "__0_0.distcp": file.read_bytes()}
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    sign(folder, files={n: len(d) for n, d in files.items()}, hashes={n: digest_of(d) for n, d in files.items()})
+    sign(
+        folder,
+        files={n: len(d) for n, d in files.items()},
+        hashes={n: digest_of(d) for n, d in files.items()},
+    )
     with pytest.raises(CheckpointError, match="WeightsUnpickler error"):
         Contents(folder).read("model.output.weight")
     assert not marker.exists()
@@ -112,23 +136,42 @@ def _first(entries: dict[Any, Any]) -> Any:
     ("edit", "reason"),
     [
         (lambda i: setattr(_first(i.storage_data), "relative_path", "../../x"), "'../../x', which"),
-        (lambda i: setattr(_first(i.storage_data), "length", 1 << 40), "lies outside of __0_0.distcp"),
+        (
+            lambda i: setattr(_first(i.storage_data), "length", 1 << 40),
+            "lies outside of __0_0.distcp",
+        ),
         (lambda i: setattr(_first(i.storage_data), "offset", -1), "lies outside of __0_0.distcp"),
-        (lambda i: setattr(_first(i.storage_data), "transform_descriptors", ["zstd"]), "is transformed"),
+        (
+            lambda i: setattr(_first(i.storage_data), "transform_descriptors", ["zstd"]),
+            "is transformed",
+        ),
         # DCP would unpickle the bytes of such an entry without any check.
-        (lambda i: i.state_dict_metadata.update(more=BytesStorageMetadata()), "names torch.distributed.checkpoint.met"),
+        (
+            lambda i: i.state_dict_metadata.update(more=BytesStorageMetadata()),
+            "names torch.distributed.checkpoint.met",
+        ),
         (lambda i: i.state_dict_metadata.popitem(), "its tensors are not those of the manifest"),
-        (lambda i: setattr(_first(i.state_dict_metadata), "size", torch.Size([2])), "its tensors are not"),
+        (
+            lambda i: setattr(_first(i.state_dict_metadata), "size", torch.Size([2])),
+            "its tensors are not",
+        ),
         (lambda i: setattr(i, "planner_data", torch.hub.load), "it names torch.hub.load"),
         (lambda i: setattr(i, "planner_data", functools.partial), "it names functools.partial"),
-        (lambda i: setattr(i, "storage_data", None), "it is no index of torch.distributed.checkpoint"),
+        (
+            lambda i: setattr(i, "storage_data", None),
+            "it is no index of torch.distributed.checkpoint",
+        ),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, edit: Any, reason: str) -> None:
+def test_an_index_that_does_not_fit_is_refused_with_the_reason(
+    tmp_path: Path, edit: Any, reason: str
+) -> None:
     folder = _changed(tmp_path, ".metadata", edit)
     with pytest.raises(CheckpointError) as refused:
         Contents(folder)
-    assert str(refused.value).startswith(f"{folder}/.metadata cannot be used: ") and reason in str(refused.value)
+    assert str(refused.value).startswith(f"{folder}/.metadata cannot be used: ") and reason in str(
+        refused.value
+    )
 
 
 def test_an_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:
@@ -145,6 +188,12 @@ def test_an_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:
 def test_an_index_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
     folder = shutil.copytree(GOOD, tmp_path / "step-3")
     raw = json.loads((folder / "manifest.json").read_text())
-    sign(folder, **{key: {k: v for k, v in raw[key].items() if k != ".metadata"} for key in ("files", "hashes")})
+    sign(
+        folder,
+        **{
+            key: {k: v for k, v in raw[key].items() if k != ".metadata"}
+            for key in ("files", "hashes")
+        },
+    )
     with pytest.raises(CheckpointError, match=r"\.metadata is not in the manifest"):
         Contents(folder)

@@ -1,4 +1,6 @@
-"""Where a run starts from: another checkpoint, parts of one, changes that need a word; and the table of misfits."""
+"""Where a run starts from: another checkpoint, parts of one, changes that need a word; and the
+table of misfits.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +39,30 @@ def source(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -> dict[str, Any]:
-    """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
+    """Steps first … last from the weights of a checkpoint, with an optimizer that was never near
+    it.
+    """
     model, before, rank = build_tiny(world, RUN)
     assert Checkpointer(options(folder), world, PRINTS).load(model, before) is not None
-    optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(weight_decay=RUN.weight_decay), world.device)
+    optimizer = build_optimizer(
+        dict(model.named_parameters()), Optimizer(weight_decay=RUN.weight_decay), world.device
+    )
     guard, losses = FiniteGuard(world.device), []
     for step in range(first, last + 1):
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
-        result = train_step(model, optimizer, data, step=step, lr=RUN.rates[0], max_norm=1.0, guard=guard)
+        result = train_step(
+            model, optimizer, data, step=step, lr=RUN.rates[0], max_norm=1.0, guard=guard
+        )
         losses.append(result.loss.item())
     return {"losses": losses, "weights": {n: full(p) for n, p in model.named_parameters()}}
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_path: Path) -> None:
@@ -58,13 +70,21 @@ def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_p
     start = {"start": "from", "initial_load_path": str(source)}
     found = pool(2).run(train, RUN, tmp_path, 1, 3, **start)[0]
     expected = pool(2).run(_with_a_new_optimizer, source, 1, 3)[0]
-    assert found["losses"] == expected["losses"], "a state of the optimizer, or a count of its steps, came along"
+    assert found["losses"] == expected["losses"], (
+        "a state of the optimizer, or a count of its steps, came along"
+    )
     assert_equal(found["weights"], expected["weights"])
     loaded = found["loaded"]
-    assert (loaded.origin, loaded.step, loaded.train) == ("from", 0, {}) and loaded.folder == source / "step-4"
+    assert (loaded.origin, loaded.step, loaded.train) == (
+        "from",
+        0,
+        {},
+    ) and loaded.folder == source / "step-4"
     assert _bytes(source) == before, "it is only read"
     again = pool(2).run(train, RUN, tmp_path, 4, 4, **start)[0]["loaded"]
-    assert (again.origin, again.folder) == ("resume", tmp_path / "step-3"), "a checkpoint of its own goes before"
+    assert (again.origin, again.folder) == ("resume", tmp_path / "step-3"), (
+        "a checkpoint of its own goes before"
+    )
 
 
 def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_path: Path) -> None:
@@ -73,9 +93,16 @@ def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_p
     found = pool(2).run(train, RUN, tmp_path / "new", 5, 6, **whole)[0]
     assert found["losses"] == straight["losses"][4:]
     assert_equal(found["state"], straight["state"])
-    assert found["loaded"].train == {"next_sequence": 32} and "dataloader" not in found["loaded"].left_out
-    other = pool(2).run(train, RUN, tmp_path / "other", 5, 5, prints={**PRINTS, "data": "x"}, **whole)[0]["loaded"]
-    assert "dataloader" in other.left_out and any("its data differ" in line for line in other.notices)
+    assert (
+        found["loaded"].train == {"next_sequence": 32}
+        and "dataloader" not in found["loaded"].left_out
+    )
+    other = pool(2).run(
+        train, RUN, tmp_path / "other", 5, 5, prints={**PRINTS, "data": "x"}, **whole
+    )[0]["loaded"]
+    assert "dataloader" in other.left_out and any(
+        "its data differ" in line for line in other.notices
+    )
 
 
 @pytest.mark.slow
@@ -92,8 +119,12 @@ def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_pa
         messages = pool(2).run(refusal, RUN, tmp_path / "own", 1, 1, initial_load_path=str(path))
         assert len(set(messages)) == 1 and not (tmp_path / "own").exists()
         assert messages[0].startswith("checkpoint.initial_load_path: ") and told in messages[0]
-    loaded = pool(2).run(train, RUN, tmp_path / "own", 1, 1, initial_load_path=str(damaged))[0]["loaded"]
-    assert loaded.folder == damaged / "step-2" and any(str(shard) in line for line in loaded.notices)
+    loaded = pool(2).run(train, RUN, tmp_path / "own", 1, 1, initial_load_path=str(damaged))[0][
+        "loaded"
+    ]
+    assert loaded.folder == damaged / "step-2" and any(
+        str(shard) in line for line in loaded.notices
+    )
     assert names(damaged) == ["step-2", "step-4"]
 
 
@@ -101,13 +132,20 @@ def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_pa
     deeper = replace(RUN, args=replace(RUN.args, n_layers=3), rates=[0.0] * 20)
     fresh, old = pool(2).run(initial_weights, deeper)[0], Contents(source / "step-4")
     start = {"initial_load_path": str(source)}
-    found = pool(2).run(train, deeper, tmp_path / "a", 1, 1, allow_missing=["model.layers.2.*"], **start)[0]
+    found = pool(2).run(
+        train, deeper, tmp_path / "a", 1, 1, allow_missing=["model.layers.2.*"], **start
+    )[0]
     for name, weight in found["weights"].items():
         expected = fresh[name] if name.startswith("layers.2.") else old.read(f"model.{name}")
         assert torch.equal(weight, expected), name
-    assert any("9 tensors of the model keep their initial values" in line for line in found["loaded"].notices)
+    assert any(
+        "9 tensors of the model keep their initial values" in line
+        for line in found["loaded"].notices
+    )
     exclude = ["model.layers.2.*", "model.output.weight"]
-    found = pool(2).run(train, deeper, tmp_path / "b", 1, 1, exclude_from_loading=exclude, **start)[0]
+    found = pool(2).run(train, deeper, tmp_path / "b", 1, 1, exclude_from_loading=exclude, **start)[
+        0
+    ]
     assert torch.equal(found["weights"]["output.weight"], fresh["output.weight"])
     assert torch.equal(found["weights"]["norm.weight"], old.read("model.norm.weight"))
 
@@ -129,11 +167,15 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path: Path) -> None:
     part = {"initial_load_model_only": False, "exclude_from_loading": ["optimizer.*.norm.weight.*"]}
-    moments = pool(1).run(train, RUN, tmp_path, 5, 4, initial_load_path=str(source), **part)[0]["state"]
+    moments = pool(1).run(train, RUN, tmp_path, 5, 4, initial_load_path=str(source), **part)[0][
+        "state"
+    ]
     old = Contents(source / "step-4")
     for name, value in moments.items():
         anew = name.startswith("norm.weight.")
-        assert not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}")), name
+        assert (
+            not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}"))
+        ), name
 
 
 def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> None:
@@ -146,34 +188,56 @@ def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> Non
 
 
 @pytest.mark.slow
-def test_weights_in_another_precision_are_converted(pool: Pools, source: Path, tmp_path: Path) -> None:
+def test_weights_in_another_precision_are_converted(
+    pool: Pools, source: Path, tmp_path: Path
+) -> None:
     pool(2).run(_save_weights, source, tmp_path / "half", "bfloat16")
     still = replace(RUN, rates=[0.0] * 20)
     start = {"initial_load_path": str(tmp_path / "half")}
     found = pool(2).run(train, still, tmp_path / "own", 1, 1, **start)[0]
     old = Contents(source / "step-4")
     for name, weight in found["weights"].items():
-        assert torch.equal(weight, old.read(f"model.{name}").bfloat16().float()) and weight.dtype == torch.float32
+        assert (
+            torch.equal(weight, old.read(f"model.{name}").bfloat16().float())
+            and weight.dtype == torch.float32
+        )
     assert any("are converted" in line for line in found["loaded"].notices)
-    refused = pool(2).run(refusal, still, tmp_path / "whole", 1, 1, initial_load_model_only=False, **start)[0]
+    refused = pool(2).run(
+        refusal, still, tmp_path / "whole", 1, 1, initial_load_model_only=False, **start
+    )[0]
     assert "checkpoint.initial_load_model_only = true" in refused
-    assert "holds weights only" in pool(2).run(refusal, RUN, tmp_path / "half", 5, 5)[0], "no run resumes from it"
+    assert "holds weights only" in pool(2).run(refusal, RUN, tmp_path / "half", 5, 5)[0], (
+        "no run resumes from it"
+    )
 
 
 def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(train, RUN, tmp_path, 1, 2, state={"global_batch": 8})
-    other = {"prints": {**PRINTS, "data": "x", "data order": "seed 5"}, "expected": {"global_batch": 4}}
+    other = {
+        "prints": {**PRINTS, "data": "x", "data order": "seed 5"},
+        "expected": {"global_batch": 4},
+    }
     refused = pool(1).run(refusal, RUN, tmp_path, 3, 3, **other)[0]
     assert "data: d there, x here" in refused and "global batch: 8 there, 4 here" in refused
     assert "--checkpoint.allow_changes=data,global_batch" in refused
-    assert "allow_changes=global_batch" in pool(1).run(refusal, RUN, tmp_path, 3, 3, allow_changes=["data"], **other)[0]
+    assert (
+        "allow_changes=global_batch"
+        in pool(1).run(refusal, RUN, tmp_path, 3, 3, allow_changes=["data"], **other)[0]
+    )
     both = {"allow_changes": ["global_batch", "data"], "prints": other["prints"]}
-    loaded = pool(1).run(train, RUN, tmp_path, 3, 3, expected={"global_batch": 4}, **both)[0]["loaded"]
-    assert len(loaded.changes) == 3 and sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
+    loaded = pool(1).run(train, RUN, tmp_path, 3, 3, expected={"global_batch": 4}, **both)[0][
+        "loaded"
+    ]
+    assert (
+        len(loaded.changes) == 3
+        and sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
+    )
     assert pool(1).run(train, RUN, tmp_path, 4, 4, **both)[0]["loaded"].changes == ()
 
 
-def _model(layers: int, vocab: int = 192, ffn: int = 64, dtype: str = "float32", optimizer: bool = False) -> Described:
+def _model(
+    layers: int, vocab: int = 192, ffn: int = 64, dtype: str = "float32", optimizer: bool = False
+) -> Described:
     weights: Described = {
         "model.tok_embeddings.weight": [dtype, [vocab, 64]],
         "model.output.weight": [dtype, [vocab, 64]],
@@ -192,7 +256,8 @@ def _model(layers: int, vocab: int = 192, ffn: int = 64, dtype: str = "float32",
 def _with_moments(model: Described, name: str, dtype: str = "float32") -> Described:
     """The model with moments of another name or type."""
     return {
-        n.replace("exp_avg", name): [dtype, entry[1]] if n.endswith("exp_avg") else entry for n, entry in model.items()
+        n.replace("exp_avg", name): [dtype, entry[1]] if n.endswith("exp_avg") else entry
+        for n, entry in model.items()
     }
 
 
@@ -206,7 +271,10 @@ def test_the_table_names_each_kind_of_difference() -> None:
     there = {**_model(1, vocab=200), "model.rope": ["float32", [8]]}
     here = {**_model(2), "model.layers.0.wq.weight": ["int64", [64, 64]]}
     lines = _refusal(there, here, source="a/step-3").splitlines()
-    assert lines[0] == "a/step-3 does not fit this model: 2 missing, 1 unexpected, 2 another shape, 1 another dtype"
+    assert lines[0] == (
+        "a/step-3 does not fit this model: 2 missing, 1 unexpected, 2 another shape, 1 "
+        "another dtype"
+    )
     assert [" ".join(line.split()) for line in lines[2:4]] == [
         "model.layers.0.wq.weight float32[64, 64] int64[64, 64] another dtype",
         "model.layers.1.w1.weight – float32[64, 64] missing",
@@ -227,8 +295,14 @@ def test_the_table_is_one_screen() -> None:
         (_model(2, vocab=200, optimizer=True), _model(2, optimizer=True)),
         (_model(1, vocab=200, optimizer=True), _model(2, optimizer=True)),
         (_model(2), _model(2, optimizer=True)),  # weights only
-        (_model(9, optimizer=True), _with_moments(_model(9, optimizer=True), "momentum")),  # of another optimizer
-        (_model(9, optimizer=True), _with_moments(_model(9, optimizer=True), "exp_avg", "bfloat16")),
+        (
+            _model(9, optimizer=True),
+            _with_moments(_model(9, optimizer=True), "momentum"),
+        ),  # of another optimizer
+        (
+            _model(9, optimizer=True),
+            _with_moments(_model(9, optimizer=True), "exp_avg", "bfloat16"),
+        ),
     ],
 )
 def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: Described) -> None:
@@ -240,27 +314,42 @@ def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: 
             patterns += [pattern.strip('" ') for pattern in written.split(",")]
     found = select(there, here, keys["exclude_from_loading"], keys["allow_missing"])
     alike = {name for name in here if there.get(name) == here[name]}
-    # The optimizer's state of a weight that is not loaded is not loaded either, of its step for example.
-    assert all(name.startswith("optimizer.state.") and name.endswith(".step") for name in alike - found.load)
+    # The optimizer's state of a weight that is not loaded is not loaded either, of its step for
+    # example.
+    assert all(
+        name.startswith("optimizer.state.") and name.endswith(".step")
+        for name in alike - found.load
+    )
     assert found.load <= alike and found.load
 
 
 def test_weights_of_another_precision_are_offered_a_conversion_not_a_loss() -> None:
     half, weights = _model(2, dtype="bfloat16", optimizer=True), _model(2, optimizer=True)
     offered = _refusal(half, weights, source="a/step-3").splitlines()[-1]
-    assert 'a run in another folder with checkpoint.initial_load_path = "a/step-3" converts the weights' in offered
+    assert (
+        'a run in another folder with checkpoint.initial_load_path = "a/step-3" converts the '
+        "weights"
+    ) in offered
     assert "exclude_from_loading" not in offered
     moments = _with_moments(weights, "exp_avg", "bfloat16")
-    assert 'exclude_from_loading = ["optimizer"] begins' in _refusal(weights, moments), "patterns of many would be cut"
+    assert 'exclude_from_loading = ["optimizer"] begins' in _refusal(weights, moments), (
+        "patterns of many would be cut"
+    )
 
 
 def test_groups_patterns_and_types() -> None:
     both, weights = _model(2, optimizer=True), _model(2)
     assert select(both, both).load == both.keys() and not select(both, both).keep
     assert select(both, weights, ["optimizer"]).load == weights.keys()
-    assert select(both, both, ["model.layers.1.*"]).keep == {n for n in both if ".layers.1." in n}, "and their moments"
-    assert select(both, both, ["optimizer.*.exp_avg"]).keep == {n for n in both if n.endswith("exp_avg")}
-    assert select(weights, weights, [], ["model.layers.1.*"]).load == weights.keys(), "allowed, but it is there"
+    assert select(both, both, ["model.layers.1.*"]).keep == {
+        n for n in both if ".layers.1." in n
+    }, "and their moments"
+    assert select(both, both, ["optimizer.*.exp_avg"]).keep == {
+        n for n in both if n.endswith("exp_avg")
+    }
+    assert select(weights, weights, [], ["model.layers.1.*"]).load == weights.keys(), (
+        "allowed, but it is there"
+    )
     assert select(_model(1), weights, [], ["model.layers.1.*"]).load == _model(1).keys()
     assert "exclude_from_loading: 'optimiser'" in _refusal(weights, weights, ["optimiser"])
     assert "model, optimizer, lr_scheduler" in _refusal(weights, weights, ["optimiser"])

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.runs import write
-from titanlite.checkpoint.manifest import FORMAT, CheckpointError, digest_of, find, is_valid, steps_in
+from titanlite.checkpoint.manifest import (
+    FORMAT,
+    CheckpointError,
+    digest_of,
+    find,
+    is_valid,
+    steps_in,
+)
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.checkpoint import list_checkpoints, remove
 
@@ -53,7 +60,9 @@ def sign(folder: Path, **changes: object) -> None:
         (lambda f: sign(f, step=4), "renamed"),
     ],
 )
-def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_newest_is_named_and_the_one_before_is_used(
+    tmp_path: Path, damage, reason: str
+) -> None:  # type: ignore[no-untyped-def]
     write(tmp_path, 5, 6)
     damage(tmp_path / "step-6")
     manifest, passed = find(tmp_path)
@@ -73,7 +82,10 @@ def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
         lambda: begin(tmp_path, 6),
         lambda: remove([tmp_path / "step-6"]),
     ):
-        with pytest.raises(CheckpointError, match=f"step-6/manifest.json has format {FORMAT + 1}.* upgrade titanlite"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"step-6/manifest.json has format {FORMAT + 1}.* upgrade titanlite",
+        ):
             use()
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()} == before
     assert steps_in(tmp_path) == [5, 6] and find(tmp_path, 5)[0] is not None
@@ -85,7 +97,9 @@ def test_newest_is_found_by_number_and_a_demanded_step_by_name(tmp_path: Path) -
     (tmp_path / "step-notes").mkdir()
     (tmp_path / "step-999").write_text("a file, not a folder")
     assert steps_in(tmp_path) == [9, 10, 100]
-    assert [manifest.step for manifest in (find(tmp_path)[0], find(tmp_path, 10)[0]) if manifest] == [100, 10]
+    assert [
+        manifest.step for manifest in (find(tmp_path)[0], find(tmp_path, 10)[0]) if manifest
+    ] == [100, 10]
     with pytest.raises(CheckpointError, match=r"no step-7 \(steps there: 9, 10, 100\)"):
         find(tmp_path, 7)
     assert find(tmp_path / "nowhere") == (None, [])

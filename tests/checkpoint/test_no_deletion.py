@@ -28,7 +28,11 @@ def _handler(port: int, denied: list[str]) -> type[BaseHTTPRequestHandler]:
 
         def _forward(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            if self.command == "DELETE" or self.command == "POST" and "delete" in self.path.partition("?")[2]:
+            if (
+                self.command == "DELETE"
+                or self.command == "POST"
+                and "delete" in self.path.partition("?")[2]
+            ):
                 denied.append(f"{self.command} {self.path}")
                 self._answer(403, {}, _DENIED)
                 return
@@ -41,7 +45,11 @@ def _handler(port: int, denied: list[str]) -> type[BaseHTTPRequestHandler]:
         def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
             self.send_response(status)
             length = headers.get("Content-Length") if self.command == "HEAD" else str(len(body))
-            kept = {name: value for name, value in headers.items() if name not in ("Content-Length", "Connection")}
+            kept = {
+                name: value
+                for name, value in headers.items()
+                if name not in ("Content-Length", "Connection")
+            }
             for name, value in {**kept, "Content-Length": length or "0"}.items():
                 self.send_header(name, value)
             self.end_headers()
@@ -64,7 +72,9 @@ def _without_deletion(bucket: s3.Bucket) -> Iterator[tuple[s3.Bucket, list[str]]
         server.shutdown()
 
 
-def test_saves_work_and_old_checkpoints_stay(bucket: s3.Bucket, pool: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_work_and_old_checkpoints_stay(
+    bucket: s3.Bucket, pool: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _without_deletion(bucket) as (locked, denied):
         s3.use(monkeypatch, locked.environment)
         with pytest.raises(StoreError, match="access denied"):
@@ -76,8 +86,12 @@ def test_saves_work_and_old_checkpoints_stay(bucket: s3.Bucket, pool: Pools, mon
         manifest, passed = find(locked.path)
         assert manifest is not None and manifest.step == 6 and passed == []
         assert steps_in(locked.path) == [2, 4, 6]
-        assert ".metadata" in names(locked.path / "step-6") and ".metadata.tmp" not in names(locked.path / "step-6")
-        assert any("manifest.json" in request for request in denied), "it has tried to delete old ones"
+        assert ".metadata" in names(locked.path / "step-6") and ".metadata.tmp" not in names(
+            locked.path / "step-6"
+        )
+        assert any("manifest.json" in request for request in denied), (
+            "it has tried to delete old ones"
+        )
 
 
 def test_a_lock_that_cannot_be_deleted_is_released_and_taken_over(
@@ -86,5 +100,8 @@ def test_a_lock_that_cannot_be_deleted_is_released_and_taken_over(
     with _without_deletion(bucket) as (locked, _):
         s3.use(monkeypatch, locked.environment)
         for _ in range(2):
-            with RunLock(locked.path), pytest.raises(LockedError, match="belongs to a run that is alive"):
+            with (
+                RunLock(locked.path),
+                pytest.raises(LockedError, match="belongs to a run that is alive"),
+            ):
                 RunLock(locked.path).__enter__()

@@ -1,4 +1,6 @@
-"""A checkpoint that a user pins while it is being deleted: it stays whole, or the pin is refused."""
+"""A checkpoint that a user pins while it is being deleted: it stays whole, or the pin is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,18 @@ import pytest
 from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint.manifest import PIN, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.checkpoint.retention import Deleter, delete, leftovers, prune, put_back_pinned, unpublish
+from titanlite.checkpoint.retention import (
+    Deleter,
+    delete,
+    leftovers,
+    prune,
+    put_back_pinned,
+    unpublish,
+)
 from titanlite.tools.checkpoint import list_checkpoints, remove
 
-#: Touches KEEP in checkpoint after checkpoint, a moment after each was named, and tells which touches succeeded.
+#: Touches KEEP in checkpoint after checkpoint, a moment after each was named, and tells which
+#: touches succeeded.
 _TOUCHER = """
 import random, sys, time
 from pathlib import Path
@@ -34,7 +44,8 @@ for line in sys.stdin:
 
 def _is_whole(root: AnyPath, step: int) -> bool:
     return (
-        find(root, step)[0] == replace(MANIFEST, step=step) and (root / f"step-{step}" / "shard").read_bytes() == SHARD
+        find(root, step)[0] == replace(MANIFEST, step=step)
+        and (root / f"step-{step}" / "shard").read_bytes() == SHARD
     )
 
 
@@ -57,7 +68,11 @@ def test_a_touch_that_succeeds_keeps_the_checkpoint(tmp_path: Path) -> None:
             answers[answer] += 1
             assert leftovers(root) == []
             if answer == "touched":
-                assert _is_whole(root, 1) and names(root / "step-1") == [PIN, "manifest.json", "shard"], number
+                assert _is_whole(root, 1) and names(root / "step-1") == [
+                    PIN,
+                    "manifest.json",
+                    "shard",
+                ], number
             else:
                 assert steps_in(root) == [2, 3], number
         toucher.stdin.close()
@@ -69,7 +84,9 @@ def _touch(folder: int) -> None:
     os.close(os.open(PIN, os.O_CREAT | os.O_WRONLY, dir_fd=folder))
 
 
-def test_a_pin_through_the_old_name_of_a_renamed_folder_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_through_the_old_name_of_a_renamed_folder_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """File systems of a network find a folder by its old name for seconds after a rename."""
     write(tmp_path, 1, 2, 3)
     folder = os.open(tmp_path / "step-1", os.O_RDONLY)
@@ -94,8 +111,12 @@ def test_a_pin_through_the_old_name_of_a_renamed_folder_counts(tmp_path: Path, m
     assert [delete(mark) for mark in marks] == [True] and names(tmp_path) == ["step-2", "step-3"]
 
 
-def test_a_pin_between_two_steps_of_a_deletion_counts(root: AnyPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder before the rename, in a store after the manifest has gone and before the other objects go."""
+def test_a_pin_between_two_steps_of_a_deletion_counts(
+    root: AnyPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder before the rename, in a store after the manifest has gone and before the other
+    objects go.
+    """
     write(root, 1, 2, 3)
     kind, change = (Path, "rename") if isinstance(root, Path) else (StorePath, "unlink")
     real = getattr(kind, change)
@@ -119,7 +140,9 @@ def test_a_pin_between_two_steps_of_a_deletion_counts(root: AnyPath, monkeypatch
         assert not delete(mark) and _is_whole(root, 1) and leftovers(root) == []
 
 
-def test_rm_leaves_what_is_pinned_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rm_leaves_what_is_pinned_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It reads another checkpoint in full before it deletes, which may take minutes."""
     write(tmp_path, 1, 2, 3)
     from titanlite.tools import checkpoint
@@ -150,7 +173,9 @@ def test_a_killed_deletion_of_a_pinned_one_is_undone(tmp_path: Path) -> None:
     put_back_pinned(tmp_path)
     assert _is_whole(tmp_path, 1) and leftovers(tmp_path) == []
     (tmp_path / "step-1").rename(leftover)
-    assert not delete(leftover) and _is_whole(tmp_path, 1), "also where nothing looks before the deletion"
+    assert not delete(leftover) and _is_whole(tmp_path, 1), (
+        "also where nothing looks before the deletion"
+    )
 
 
 def test_a_link_keep_of_the_user_counts(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ def _left(path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def _again(
-    path: Path, state: dict[str, Any], batch: str | None = "abc", setting: dict[str, str] = HERE, **fields: Any
+    path: Path,
+    state: dict[str, Any],
+    batch: str | None = "abc",
+    setting: dict[str, str] = HERE,
+    **fields: Any,
 ) -> ResumeCheck:
     check = ResumeCheck(path, 0, setting)
     check.resumed(LoadedState(4, state, verified=True, **fields), batch)
@@ -55,7 +59,12 @@ def _again(
     ],
 )
 def test_the_last_bit_counts_unless_a_setting_has_changed(
-    tmp_path: Path, now: tuple[float, float], setting: str, tolerance: float, verified: bool, part: str
+    tmp_path: Path,
+    now: tuple[float, float],
+    setting: str,
+    tolerance: float,
+    verified: bool,
+    part: str,
 ) -> None:
     state = _left(tmp_path / FILE, tolerance=tolerance)
     result = _step(_again(tmp_path / FILE, state, setting={"ranks": setting}), 5, *now)
@@ -67,19 +76,25 @@ def test_another_batch_is_named(tmp_path: Path) -> None:
     state = _left(tmp_path / FILE)
     verified, text = _step(_again(tmp_path / FILE, state, batch="xyz"), 5, 2.5)
     assert not verified and "the next batch is not the one" in text
-    verified, text = _step(_again(tmp_path / FILE, state, batch="xyz", changes=("data: d there, x here",)), 5, 7.0)
+    verified, text = _step(
+        _again(tmp_path / FILE, state, batch="xyz", changes=("data: d there, x here",)), 5, 7.0
+    )
     assert verified and "as allowed: data: d there, x here" in text
 
 
 def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
-    """A step of the same number after another save is not compared; this attempt records it for the next one."""
+    """A step of the same number after another save is not compared; this attempt records it for the
+    next one.
+    """
     path = tmp_path / FILE
     _left(path)
     state = ResumeCheck(path, 0, HERE).at_save(4, "abc")
     verified, text = _step(_again(path, state), 5, 2.0)
     assert verified and "no earlier attempt has left figures of step 5" in text
     check = _again(path, state)
-    assert "bit for bit" in _step(check, 5, 2.0).text and _step(check, 6, 2.25) is None, "it is told once"
+    assert "bit for bit" in _step(check, 5, 2.0).text and _step(check, 6, 2.25) is None, (
+        "it is told once"
+    )
     check = _again(path, state)
     check.forget()  # a rollback: the step after it trains on other data
     assert _step(check, 5, 9.0) is None
@@ -107,7 +122,9 @@ def left(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _resume(pool: Pools, ranks: int, left: Path, folder: Path, *flags: str, function: Any = _run) -> dict[str, Any]:
+def _resume(
+    pool: Pools, ranks: int, left: Path, folder: Path, *flags: str, function: Any = _run
+) -> dict[str, Any]:
     shutil.copytree(left, folder)
     found: dict[str, Any] = pool(ranks).run(function, str(folder), *flags, "--training.steps=6")[0]
     return found
@@ -121,15 +138,25 @@ def _line(found: dict[str, Any]) -> str:
 def _numbers(folder: Path) -> list[float]:
     """Return loss and gradient norm of step 5, as a run logged them."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row[name] for row in rows if row.get("step") == 5 for name in ("loss", "grad_norm") if name in row]
+    return [
+        row[name]
+        for row in rows
+        if row.get("step") == 5
+        for name in ("loss", "grad_norm")
+        if name in row
+    ]
 
 
 @pytest.mark.parametrize(
     ("ranks", "end"), [(2, "bit for bit"), pytest.param(1, "2 then, 1 now", marks=pytest.mark.slow)]
 )
-def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str) -> None:
+def test_a_run_that_goes_on_is_verified(
+    pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str
+) -> None:
     result = _line(_resume(pool, ranks, left, tmp_path / "run"))
-    assert result.startswith("resume verified at step 4: every file is as it was written; the next batch is the one")
+    assert result.startswith(
+        "resume verified at step 4: every file is as it was written; the next batch is the one"
+    )
     # On some processors other numbers of ranks add up to the same bits.
     same = _numbers(left) == _numbers(tmp_path / "run")
     assert same or ranks == 1
@@ -168,7 +195,9 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
 
 def test_other_shares_of_a_mixture_are_allowed_and_named(pool: Pools, tmp_path: Path) -> None:
     def source(weight: int) -> str:
-        return f'--data.source=[{{name="c4_test",weight={weight}}},{{name="c4_validation",weight=3}}]'
+        return (
+            f'--data.source=[{{name="c4_test",weight={weight}}},{{name="c4_validation",weight=3}}]'
+        )
 
     flags = ["--no-validation.enable", "--checkpoint.interval=4"]
     pool(1).run(_run, str(tmp_path), *flags, source(1), "--training.steps=4")

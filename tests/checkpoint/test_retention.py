@@ -1,4 +1,6 @@
-"""How checkpoints come and go, in folders and stores alike: what a kill leaves, and which ones stay."""
+"""How checkpoints come and go, in folders and stores alike: what a kill leaves, and which ones
+stay.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class _KilledError(BaseException):
 
 
 def _kill_at(monkeypatch: pytest.MonkeyPatch, call: int, action: Any) -> bool:
-    """Run `action` as a process that is killed before its `call`-th change of the storage; return whether it was."""
+    """Run `action` as a process that is killed before its `call`-th change of the storage; return
+    whether it was.
+    """
     calls = 0
 
     def counting(real: Any) -> Any:
@@ -86,11 +90,15 @@ def _set_aside(root: AnyPath) -> None:
     quarantine(root / "step-4", "why")
 
 
-@pytest.mark.parametrize(("action", "step", "end"), [(_save, 6, [2, 4, 6]), (_delete, 4, [2]), (_set_aside, 4, [2])])
+@pytest.mark.parametrize(
+    ("action", "step", "end"), [(_save, 6, [2, 4, 6]), (_delete, 4, [2]), (_set_aside, 4, [2])]
+)
 def test_a_kill_at_any_moment_loses_nothing(
     root: AnyPath, monkeypatch: pytest.MonkeyPatch, action: Any, step: int, end: list[int]
 ) -> None:
-    """Afterwards the step is whole or gone, no other has changed, and the next start and save leave no trace."""
+    """Afterwards the step is whole or gone, no other has changed, and the next start and save leave
+    no trace.
+    """
     for call in range(1, 100):
         here = root / str(call)
         write(here, 2, 4)
@@ -98,7 +106,12 @@ def test_a_kill_at_any_moment_loses_nothing(
         assert steps_in(here) in ([2, 4], end), call
         assert all(find(here, one) == (replace(MANIFEST, step=one), []) for one in steps_in(here))
         assert find(here)[1] == [], "an unfinished one is not even mentioned"
-        assert {entry.state for entry in list_checkpoints(here)} <= {"valid", "partial", "being deleted", "set aside"}
+        assert {entry.state for entry in list_checkpoints(here)} <= {
+            "valid",
+            "partial",
+            "being deleted",
+            "set aside",
+        }
         for mark in leftovers(here):
             delete(mark)
         left = steps_in(here)
@@ -112,23 +125,36 @@ def test_a_kill_at_any_moment_loses_nothing(
 
 
 def test_leftovers_of_a_save_and_of_older_versions_go(root: AnyPath) -> None:
-    """Older versions gave a folder itself such a name, and left it without a manifest or with one."""
+    """Older versions gave a folder itself such a name, and left it without a manifest or
+    with one.
+    """
     write(root, 2)
     (begin(root, 6) / "shard").write_bytes(SHARD)
     if isinstance(root, Path):
-        for name in (".partial-step-8-1f0c77aa", ".partial-step-9-123", ".deleted-step-1", ".deleted-step-1.1"):
+        for name in (
+            ".partial-step-8-1f0c77aa",
+            ".partial-step-9-123",
+            ".deleted-step-1",
+            ".deleted-step-1.1",
+        ):
             (root / name).mkdir()
             (root / name / "shard").write_bytes(SHARD)
-        (root / ".partial-step-8-1f0c77aa" / "manifest.json").write_text(replace(MANIFEST, step=8).to_json())
+        (root / ".partial-step-8-1f0c77aa" / "manifest.json").write_text(
+            replace(MANIFEST, step=8).to_json()
+        )
         assert len(leftovers(root)) == 5
-    assert steps_in(root) == [2] and [entry.folder.name for entry in list_checkpoints(root)][-1].startswith(".partial-")
+    assert steps_in(root) == [2] and [entry.folder.name for entry in list_checkpoints(root)][
+        -1
+    ].startswith(".partial-")
     deleter = Deleter()
     deleter.delete(leftovers(root))
     assert deleter.wait(60) and names(root) == ["step-2"]
 
 
 def test_a_lost_manifest_is_no_leftover(root: AnyPath) -> None:
-    """Without a mark nobody has begun to save or delete it: it is named, and kept when its step is saved again."""
+    """Without a mark nobody has begun to save or delete it: it is named, and kept when its step is
+    saved again.
+    """
     write(root, 2, 4)
     (root / "step-4" / "manifest.json").unlink()
     manifest, passed = find(root)
@@ -145,7 +171,9 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
         begin(root, 4)
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         publish(root / "step-4", replace(MANIFEST, step=4, train={"another": 1}))
-    assert {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")} == before
+    assert {
+        path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")
+    } == before
     (root / "step-4" / "shard").write_bytes(b"12345")
     folder = begin(root, 4)
     assert names(root / "step-4.invalid-0") == [REASON, *before]
@@ -156,7 +184,9 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
     with pytest.raises(CheckpointError):
         begin(root, 4)
     begin(root, 4, known_bad={4: "a hash differs"})
-    assert (root / "step-4.invalid-1" / REASON).read_bytes() == b"a hash differs\n" and steps_in(root) == [2]
+    assert (root / "step-4.invalid-1" / REASON).read_bytes() == b"a hash differs\n" and steps_in(
+        root
+    ) == [2]
 
 
 def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
@@ -168,7 +198,9 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     # The newest three that count: 9, 3 (pinned, but it counts) and 2.
     assert _pruned(root, 9, bad=(5,), keep_latest_k=3) == [2, 3, 4, 5, 6, 9]
     write(root, 10, validation_loss=3.0)
-    assert _pruned(root, 10, keep=(2,), keep_latest_k=1) == [2, 3, 6, 10], "2 is resumed from, 3 is pinned"
+    assert _pruned(root, 10, keep=(2,), keep_latest_k=1) == [2, 3, 6, 10], (
+        "2 is resumed from, 3 is pinned"
+    )
 
 
 def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
@@ -179,11 +211,16 @@ def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
             (root / "step-1").rename(elsewhere)
         (root / "step-1").symlink_to(elsewhere)
         go()
-        assert names(root) == ["step-2", "step-3"] and names(elsewhere) == ["manifest.json", "shard"]
+        assert names(root) == ["step-2", "step-3"] and names(elsewhere) == [
+            "manifest.json",
+            "shard",
+        ]
 
 
 def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:
-    """Weights may be finite and the next loss is not: only training on them, or a validation, shows them good."""
+    """Weights may be finite and the next loss is not: only training on them, or a validation, shows
+    them good.
+    """
     write(root, 1, 2, 3)
     assert _pruned(root, 3, keep_latest_k=1) == [2, 3]
     write(root, 4, validation_loss=2.5)
@@ -207,17 +244,33 @@ def test_the_best_by_validation_stay(root: AnyPath) -> None:
     write(root, 8, validation_loss=0.1, fingerprints={"model": "another"})
     write(root, 9)
     (root / "step-4" / "shard").unlink()  # the lowest, but nobody can load it
-    assert _pruned(root, 9, keep_latest_k=2, keep_best=2) == [2, 6, 7, 8, 9], "of equal ones both have a place here"
-    assert _pruned(root, 9, keep_latest_k=2, keep_best=1) == [2, 7, 8, 9], "of equal ones the earlier"
+    assert _pruned(root, 9, keep_latest_k=2, keep_best=2) == [2, 6, 7, 8, 9], (
+        "of equal ones both have a place here"
+    )
+    assert _pruned(root, 9, keep_latest_k=2, keep_best=1) == [2, 7, 8, 9], (
+        "of equal ones the earlier"
+    )
 
 
 def test_losses_on_another_held_out_text_are_not_compared(tmp_path: Path) -> None:
     """The best on each text stay; a version that noted no text is one more."""
-    for step, text, loss in ((1, None, 1.5), (2, "a", 2.0), (3, "a", 1.0), (4, "b", 7.0), (5, "b", 6.0), (6, "b", 8.0)):
+    for step, text, loss in (
+        (1, None, 1.5),
+        (2, "a", 2.0),
+        (3, "a", 1.0),
+        (4, "b", 7.0),
+        (5, "b", 6.0),
+        (6, "b", 8.0),
+    ):
         train = {**MANIFEST.train, **({} if text is None else {"held_out": text})}
         write(tmp_path, step, validation_loss=loss, train=train)
     assert _pruned(tmp_path, 6, keep_latest_k=1, keep_best=1) == [1, 3, 5, 6]
-    for text, loss, due in (("b", 6.5, False), ("b", 5.5, True), ("a", 5.5, False), ("c", 99.0, True)):
+    for text, loss, due in (
+        ("b", 6.5, False),
+        ("b", 5.5, True),
+        ("a", 5.5, False),
+        ("c", 99.0, True),
+    ):
         world: Any = SimpleNamespace(rank=0, broadcast=lambda value: value)
         section = options(tmp_path, keep_latest_k=1, keep_best=1, interval=1000)
         schedule = SaveSchedule(section, world, MANIFEST.fingerprints, held_out=text)
@@ -227,7 +280,9 @@ def test_losses_on_another_held_out_text_are_not_compared(tmp_path: Path) -> Non
 def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:
     write(tmp_path, 1, 2, 3)
     write(tmp_path, 4, weights_only=True)
-    assert _pruned(tmp_path, 4, keep_latest_k=1) == [1, 2, 3, 4], "no run can resume from the newest"
+    assert _pruned(tmp_path, 4, keep_latest_k=1) == [1, 2, 3, 4], (
+        "no run can resume from the newest"
+    )
     write(tmp_path, 5, 6)
     assert _pruned(tmp_path, 6, keep_latest_k=2) == [4, 5, 6]
 
@@ -239,4 +294,6 @@ def test_nothing_goes_for_one_that_is_not_whole_or_of_a_later_step(tmp_path: Pat
         _pruned(tmp_path, 3, keep_latest_k=1)
     assert steps_in(tmp_path) == [1, 2, 3, 900]
     (tmp_path / "step-3" / "shard").write_bytes(SHARD)
-    assert _pruned(tmp_path, 3, keep_latest_k=2) == [2, 3, 900], "one left behind at a higher step takes no place"
+    assert _pruned(tmp_path, 3, keep_latest_k=2) == [2, 3, 900], (
+        "one left behind at a higher step takes no place"
+    )

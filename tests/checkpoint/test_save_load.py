@@ -1,4 +1,6 @@
-"""Save and load on real ranks: exact resume, other ranks and meshes, damage that is found, refusals."""
+"""Save and load on real ranks: exact resume, other ranks and meshes, damage that is found,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,31 @@ import xxhash
 
 from tests.checkpoint import s3
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, hand_on, names, options, refusal, train, unequal
+from tests.checkpoint.runs import (
+    PRINTS,
+    RUN,
+    assert_equal,
+    flip,
+    hand_on,
+    names,
+    options,
+    refusal,
+    train,
+    unequal,
+)
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
 from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, parse_manifest, read_manifest, steps_in
+from titanlite.checkpoint.manifest import (
+    FORMAT,
+    CheckpointError,
+    find,
+    parse_manifest,
+    read_manifest,
+    steps_in,
+)
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
 from titanlite.parallel.dist_env import DistEnv
@@ -37,7 +57,8 @@ SLOW = ("disabled", "fused"), ("async", "foreach")
 
 
 @pytest.mark.parametrize(
-    ("mode", "implementation"), [(PINNED, "foreach"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+    ("mode", "implementation"),
+    [(PINNED, "foreach"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
@@ -50,21 +71,35 @@ def test_four_and_four_equal_eight_bit_for_bit(
     second = storage.run(pool(2), train, run, storage.root, 5, 8, every=2, **options)
     for rank in range(2):
         assert first[rank]["losses"] + second[rank]["losses"] == straight[rank]["losses"]
-        assert first[rank]["draws"] + second[rank]["draws"] == straight[rank]["draws"], "random generators"
+        assert first[rank]["draws"] + second[rank]["draws"] == straight[rank]["draws"], (
+            "random generators"
+        )
     assert straight[0]["draws"] != straight[1]["draws"]
     assert_equal(second[0]["weights"], straight[0]["weights"])
     assert_equal(second[0]["state"], straight[0]["state"])
-    assert len([k for k in second[0]["state"] if k.endswith("exp_avg_sq")]) == len(second[0]["weights"])
+    assert len([k for k in second[0]["state"] if k.endswith("exp_avg_sq")]) == len(
+        second[0]["weights"]
+    )
     for step in (4, 6, 8):
         assert unequal(storage.root / f"step-{step}", tmp_path / "straight" / f"step-{step}") == []
     loaded = second[0]["loaded"]
-    assert loaded.verified and loaded.folder == storage.root / "step-4" and loaded.train == {"next_sequence": 32}
-    assert names(storage.root) == ["step-4", "step-6", "step-8"], "that which was resumed from stays"
+    assert (
+        loaded.verified
+        and loaded.folder == storage.root / "step-4"
+        and loaded.train == {"next_sequence": 32}
+    )
+    assert names(storage.root) == ["step-4", "step-6", "step-8"], (
+        "that which was resumed from stays"
+    )
     outcomes = [(outcome.step, outcome.problem) for outcome in second[0]["outcomes"]]
-    assert outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")]) and second[1]["outcomes"] == []
+    assert (
+        outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")])
+        and second[1]["outcomes"] == []
+    )
 
 
-#: Meshes of four ranks, each of which takes over from the one before it; the last one's checkpoint goes to the first.
+#: Meshes of four ranks, each of which takes over from the one before it; the last one's checkpoint
+#: goes to the first.
 MESHES: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "hsdp": {"replicas": 2},
@@ -87,10 +122,14 @@ def test_weights_and_moments_pass_through_every_mesh(pool: Pools, tmp_path: Path
         other = replace(run, **mesh, seed=seed)
         assert pool(4).run(hand_on, other, tmp_path / before, tmp_path / name) == [2] * 4
         before = name
-    assert set(unequal(tmp_path / "origin" / "step-2", tmp_path / before / "step-2")) <= {"rng.torch"}
+    assert set(unequal(tmp_path / "origin" / "step-2", tmp_path / before / "step-2")) <= {
+        "rng.torch"
+    }
     contents = Contents(tmp_path / "origin" / "step-2")
     moments = [name for name in contents.manifest.tensors if name.endswith("exp_avg_sq")]
-    assert moments and all(contents.read(name).abs().sum() > 0 for name in moments), "there was something to carry"
+    assert moments and all(contents.read(name).abs().sum() > 0 for name in moments), (
+        "there was something to carry"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +149,19 @@ def copied(written: Path, tmp_path: Path) -> Path:
 def test_manifest_describes_tensors_and_files(written: Path) -> None:
     manifest = read_manifest(written / "step-6")
     assert manifest.tensors["model.layers.0.attention.wk.weight"] == ["float32", [32, 64]]
-    assert not [name for name in manifest.tensors if "param_groups" in name or "_orig_mod" in name or "rope" in name]
-    assert manifest.format == FORMAT and manifest.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    files = {name: (written / "step-6" / name).read_bytes() for name in names(written / "step-6") if name[0] != "m"}
+    assert not [
+        name
+        for name in manifest.tensors
+        if "param_groups" in name or "_orig_mod" in name or "rope" in name
+    ]
+    assert manifest.format == FORMAT and manifest.versions["python"] == ".".join(
+        map(str, sys.version_info[:3])
+    )
+    files = {
+        name: (written / "step-6" / name).read_bytes()
+        for name in names(written / "step-6")
+        if name[0] != "m"
+    }
     assert {*files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     assert manifest.files == {name: len(content) for name, content in files.items()}
     assert manifest.hashes == {
@@ -132,7 +181,10 @@ def _load(world: DistEnv, folder: AnyPath, **fields: Any) -> dict[str, Any]:
         try:
             loaded = checkpointer.load(model, optimizer)
         except CheckpointError as error:
-            same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[operator]
+            same = all(
+                torch.equal(p.to_local(), b)
+                for p, b in zip(model.parameters(), before, strict=True)
+            )  # type: ignore[operator]
             return {"error": str(error), "untouched": same}
         finally:
             checkpointer.close()
@@ -152,7 +204,9 @@ def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> dict[str
     [*(("__0_0.distcp", where) for where in (0.02, 0.5, 0.97)), ("__1_0.distcp", 0.97)]
     + [(name, where) for name in (".metadata", "manifest.json") for where in (0.02, 0.97)],
 )
-def test_one_flipped_bit_anywhere_leads_to_the_older_one(pool: Pools, copied: Path, name: str, where: float) -> None:
+def test_one_flipped_bit_anywhere_leads_to_the_older_one(
+    pool: Pools, copied: Path, name: str, where: float
+) -> None:
     flip(copied / "step-6" / name, where)
     found = _loads(pool, copied)
     assert found["step"] == 3 and "step-6" in found["notices"][0] and name in found["notices"][0]
@@ -174,15 +228,21 @@ def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
 
 
 def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage) -> None:
-    """Its sizes are right: without the result of the load it would count as valid, and the save would be refused."""
+    """Its sizes are right: without the result of the load it would count as valid, and the save
+    would be refused.
+    """
     storage.run(pool(2), train, RUN, storage.root, 1, 4, every=2)
     shard = next(name for name in names(storage.root / "step-4") if name.startswith("__1_"))
     flip(storage.root / "step-4" / shard)
     damaged = (storage.root / "step-4" / shard).read_bytes()
     for result in storage.run(pool(2), train, RUN, storage.root, 3, 5, every=4, keep_latest_k=2):
-        told = [line for line in result["loaded"].notices if "has changed since it was written" in line]
+        told = [
+            line for line in result["loaded"].notices if "has changed since it was written" in line
+        ]
         assert len(told) == 1 and f"step-4/{shard}" in told[0]
-    assert names(storage.root) == ["step-2", "step-4", "step-4.invalid-0", "step-5"], "2 was resumed from"
+    assert names(storage.root) == ["step-2", "step-4", "step-4.invalid-0", "step-5"], (
+        "2 was resumed from"
+    )
     assert (storage.root / "step-4.invalid-0" / shard).read_bytes() == damaged
     assert verify(storage.root / "step-4")[1] == []
 
@@ -190,25 +250,37 @@ def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage)
 def test_a_damaged_one_takes_no_place_among_the_latest(pool: Pools, copied: Path) -> None:
     flip(copied / "step-6" / "__0_0.distcp")
     pool(2).run(train, RUN, copied, 4, 7, every=7, keep_latest_k=2)
-    assert steps_in(copied) == [3, 6, 7], "with the damaged one as the second of two, the good one would go"
+    assert steps_in(copied) == [3, 6, 7], (
+        "with the damaged one as the second of two, the good one would go"
+    )
 
 
-def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, copied: Path) -> None:
+def test_without_a_good_one_the_run_is_refused_and_nothing_changes(
+    pool: Pools, copied: Path
+) -> None:
     """To begin a run anew where one was lost would look like success."""
     flip(copied / "step-3" / "__1_0.distcp")
-    demanded = _loads(pool, shutil.copytree(copied / "step-3", copied / "a" / "step-3").parent, load_step=3)
-    assert demanded["untouched"] and "checkpoint.load_step = 3" in demanded["error"], "never replaced by another"
+    demanded = _loads(
+        pool, shutil.copytree(copied / "step-3", copied / "a" / "step-3").parent, load_step=3
+    )
+    assert demanded["untouched"] and "checkpoint.load_step = 3" in demanded["error"], (
+        "never replaced by another"
+    )
     flip(copied / "step-6" / "__1_0.distcp")
     for start in ("resume-or-fresh", "resume"):
         found = _loads(pool, copied, start=start)
         assert found["untouched"] and "has no valid checkpoint" in found["error"]
         assert all(f"step-{step}/__1_0.distcp" in found["error"] for step in (3, 6))
-        assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
+        assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (
+            start == "resume"
+        )
 
 
 def _damage(folder: AnyPath) -> None:
     """One bit of the files of rank 1."""
-    flip(folder / next(name for name in names(folder) if re.fullmatch(r"__1_(.*_)?0\.distcp", name)))
+    flip(
+        folder / next(name for name in names(folder) if re.fullmatch(r"__1_(.*_)?0\.distcp", name))
+    )
 
 
 def _cut(folder: AnyPath) -> None:
@@ -217,9 +289,16 @@ def _cut(folder: AnyPath) -> None:
 
 
 def _save_thrice(
-    world: DistEnv, folder: AnyPath, mode: str, damage: Callable[[AnyPath], None], verify_saves: bool = True
+    world: DistEnv,
+    folder: AnyPath,
+    mode: str,
+    damage: Callable[[AnyPath], None],
+    verify_saves: bool = True,
 ) -> list[str]:
-    """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written. Returns results."""
+    """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written.
+
+    Returns results.
+    """
     model, optimizer, _ = build_tiny(world, RUN)
     config = options(folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
     saver, results = Checkpointer(config, world, PRINTS), []
@@ -250,12 +329,19 @@ def _save_thrice(
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", PINNED])
-def test_a_bit_that_changes_on_its_way_is_not_published(pool: Pools, storage: Storage, mode: str) -> None:
+def test_a_bit_that_changes_on_its_way_is_not_published(
+    pool: Pools, storage: Storage, mode: str
+) -> None:
     results = storage.run(pool(2), _save_thrice, storage.root, mode, _damage)
     assert results[0] == results[1], "every rank learns of it"
     first, one, problem, left, third, last = results[0]
-    assert (first, one, left, third, last) == ("saved", "[1]", "[1]", "saved", "[3]"), "the second replaced nothing"
-    assert re.search(r"could not be read back: .*__1_\w*0\.distcp has changed since it was written: xxh3:", problem)
+    assert (first, one, left, third, last) == ("saved", "[1]", "[1]", "saved", "[3]"), (
+        "the second replaced nothing"
+    )
+    assert re.search(
+        r"could not be read back: .*__1_\w*0\.distcp has changed since it was written: xxh3:",
+        problem,
+    )
     assert names(storage.root) == ["step-3"] and verify(storage.root / "step-3")[1] == []
 
 
@@ -266,7 +352,9 @@ def test_files_that_did_not_reach_the_disk_are_not_published(pool: Pools, storag
 
 def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) -> None:
     results = pool(2).run(_save_thrice, tmp_path, "disabled", _damage, False)[0]
-    assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], "a load finds the damage all the same"
+    assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], (
+        "a load finds the damage all the same"
+    )
 
 
 def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
@@ -280,7 +368,10 @@ def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
             raise RuntimeError("can't start new thread")
         return real(*arguments)
 
-    with patch.object(storage_module, "check_files", check_files), pytest.raises(CheckpointError) as failure:
+    with (
+        patch.object(storage_module, "check_files", check_files),
+        pytest.raises(CheckpointError) as failure,
+    ):
         saver.save(1, model, optimizer, {})
         saver.wait()
     saver.close()
@@ -288,7 +379,9 @@ def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_rank_that_cannot_read_back_fails_the_save_of_all(pool: Pools, tmp_path: Path, mode: str) -> None:
+def test_a_rank_that_cannot_read_back_fails_the_save_of_all(
+    pool: Pools, tmp_path: Path, mode: str
+) -> None:
     for error in pool(2).run(_read_back, tmp_path, mode):
         assert "rank 1 cannot read" in error and "can't start new thread" in error
     assert steps_in(tmp_path) == []
@@ -312,7 +405,11 @@ def test_a_store_that_denies_access_ends_a_load(pool: Pools, bucket: s3.Bucket) 
     """It does not take an older checkpoint: nothing is known of the newest."""
     pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
     errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path)
-    assert errors[0] == errors[1] and " cannot read s3://" in errors[0] and "access denied" in errors[0]
+    assert (
+        errors[0] == errors[1]
+        and " cannot read s3://" in errors[0]
+        and "access denied" in errors[0]
+    )
 
 
 def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
@@ -327,7 +424,10 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
         (10, {"load_step": 9}, "checkpoint.load_step = 9: .* has no step-9"),
     ):
         assert re.search(told, pool(1).run(refusal, RUN, folder, first, first, **fields)[0])
-    assert "no valid checkpoint" in pool(1).run(refusal, RUN, tmp_path / "new", 1, 2, start="resume")[0]
+    assert (
+        "no valid checkpoint"
+        in pool(1).run(refusal, RUN, tmp_path / "new", 1, 2, start="resume")[0]
+    )
 
 
 def test_a_start_clears_leftovers(pool: Pools, storage: Storage) -> None:

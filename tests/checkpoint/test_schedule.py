@@ -52,13 +52,17 @@ def test_steps_cost_no_communication(pool: Pools) -> None:
 def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) -> None:
     config = Checkpoint(interval=100, interval_type="seconds")
     here, there = pool(2).run(_ask, config, [60.0] + [0.5] * 1000)
-    assert here["due"] == there["due"] == [201, 401, 601, 801, 1001], "the first interval begins after the first step"
+    assert here["due"] == there["due"] == [201, 401, 601, 801, 1001], (
+        "the first interval begins after the first step"
+    )
     assert here["met"] == there["met"] and len(here["met"]) < 1000 / 8
 
 
 def test_the_pace_may_change(pool: Pools) -> None:
     config = Checkpoint(interval=5, interval_type="seconds")
-    assert pool(2).run(_ask, config, [7.0] * 6)[1]["due"] == [2, 3, 4, 5, 6], "longer than the interval"
+    assert pool(2).run(_ask, config, [7.0] * 6)[1]["due"] == [2, 3, 4, 5, 6], (
+        "longer than the interval"
+    )
     config = Checkpoint(interval=160, interval_type="seconds")
     (found, _) = pool(2).run(_ask, config, [1.0] * 100 + [5.0] * 40)
     assert 160 <= found["times"][0] - 1.0 <= 160 + 5 * 10, "late by little"
@@ -73,16 +77,22 @@ def test_a_loss_among_the_lowest_of_this_run_is_saved(pool: Pools, tmp_path: Pat
         write(tmp_path, step, validation_loss=loss)
     write(tmp_path, 30, validation_loss=1.0, weights_only=True)
     losses = {2: 6.0, 4: 5.0, 6: 4.5, 8: float("nan"), 10: 4.0, 12: 3.0}
-    for found in pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=2), [1.0] * 13, losses):
+    for found in pool(2).run(
+        _ask, options(tmp_path, interval=1000, keep_best=2), [1.0] * 13, losses
+    ):
         # Nothing is saved here, so it is always 5.0 and 4.0 that are to be beaten.
         assert found["due"] == [6, 10, 12] and found["met"] == [2, 4, 6, 8, 10, 12]
-    assert pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=3), [1.0] * 3, losses)[0]["due"] == [2]
+    assert pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=3), [1.0] * 3, losses)[0][
+        "due"
+    ] == [2]
 
 
 def test_a_save_that_may_outlast_the_grace_period_is_reported_with_its_seconds() -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "x"}
     said = grace_warning(25.0, "the save of step 8", torchrun)
-    assert said.startswith("the save of step 8 took 25.0s, and torchrun kills its workers 30.0s after a SIGTERM")
+    assert said.startswith(
+        "the save of step 8 took 25.0s, and torchrun kills its workers 30.0s after a SIGTERM"
+    )
     assert f"{GRACE_VARIABLE}=105" in said
     assert grace_warning(19.0, "x", torchrun) == "" == grace_warning(1e6, "x", {})
     assert grace_warning(25.0, "x", {**torchrun, GRACE_VARIABLE: "300"}) == ""

@@ -1,4 +1,7 @@
-"""Object stores: streams, errors in plain words, kills of real processes. Most other tests here use stores too."""
+"""Object stores: streams, errors in plain words, kills of real processes.
+
+Most other tests here use stores too.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from titanlite.tools.cli import main
 
 
 def test_paths() -> None:
-    assert to_path("outputs/a") == Path("outputs/a") and to_path("file:///tmp/a%20b") == Path("/tmp/a b")
+    assert to_path("outputs/a") == Path("outputs/a") and to_path("file:///tmp/a%20b") == Path(
+        "/tmp/a b"
+    )
     url = to_path("s3://bucket//run/checkpoint/")
     assert isinstance(url, StorePath) and str(url) == "s3://bucket/run/checkpoint"
     assert url.name == "checkpoint" and str(url.parent / "x") == "s3://bucket/run/x"
@@ -34,17 +39,27 @@ def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.M
     def refused(*urls: str) -> str:
         keys = ("checkpoint.folder", "checkpoint.initial_load_path")
         flags = [f"--{key}={url}" for key, url in zip(keys, urls, strict=False)]
-        return "\n".join(map(str, missing_packages(load(["--checkpoint.enable_checkpoint", *flags]))))
+        return "\n".join(
+            map(str, missing_packages(load(["--checkpoint.enable_checkpoint", *flags])))
+        )
 
     assert refused("s3://bucket/run", "s3://bucket/other") == "" and refused("file:///tmp/x") == ""
-    assert "memory of one process" in refused("memory://run") and "names no bucket" in refused("s3://")
-    assert "s33" in refused("s33://bucket/run") and "initial_load_path" in refused("outputs", "s33://bucket/run")
+    assert "memory of one process" in refused("memory://run") and "names no bucket" in refused(
+        "s3://"
+    )
+    assert "s33" in refused("s33://bucket/run") and "initial_load_path" in refused(
+        "outputs", "s33://bucket/run"
+    )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'titanlite[s3]'" in refused("s3://b/run") and "pip install gcsfs" in refused("gs://b/run")
+    assert "pip install 'titanlite[s3]'" in refused(
+        "s3://b/run"
+    ) and "pip install gcsfs" in refused("gs://b/run")
 
 
 @pytest.mark.slow
-def test_large_objects_are_written_and_read_in_parts(bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_objects_are_written_and_read_in_parts(
+    bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Larger than what is sent and fetched at a time, read across the borders."""
     monkeypatch.setattr("titanlite.checkpoint.paths._PART", 5 << 20)
     content = os.urandom((11 << 20) + 17)
@@ -52,7 +67,9 @@ def test_large_objects_are_written_and_read_in_parts(bucket: s3.Bucket, monkeypa
     with path.open("wb") as stream:
         for at in range(0, len(content), 3 << 20):
             stream.write(content[at : at + (3 << 20)])
-    assert entries(bucket.path) == {"large": False} and bucket.objects() == {path.key.partition("/")[2]: len(content)}
+    assert entries(bucket.path) == {"large": False} and bucket.objects() == {
+        path.key.partition("/")[2]: len(content)
+    }
     with path.open("rb") as stream:
         for at, count in ((0, 10), (len(content) - 2, 2), (5 << 20, 4 << 20)):
             stream.seek(at)
@@ -73,26 +90,41 @@ def _refused(url: str, folder: Path) -> str:
 
 @pytest.mark.slow
 def test_no_bucket_no_server_and_no_credentials_are_named(
-    bucket: s3.Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: s3.Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     nowhere = "s3://no-such-bucket/run"
-    assert f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket" == _refused(nowhere, tmp_path)
+    assert f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket" == _refused(
+        nowhere, tmp_path
+    )
     for url, reason in ((nowhere, "there is no bucket"), (f"{bucket.root}/none", "no such folder")):
         assert main(["checkpoint", "ls", url]) == exit_codes.CHECKPOINT
         assert capsys.readouterr().err.startswith(f"error: {url}: {reason}")
-    s3.use(monkeypatch, {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"})
-    assert f"checkpoint.folder: {bucket.root}: the store cannot be reached" in _refused(bucket.root, tmp_path)
+    s3.use(
+        monkeypatch,
+        {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"},
+    )
+    assert f"checkpoint.folder: {bucket.root}: the store cannot be reached" in _refused(
+        bucket.root, tmp_path
+    )
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     files = dict.fromkeys(("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"), "/nowhere")
-    endpoint = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{bucket.port}", "AWS_EC2_METADATA_DISABLED": "true"}
+    endpoint = {
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{bucket.port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
     s3.use(monkeypatch, {**files, **endpoint})
     with pytest.raises(StoreError, match="no credentials .* set AWS_ACCESS_KEY_ID"):
         bucket.path.is_dir()
 
 
 @pytest.mark.slow
-def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_over(bucket: s3.Bucket) -> None:
+def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_over(
+    bucket: s3.Bucket,
+) -> None:
     code = (
         "import sys, os, signal; from titanlite.runs.lock import RunLock; "
         "from titanlite.checkpoint.paths import StorePath; "

@@ -31,7 +31,11 @@ def _said(found: dict[str, Any], start: str) -> str:
 def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]
     pool(2).run(_run, str(tmp_path / "full"), *flags)
-    only = ["--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16", "--checkpoint.keep_latest_k=1"]
+    only = [
+        "--checkpoint.model_weights_only",
+        "--checkpoint.export_dtype=bfloat16",
+        "--checkpoint.keep_latest_k=1",
+    ]
     found = pool(2).run(_run, str(tmp_path / "only"), *flags, *only)[0]
     assert "bfloat16" in _said(found, "the last save, of step 4, will hold the weights only")
     full, last = (Contents(tmp_path / kind / "checkpoint" / "step-4") for kind in ("full", "only"))
@@ -49,9 +53,17 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
 
 
-def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_background(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--checkpoint.async_mode=async", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    found = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-validation.enable", *flags)[0]
+def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_background(
+    pool: Pools, tmp_path: Path
+) -> None:
+    flags = [
+        "--checkpoint.async_mode=async",
+        "--checkpoint.model_weights_only",
+        "--checkpoint.last_save_in_hf",
+    ]
+    found = pool(1).run(
+        _run, str(tmp_path), "--training.steps=2", "--no-validation.enable", *flags
+    )[0]
     folder = tmp_path / "checkpoint" / "step-2-hf"
     assert folder.is_dir() and _said(found, f"checkpoint of step 2 written to {folder} in ")
     assert read_entries(tmp_path)[-1]["saved_step"] == 2
@@ -68,7 +80,9 @@ def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
 PP = "--experimental.pipeline_parallel_degree=2"
 
 
-@pytest.mark.parametrize(("ranks", "degrees"), [(1, []), pytest.param(4, [PP], marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("ranks", "degrees"), [(1, []), pytest.param(4, [PP], marks=pytest.mark.soak)]
+)
 def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, ranks: int, degrees: list[str]
 ) -> None:
@@ -81,9 +95,16 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     here = storage.run(pool(ranks), _run, str(seeded), *flags, place)[0]
     there = pool(ranks).run(_run, str(fresh), *flags)[0]
     assert _said(here, "resumed from step 0")
-    assert _losses(here["rows"]) == _losses(there["rows"]) and sorted(_losses(here["rows"])) == [1, 2, 3]
+    assert _losses(here["rows"]) == _losses(there["rows"]) and sorted(_losses(here["rows"])) == [
+        1,
+        2,
+        3,
+    ]
     sides = storage.root / "step-3", fresh / "checkpoint" / "step-3"
     assert unequal(*sides) == []
     manifests = [read_manifest(side) for side in sides]
-    assert all(manifests[0].train[key] == manifests[1].train[key] for key in ("data", "tokens_seen", "global_batch"))
+    assert all(
+        manifests[0].train[key] == manifests[1].train[key]
+        for key in ("data", "tokens_seen", "global_batch")
+    )
     assert manifests[0].config["model"]["dim"] == 64 and "WORLD_SIZE" in manifests[0].environment

@@ -1,4 +1,6 @@
-"""Three stages of checks: each reports all its problems at once, and the next runs only if there are none."""
+"""Three stages of checks: each reports all its problems at once, and the next runs only if there
+are none.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,17 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
 
     def found(text: str, *flags: str) -> list[str]:
         file.write_text(text)
-        return [f"{p.where.rpartition(':')[2]} {p.key}" for p in refusals([f"--job.config_file={file}", *flags], 8)]
+        return [
+            f"{p.where.rpartition(':')[2]} {p.key}"
+            for p in refusals([f"--job.config_file={file}", *flags], 8)
+        ]
 
     first = ["2 training.batch_size", "7 model.flavor", "command line training.setps"]
     assert found(RUN, "--training.setps=3") == first, "a flavor is known to be wrong at once"
     second = RUN.replace('"four"', "4")
-    assert found(second, "--experimental.enable_compiled_autograd", "--model.tokenizer_path=/nope") == [
+    assert found(
+        second, "--experimental.enable_compiled_autograd", "--model.tokenizer_path=/nope"
+    ) == [
         "5 checkpoint.start",
         "7 model.flavor",
         "command line experimental.enable_compiled_autograd",
@@ -56,16 +63,29 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
 
 
 def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right() -> None:
-    wrong = words("training.global_batch_size=12 training.reshard_after_forward=3 model.overrides.n_heads=7")
-    assert keys(refusals(wrong, 2)) == {"training.global_batch_size", "training.reshard_after_forward", "model"}
-    wrong = words("training.data_parallel_shard_degree=3 model.overrides.dimm=7 model.overrides.tied=1")
+    wrong = words(
+        "training.global_batch_size=12 training.reshard_after_forward=3 model.overrides.n_heads=7"
+    )
+    assert keys(refusals(wrong, 2)) == {
+        "training.global_batch_size",
+        "training.reshard_after_forward",
+        "model",
+    }
+    wrong = words(
+        "training.data_parallel_shard_degree=3 model.overrides.dimm=7 model.overrides.tied=1"
+    )
     found = {"training.data_parallel_shard_degree", "model.overrides.dimm", "model.overrides.tied"}
     assert keys(refusals(wrong, 2)) == found
-    assert refusal(words("training.tensor_parallel_degree=3 training.global_batch_size=5"), 3).code == "batch"
+    assert (
+        refusal(words("training.tensor_parallel_degree=3 training.global_batch_size=5"), 3).code
+        == "batch"
+    )
     odd = words("experimental.context_parallel_degree=2 training.seq_len=30 validation.enable")
     assert refusal(odd, 2).message.count("training.seq_len") == 1, "validation has the same length"
     shared = [
-        problem for problem in refusals(words("training.tensor_parallel_degree=3"), 3) if "seq_len" in problem.key
+        problem
+        for problem in refusals(words("training.tensor_parallel_degree=3"), 3)
+        if "seq_len" in problem.key
     ]
     assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
@@ -82,45 +102,146 @@ CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
 SOURCE = 'data.source=[{path="."},'
-SMALL = f"{ON} model.overrides.dim=64 model.overrides.n_heads=4 training.seq_len=32 training.batch_size=2"
+SMALL = (
+    f"{ON} model.overrides.dim=64 model.overrides.n_heads=4 training.seq_len=32 "
+    "training.batch_size=2"
+)
 HELD_OUT = "validation.sources="
 #: Code, key, flags, words of the message or the remedy; and the ranks, 1 unless said otherwise.
 REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     # A key that needs another
     ("needs", "checkpoint.start", "checkpoint.start=from", "initial_load_path"),
     ("needs", "checkpoint.start", "checkpoint.start=resume", "enable_checkpoint = true"),
-    ("needs", "checkpoint.initial_load_path", "checkpoint.initial_load_path=.", "enable_checkpoint = true"),
-    ("needs", "checkpoint.create_seed_checkpoint", "checkpoint.create_seed_checkpoint", "enable_checkpoint = true"),
-    ("needs", "checkpoint.keep_best", "checkpoint.enable_checkpoint checkpoint.keep_best=2", "validation.enable"),
+    (
+        "needs",
+        "checkpoint.initial_load_path",
+        "checkpoint.initial_load_path=.",
+        "enable_checkpoint = true",
+    ),
+    (
+        "needs",
+        "checkpoint.create_seed_checkpoint",
+        "checkpoint.create_seed_checkpoint",
+        "enable_checkpoint = true",
+    ),
+    (
+        "needs",
+        "checkpoint.keep_best",
+        "checkpoint.enable_checkpoint checkpoint.keep_best=2",
+        "validation.enable",
+    ),
     ("needs", "guard.policy", "guard.policy=rollback", "checkpoint.enable_checkpoint = true"),
-    ("needs", "debug.deterministic_warn_only", "debug.deterministic_warn_only", "debug.deterministic = true"),
+    (
+        "needs",
+        "debug.deterministic_warn_only",
+        "debug.deterministic_warn_only",
+        "debug.deterministic = true",
+    ),
     ("needs", f"{RATE}decay_type", f"{RATE}decay_type=plateau", "lr_scheduler.plateau_ratio"),
     ("needs", f"{AC}mode", f"{AC}mode=budget", "training.compile = true"),
-    ("needs", f"{AC}mode", f"{AC}mode=budget {COMPILE} compile.components=loss", "compile.components"),
+    (
+        "needs",
+        f"{AC}mode",
+        f"{AC}mode=budget {COMPILE} compile.components=loss",
+        "compile.components",
+    ),
     ("needs", ASYNC, f"{TP}=2 {ASYNC}", "training.compile", 2),
-    ("needs", ASYNC, f"{TP}=2 {ASYNC} {COMPILE} compile.backend=aot_eager", 'compile.backend = "inductor"', 2),
+    (
+        "needs",
+        ASYNC,
+        f"{TP}=2 {ASYNC} {COMPILE} compile.backend=aot_eager",
+        'compile.backend = "inductor"',
+        2,
+    ),
     ("needs", PRECOMPUTE, f"{ON} {PRECOMPUTE}", f"{GATHER} = true"),
     # Keys that contradict each other
     ("conflict", "training.prefetch", "training.prefetch=1 training.fsdp_units=root", "fsdp_units"),
-    ("conflict", "training.loss_chunks", "training.loss_chunks=9 training.seq_len=4 training.batch_size=2", "8 tokens"),
+    (
+        "conflict",
+        "training.loss_chunks",
+        "training.loss_chunks=9 training.seq_len=4 training.batch_size=2",
+        "8 tokens",
+    ),
     ("conflict", CHUNKS, f"{CHUNKED} {CP}=2", "2 sequences x 16 tokens", 2),
     ("conflict", CHUNKS, f"{CHUNKED} {PP2}", "1 sequence x 32 tokens", 2),
     ("conflict", f"{RATE}min_lr", f"{RATE}min_lr=0.5", "optimizer.lr"),
-    ("conflict", f"{RATE}decay_ratio", f"{RATE}decay_type=constant {RATE}decay_ratio=0.5", "decay_type"),
-    ("conflict", f"{RATE}min_lr_factor", f"{RATE}decay_type=constant {RATE}min_lr_factor=0.1", "decay_type"),
+    (
+        "conflict",
+        f"{RATE}decay_ratio",
+        f"{RATE}decay_type=constant {RATE}decay_ratio=0.5",
+        "decay_type",
+    ),
+    (
+        "conflict",
+        f"{RATE}min_lr_factor",
+        f"{RATE}decay_type=constant {RATE}min_lr_factor=0.1",
+        "decay_type",
+    ),
     ("conflict", f"{RATE}decay_steps", f"{RATE}style=fsdp {RATE}decay_steps=5", "style"),
-    ("conflict", "model.vocab_size", "model.vocab_size=9 model.overrides.vocab_size=8", "overrides.vocab_size = 8"),
-    ("conflict", "model.norm_type", "model.norm_type=rmsnorm model.overrides.norm_type=layernorm", "overrides"),
-    ("conflict", "model.rope_scaling", "model.rope_scaling=8 model.overrides.rope_scaling=8", "overrides"),
-    ("conflict", "checkpoint.load_step", "checkpoint.start=fresh checkpoint.load_step=5", "checkpoint.start"),
+    (
+        "conflict",
+        "model.vocab_size",
+        "model.vocab_size=9 model.overrides.vocab_size=8",
+        "overrides.vocab_size = 8",
+    ),
+    (
+        "conflict",
+        "model.norm_type",
+        "model.norm_type=rmsnorm model.overrides.norm_type=layernorm",
+        "overrides",
+    ),
+    (
+        "conflict",
+        "model.rope_scaling",
+        "model.rope_scaling=8 model.overrides.rope_scaling=8",
+        "overrides",
+    ),
+    (
+        "conflict",
+        "checkpoint.load_step",
+        "checkpoint.start=fresh checkpoint.load_step=5",
+        "checkpoint.start",
+    ),
     ("conflict", "guard.max_skips", "guard.policy=skip guard.max_skips=100", "guard.window = 100"),
-    ("conflict", "stall.deadline_seconds", "stall.deadline_seconds=100", "comm.train_timeout_seconds = 100"),
-    ("conflict", "profiling.profile_freq", "profiling.enable_profiling profiling.profiler_active=9", "warmup 3"),
-    ("conflict", f"{AC}offload", f"{AC}offload {AC}selective_ac_option=op", 'selective_ac_option = "op"'),
+    (
+        "conflict",
+        "stall.deadline_seconds",
+        "stall.deadline_seconds=100",
+        "comm.train_timeout_seconds = 100",
+    ),
+    (
+        "conflict",
+        "profiling.profile_freq",
+        "profiling.enable_profiling profiling.profiler_active=9",
+        "warmup 3",
+    ),
+    (
+        "conflict",
+        f"{AC}offload",
+        f"{AC}offload {AC}selective_ac_option=op",
+        'selective_ac_option = "op"',
+    ),
     ("conflict", GATHER, f"{ON} float8.recipe_name=rowwise {GATHER}", 'recipe_name = "rowwise"'),
-    ("conflict", GATHER, f"{ON} {GATHER} training.reshard_after_forward=2", "reshard_after_forward = 2", 2),
-    ("conflict", PRECOMPUTE, f"{ON} {GATHER} {PRECOMPUTE} training.enable_cpu_offload", "enable_cpu_offload"),
-    ("conflict", "float8.recipe_name", f"{ON} float8.recipe_name=rowwise {TP}=2", "tensor_parallel_degree = 2", 2),
+    (
+        "conflict",
+        GATHER,
+        f"{ON} {GATHER} training.reshard_after_forward=2",
+        "reshard_after_forward = 2",
+        2,
+    ),
+    (
+        "conflict",
+        PRECOMPUTE,
+        f"{ON} {GATHER} {PRECOMPUTE} training.enable_cpu_offload",
+        "enable_cpu_offload",
+    ),
+    (
+        "conflict",
+        "float8.recipe_name",
+        f"{ON} float8.recipe_name=rowwise {TP}=2",
+        "tensor_parallel_degree = 2",
+        2,
+    ),
     (
         "conflict",
         "float8.filter_fqns",
@@ -140,12 +261,32 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         "one of the sources",
     ),
     ("missing", "validation.sources[0].name", f"{HELD_OUT}[{{path='.'}}]", "losses"),
-    ("conflict", "validation.sources[1].name", f"{HELD_OUT}[{{name='a',path='.'}},{{name='a',path='/'}}]", "two"),
-    ("conflict", "validation.sources[0].weight", f"{HELD_OUT}[{{name='c4_test',weight=2}}]", "training text"),
-    ("conflict", "validation.sources[0].epochs", f"{HELD_OUT}[{{name='c4_test',epochs=1}}]", "training text"),
+    (
+        "conflict",
+        "validation.sources[1].name",
+        f"{HELD_OUT}[{{name='a',path='.'}},{{name='a',path='/'}}]",
+        "two",
+    ),
+    (
+        "conflict",
+        "validation.sources[0].weight",
+        f"{HELD_OUT}[{{name='c4_test',weight=2}}]",
+        "training text",
+    ),
+    (
+        "conflict",
+        "validation.sources[0].epochs",
+        f"{HELD_OUT}[{{name='c4_test',epochs=1}}]",
+        "training text",
+    ),
     ("unknown-value", "validation.sources[0].name", f"{HELD_OUT}[{{name='c4_tst'}}]", "c4_test"),
     ("unknown-value", "validation.sources[0].name", f"{HELD_OUT}[{{name='a.b:c'}}]", "dotted path"),
-    ("no-file", "validation.sources[0].path", f"validation.enable {HELD_OUT}[{{name='a',path='/no'}}]", "/no"),
+    (
+        "no-file",
+        "validation.sources[0].path",
+        f"validation.enable {HELD_OUT}[{{name='a',path='/no'}}]",
+        "/no",
+    ),
     ("out-of-range", "data.skip_steps", "data.skip_steps=3,9-3", "ends before it begins"),
     (
         "unknown-value",
@@ -154,9 +295,21 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         "regular expression",
     ),
     # Degrees and ranks
-    ("ranks", "training.data_parallel_shard_degree", "training.data_parallel_shard_degree=4", "4 = 4, which is not", 2),
+    (
+        "ranks",
+        "training.data_parallel_shard_degree",
+        "training.data_parallel_shard_degree=4",
+        "4 = 4, which is not",
+        2,
+    ),
     ("ranks", TP, f"{TP}=4", "tensor_parallel 4 = 4, which does not divide the world size 6", 6),
-    ("ranks", "training.data_parallel_replicate_degree", f"{DDP} training.data_parallel_replicate_degree=2", "= 2", 4),
+    (
+        "ranks",
+        "training.data_parallel_replicate_degree",
+        f"{DDP} training.data_parallel_replicate_degree=2",
+        "= 2",
+        4,
+    ),
     (
         "ranks",
         "checkpoint.create_seed_checkpoint",
@@ -166,7 +319,13 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ),
     # Batches
     ("batch", MICRO, f"{PP2} {MICRO}=1", "each of the 2", 2),
-    ("batch", MICRO, f"{PP2} {MICRO}=5 training.batch_size=5 {PP}schedule=Interleaved1F1B", "multiple of 2", 2),
+    (
+        "batch",
+        MICRO,
+        f"{PP2} {MICRO}=5 training.batch_size=5 {PP}schedule=Interleaved1F1B",
+        "multiple of 2",
+        2,
+    ),
     ("divide", MICRO, f"{PP2} {MICRO}=3", "batch_size = 8", 2),
     ("divide", MICRO, f"{PP}degree=3", f"that of {PP}degree", 3),
     # The model and its sequences
@@ -174,20 +333,44 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("divide", TP, f"{TP}=16 model.flavor=8B", "these work: 1, 2, 4, 8", 16),
     ("divide", TP, f"{TP}=2 model.vocab_size=2305", "model.vocab_size = 2306 leaves 1", 2),
     ("divide", "training.seq_len", f"{TP}=2 training.seq_len=2047", "2046 or 2048", 2),
-    ("divide", "validation.seq_len", f"{TP}=2 validation.enable validation.seq_len=33", "32 or 34", 2),
+    (
+        "divide",
+        "validation.seq_len",
+        f"{TP}=2 validation.enable validation.seq_len=33",
+        "32 or 34",
+        2,
+    ),
     ("divide", "training.seq_len", f"{TP}=4 {CP}=2 training.seq_len=2052", "= 8 ranks", 8),
     ("divide", CP, f"{CP}=4 training.seq_len=2052", "2048 or 2056", 4),
     ("divide", f"{PP}degree", f"{PP2} model.flavor=3.2-1B", "share one weight", 2),
     ("divide", f"{PP}degree", f"{PP}degree=16 training.batch_size=16", "smaller degree", 16),
     ("divide", SPLIT, f"{PP2} {SPLIT}=layers.9", "'layers.9'", 2),
-    ("divide", SPLIT, f"{PP}degree=4 {SPLIT}=layers.3,layers.2,norm", "layers.2 comes after layers.3", 4),
+    (
+        "divide",
+        SPLIT,
+        f"{PP}degree=4 {SPLIT}=layers.3,layers.2,norm",
+        "layers.2 comes after layers.3",
+        4,
+    ),
     ("divide", SPLIT, f"{PP2} {SPLIT}=layers.1,layers.2", "one stage per rank: 1 split points", 2),
     ("divide", SPLIT, f"{ZBV} {SPLIT}=layers.1", "two stages per rank: 3 split points", 2),
     ("unknown-value", f"{PP}schedule", f"{PP}schedule=1F2B", "there are GPipe, 1F1B"),
-    ("conflict", "training.gradient_sync", f"{PP2} training.gradient_sync=every", "reduces gradients once", 2),
+    (
+        "conflict",
+        "training.gradient_sync",
+        f"{PP2} training.gradient_sync=every",
+        "reduces gradients once",
+        2,
+    ),
     ("conflict", f"{PP}schedule", f"{ZBV} {COMPILE}", "run twice or fail", 2),
     ("conflict", f"{PP}schedule", f"{ZBV} {SMALL}", "float8.enable_float8_linear = false", 2),
-    ("conflict", f"{PP}schedule", f"{ZBV} training.reshard_after_forward=always", "get no gradient", 2),
+    (
+        "conflict",
+        f"{PP}schedule",
+        f"{ZBV} training.reshard_after_forward=always",
+        "get no gradient",
+        2,
+    ),
     ("conflict", f"{PP}schedule", f"{ZBV} {AC}selective_ac_option=op", "run again only once", 2),
     ("model", f"{AC}selective_ac_option", f"{AC}selective_ac_option=9", "has 8"),
     # float8
@@ -215,8 +398,18 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("conflict", "training.epochs", f"{SOURCE}] training.epochs=2", "data.source"),
     ("conflict", "training.dataset_path", f"{SOURCE}] training.dataset_path=.", "data.source"),
     ("conflict", "data.phase[0]", f"{SOURCE}] data.phase=[{{lr_factor=1}}]", "step or tokens"),
-    ("unknown-value", "data.phase[0]", f"{SOURCE}] data.phase=[{{step=2,weights={{b=1}}}}]", "data.source"),
-    ("conflict", "data.phase[0]", f'{SOURCE}] data.phase=[{{step=2,weights={{"."=0}}}}]', "no source"),
+    (
+        "unknown-value",
+        "data.phase[0]",
+        f"{SOURCE}] data.phase=[{{step=2,weights={{b=1}}}}]",
+        "data.source",
+    ),
+    (
+        "conflict",
+        "data.phase[0]",
+        f'{SOURCE}] data.phase=[{{step=2,weights={{"."=0}}}}]',
+        "no source",
+    ),
 ]
 
 
@@ -235,8 +428,13 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     run = fitted(load(words(f"{CP}=2 training.reshard_after_forward=4 training.prefetch=1")), 4)
     assert (run.mesh.weight_shards, run.warnings) == (4, ()), "all ranks that share weights count"
     check_config(words(f"training.dataset=c4 training.dataset_path={tmp_path}"), 1)
-    check_config(words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1)  # all off
-    flags = words(f"experimental.enable_compiled_autograd memory_estimation.enabled {FAKE} model.tokenizer_path=/nope")
+    check_config(
+        words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1
+    )  # all off
+    flags = words(
+        f"experimental.enable_compiled_autograd memory_estimation.enabled {FAKE} "
+        "model.tokenizer_path=/nope"
+    )
     assert len(refusals(flags)) == 3
     assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
 
@@ -245,7 +443,9 @@ def test_halves_of_blocks_are_asked_for_only_where_they_are_compiled(tmp_path: P
     text = "from dataclasses import replace\nfrom titanlite.models import get_spec\n"
     text += "SPEC = replace(get_spec('llama3'), name='whole', sublayer_names=None)\n"
     (tmp_path / "whole.py").write_text(text)
-    flags = words(f"model.name={tmp_path}/whole.py:SPEC {COMPILE} {TP}=2 training.seq_len=32 {AC}mode=")
+    flags = words(
+        f"model.name={tmp_path}/whole.py:SPEC {COMPILE} {TP}=2 training.seq_len=32 {AC}mode="
+    )
     flags, mode = flags[:-1], flags[-1]
     check_config([*flags, f"{mode}none"], 2)
     check_config([*flags, f"{mode}selective", f"--{AC}selective_ac_option=op"], 2)
@@ -261,7 +461,9 @@ def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> 
     assert (again.activation_checkpoint, again.model) == (run.activation_checkpoint, run.model)
 
 
-@pytest.mark.parametrize("model", ["name=lama3", "flavor=8b", "overrides.n_layers=1.5", "overrides.rope_theta=-1"])
+@pytest.mark.parametrize(
+    "model", ["name=lama3", "flavor=8b", "overrides.n_layers=1.5", "overrides.rope_theta=-1"]
+)
 @pytest.mark.parametrize("other", [PP2, f"{TP}=2", f"{CP}=2", ON])
 def test_a_wrong_model_is_one_problem_whatever_divides_it(model: str, other: str) -> None:
     problem = refusal(words(f"model.{model} {other}"), 1 if other == ON else 2)
@@ -273,16 +475,21 @@ def test_all_missing_files_are_named(tmp_path: Path) -> None:
     flags = words("model.tokenizer_path=/a training.dataset_path=/b validation.dataset_path=/c")
     assert keys(refusals(flags)) == {"model.tokenizer_path", "training.dataset_path"}
     assert len(refusals([*flags, "--validation.enable"])) == 3
-    start = words(f"checkpoint.enable_checkpoint checkpoint.initial_load_path=/a job.dump_folder={tmp_path}")
+    start = words(
+        f"checkpoint.enable_checkpoint checkpoint.initial_load_path=/a job.dump_folder={tmp_path}"
+    )
     assert (refusal(start).code, refusal(start).key) == ("no-file", "checkpoint.initial_load_path")
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
     check_config(start, 1)  # the run has a checkpoint of its own
 
 
 @pytest.mark.parametrize(
-    ("wanted", "flags", "ranks", "works"), [(3, "", 8, "2, 4, 8, "), (2, "", 1, ""), (2, DDP, 4, "")]
+    ("wanted", "flags", "ranks", "works"),
+    [(3, "", 8, "2, 4, 8, "), (2, "", 1, ""), (2, DDP, 4, "")],
 )
-def test_partial_reshard_divides_the_ranks_that_share_a_copy(wanted: int, flags: str, ranks: int, works: str) -> None:
+def test_partial_reshard_divides_the_ranks_that_share_a_copy(
+    wanted: int, flags: str, ranks: int, works: str
+) -> None:
     problem = refusal(words(f"training.reshard_after_forward={wanted} {flags}"), ranks)
     assert problem.key == "training.reshard_after_forward"
     assert problem.hint == f'these work: {works}"default", "always" or "never"'
@@ -291,12 +498,18 @@ def test_partial_reshard_divides_the_ranks_that_share_a_copy(wanted: int, flags:
 @pytest.mark.parametrize(
     ("micro", "wanted", "ranks", "works"), [(4, 30, 3, "24 or 36"), (8, 4, 1, "8"), (5, 7, 2, "10")]
 )
-def test_a_batch_that_cannot_be_split_names_numbers_that_work(micro: int, wanted: int, ranks: int, works: str) -> None:
-    problem = refusal(words(f"training.batch_size={micro} training.global_batch_size={wanted}"), ranks)
+def test_a_batch_that_cannot_be_split_names_numbers_that_work(
+    micro: int, wanted: int, ranks: int, works: str
+) -> None:
+    problem = refusal(
+        words(f"training.batch_size={micro} training.global_batch_size={wanted}"), ranks
+    )
     assert problem.key == "training.global_batch_size"
     assert problem.hint == f"these work: global_batch_size = {works}"
     for number in works.split(" or "):
-        check_config(words(f"training.batch_size={micro} training.global_batch_size={number}"), ranks)
+        check_config(
+            words(f"training.batch_size={micro} training.global_batch_size={number}"), ranks
+        )
 
 
 def test_divisors_of_a_slip_are_found_at_once() -> None:
@@ -311,10 +524,18 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """2,304 entries; the model's other numbers are divisible by five."""
-    rank = {"WORLD_SIZE": "5", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rank = {
+        "WORLD_SIZE": "5",
+        "RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
-    shape = [f"--model.overrides.{change}" for change in ("dim=320", "n_heads=10", "ffn_dim=320", "n_layers=1")]
+    shape = [
+        f"--model.overrides.{change}"
+        for change in ("dim=320", "n_heads=10", "ffn_dim=320", "n_layers=1")
+    ]
     code = main.run([f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *shape])
     assert code == exit_codes.CONFIG
     error = capsys.readouterr().err

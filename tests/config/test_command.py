@@ -1,6 +1,7 @@
 """`titanlite config`: what its commands print, how they end, how long they take.
 
-The prose is in tests/config/snapshots, a file per command: `python tests/config/test_command.py --write` renews them.
+The prose is in tests/config/snapshots, a file per command: `python tests/config/test_command.py
+--write` renews them.
 """
 
 from __future__ import annotations
@@ -59,10 +60,16 @@ def output(words: list[str]) -> str:
     """What a command prints in a folder with FILES, and its exit code."""
     for name, text in FILES.items():
         Path(name).write_text(text)
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         code = main(["config", *words])
     shown = " ".join(f"'{word}'" if " " in word else word for word in words)
-    return f"$ titanlite config {shown}\n{out.getvalue()}--- standard error ---\n{err.getvalue()}--- exit code {code}\n"
+    return (
+        f"$ titanlite config {shown}\n{out.getvalue()}--- standard error ---\n{err.getvalue()}--- "
+        f"exit code {code}\n"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,9 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_a_command_prints_its_snapshot(name):
     snapshot = (SNAPSHOTS / f"{name}.txt").read_text()
-    assert output(COMMAND_LINES[name]) == snapshot, f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
+    assert output(COMMAND_LINES[name]) == snapshot, (
+        f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
+    )
 
 
 def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(capsys):
@@ -94,7 +103,11 @@ def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, mon
     flags = ("config", "check", "--training.data_parallel_shard_degree", "3")
 
     def ranks(*words: str) -> str:
-        return next(line for line in run(capsys, *flags, *words)[1].splitlines() if line.startswith("  ranks"))
+        return next(
+            line
+            for line in run(capsys, *flags, *words)[1].splitlines()
+            if line.startswith("  ranks")
+        )
 
     assert "3 (the fewest that fit" in ranks()
     monkeypatch.setenv("NGPU", "6")
@@ -113,17 +126,27 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
         lines = run(capsys, "config", "check", *words)[1].splitlines()
         return next((line for line in lines if "no effect" in line), "")
 
-    assert idle("--checkpoint.interval=5", "--validation.freq=3").endswith("validation.freq, checkpoint.interval")
+    assert idle("--checkpoint.interval=5", "--validation.freq=3").endswith(
+        "validation.freq, checkpoint.interval"
+    )
     assert idle("--no-metrics.rank_0_only").endswith("metrics.rank_0_only")
     assert idle("--no-metrics.rank_0_only", "--metrics.enable_tensorboard") == ""
     # The bundled text has fields of its own.
     assert idle("--data.messages_key=x", "--data.split=x").endswith("data.messages_key, data.split")
-    assert idle("--data.text_key=x", "--training.dataset=c4") == idle("--data.text_key=x", "--data.source=[{path='a'}]")
-    assert idle("--data.lanes=2", "--data.streaming=false").endswith("data.lanes") and idle("--data.lanes=2") == ""
-    assert idle("--optimizer.name=Muon", "--optimizer.implementation=fused").endswith("optimizer.implementation")
+    assert idle("--data.text_key=x", "--training.dataset=c4") == idle(
+        "--data.text_key=x", "--data.source=[{path='a'}]"
+    )
+    assert (
+        idle("--data.lanes=2", "--data.streaming=false").endswith("data.lanes")
+        and idle("--data.lanes=2") == ""
+    )
+    assert idle("--optimizer.name=Muon", "--optimizer.implementation=fused").endswith(
+        "optimizer.implementation"
+    )
     assert idle("--sample.prompts=a", "--sample.seed=1").endswith("sample.seed")
     assert idle("--sample.prompts=a", "--sample.seed=1", "--sample.temperature=1") == ""
-    # The shipped file turns checkpoints off two lines above their interval; and a path's text may have a name.
+    # The shipped file turns checkpoints off two lines above their interval; and a path's text may
+    # have a name.
     assert idle("debug_model.toml") == idle("llama3_8b.toml") == ""
 
 
@@ -145,11 +168,18 @@ def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
 
 def test_explain_knows_keys_without_effect_and_features_to_come_and_refuses_others(capsys):
     assert 'accepted  "default"' in run(capsys, "config", "explain", "comm.mode")[1]
-    lines = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[1].splitlines()
-    assert any(line.startswith("  not built yet") and "values other than false" in line for line in lines)
+    lines = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[
+        1
+    ].splitlines()
+    assert any(
+        line.startswith("  not built yet") and "values other than false" in line for line in lines
+    )
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2 and "training.batch_size" in err
-    assert "{dim = 8}" in run(capsys, "config", "explain", "model.overrides.dim", "--model.overrides.dim=8")[1]
+    assert (
+        "{dim = 8}"
+        in run(capsys, "config", "explain", "model.overrides.dim", "--model.overrides.dim=8")[1]
+    )
     assert run(capsys, "config", "explain", "a.toml", "b.toml")[0] == 2
 
 
@@ -159,7 +189,10 @@ def test_a_value_may_begin_with_a_minus(capsys):
     status, out, _ = run(capsys, "config", "check", "debug_model.toml", *flag, "--world-size", "2")
     assert status == 0 and "2 (--world-size), data_parallel_shard 2" in out
     assert run(capsys, "config", "explain", "--lr_scheduler.min_lr_factor", "-0.5", *flag)[0] == 2
-    assert "data_parallel_shard_degree = -1  command line" in run(capsys, "config", "explain", *flag)[1]
+    assert (
+        "data_parallel_shard_degree = -1  command line"
+        in run(capsys, "config", "explain", *flag)[1]
+    )
     with pytest.raises(SystemExit):
         main(["config", "check", "debug_model.toml", *flag, "-h"])
     assert "usage: titanlite config check" in capsys.readouterr().out
@@ -178,15 +211,19 @@ def test_help_names_the_commands(capsys):
 
 
 def test_version():
-    done = subprocess.run([sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True)
-    versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"
+    done = subprocess.run(
+        [sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True
+    )
+    versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"  # noqa: E501
     assert done.returncode == 0 and re.fullmatch(versions, done.stdout)
 
 
 def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
     train = ["train", "debug_model.toml", "--nproc-per-node"]
     status, _, err = run(capsys, *train, "0")
-    assert status == 2 and err.startswith("1 problem on the command line:\n  command line: --nproc-per-node: ")
+    assert status == 2 and err.startswith(
+        "1 problem on the command line:\n  command line: --nproc-per-node: "
+    )
     assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     status, _, err = run(capsys, *train, "2")
@@ -215,7 +252,9 @@ print([name for name in heavy if name in sys.modules])
 def test_config_commands_are_quick_and_import_little(words):
     assert find_config("llama3_8b.toml") is not None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"

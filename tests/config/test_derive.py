@@ -26,19 +26,34 @@ def run_of(*flags: str, ranks: int = 1, sequences: int | None = None) -> RunConf
         ([f"{T}tensor_parallel_degree=2", f"{E}context_parallel_degree=2"], 8, 1, 2),
         ([DDP], 4, 4, 1),
         ([DDP, f"{T}data_parallel_shard_degree=1", f"{T}tensor_parallel_degree=2"], 4, 2, 1),
-        ([DDP, f"{T}data_parallel_shard_degree=1", f"{T}data_parallel_replicate_degree=4"], 4, 4, 1),
+        (
+            [DDP, f"{T}data_parallel_shard_degree=1", f"{T}data_parallel_replicate_degree=4"],
+            4,
+            4,
+            1,
+        ),
     ],
 )
 def test_ranks_left_over_shard_the_weights_or_copy_them(flags, ranks, replicate, shard):
     mesh = run_of(*flags, ranks=ranks).mesh
-    assert (mesh.dp_replicate, mesh.dp_shard, mesh.dp_degree) == (replicate, shard, replicate * shard)
+    assert (mesh.dp_replicate, mesh.dp_shard, mesh.dp_degree) == (
+        replicate,
+        shard,
+        replicate * shard,
+    )
     assert mesh.weight_shards == shard * mesh.context
 
 
 def test_a_derived_degree_comes_with_its_equation():
     notes = run_of(f"{T}tensor_parallel_degree=2", f"{E}context_parallel_degree=2", ranks=8).notes
-    assert "data_parallel_shard = 2: the ranks left over, 8 ranks / tensor_parallel 2 / context_parallel 2" in notes
-    assert any("data_parallel_replicate = 4" in note and '"ddp"' in note for note in run_of(DDP, ranks=4).notes)
+    assert (
+        "data_parallel_shard = 2: the ranks left over, 8 ranks / tensor_parallel 2 / "
+        "context_parallel 2"
+    ) in notes
+    assert any(
+        "data_parallel_replicate = 4" in note and '"ddp"' in note
+        for note in run_of(DDP, ranks=4).notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +63,14 @@ def test_a_derived_degree_comes_with_its_equation():
         ([f"{T}tensor_parallel_degree=2", f"{E}pipeline_parallel_degree=4"], 8),
         ([f"{T}tensor_parallel_degree=2", f"{T}data_parallel_shard_degree=4"], 8),
         ([f"{T}reshard_after_forward=4"], 4),
-        (["--checkpoint.create_seed_checkpoint", "--checkpoint.enable_checkpoint", f"{T}tensor_parallel_degree=2"], 1),
+        (
+            [
+                "--checkpoint.create_seed_checkpoint",
+                "--checkpoint.enable_checkpoint",
+                f"{T}tensor_parallel_degree=2",
+            ],
+            1,
+        ),
     ],
 )
 def test_smallest_world_that_fits(flags, fewest):
@@ -65,7 +87,9 @@ def test_accumulation_follows_from_the_global_batch():
 
 @pytest.mark.parametrize(("tokens", "steps"), [(100, 1), (101, 2)])
 def test_tokens_become_steps_rounded_up(tokens, steps):
-    assert run_of(f"{T}seq_len=10", f"{T}batch_size=5", f"{T}tokens={tokens}", ranks=2).steps == steps
+    assert (
+        run_of(f"{T}seq_len=10", f"{T}batch_size=5", f"{T}tokens={tokens}", ranks=2).steps == steps
+    )
 
 
 def test_epochs_become_steps_once_the_text_is_counted():
@@ -81,7 +105,12 @@ def test_epochs_become_steps_once_the_text_is_counted():
 
 def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
     own = run_of(f"{T}steps=50", "--lr_scheduler.total_steps=5000")
-    assert (own.steps, own.schedule.total_steps, own.schedule.warmup_steps, own.warnings) == (50, 5000, 200, ())
+    assert (own.steps, own.schedule.total_steps, own.schedule.warmup_steps, own.warnings) == (
+        50,
+        5000,
+        200,
+        (),
+    )
     run = run_of(f"{T}steps=500")
     assert run.schedule.total_steps == 500
     longer = with_steps(run, 700)
@@ -98,14 +127,21 @@ def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
         (["steps=100", "decay_ratio=0.9"], "decay_steps", 80, "90 steps is shortened to 80"),
         (["steps=100", "decay_ratio=0.3"], "decay_steps", 30, ""),
         (["steps=100", "decay_type=plateau", "plateau_ratio=0.5"], "plateau_steps", 50, ""),
-        (["steps=100", "decay_type=plateau", "plateau_ratio=0.9"], "plateau_steps", 80, "90 steps is shortened to 80"),
+        (
+            ["steps=100", "decay_type=plateau", "plateau_ratio=0.9"],
+            "plateau_steps",
+            80,
+            "90 steps is shortened to 80",
+        ),
         (["steps=100", "decay_type=plateau", "plateau_ratio=0"], "plateau_steps", 0, ""),
         (["steps=1000", "style=fsdp", "warmup_ratio=0.0125"], "warmup_steps", 12.5, ""),
         (["steps=1000", "warmup_ratio=0.0125"], "warmup_steps", 12, ""),
     ],
 )
 def test_parts_of_the_schedule_are_shortened_to_it_with_a_warning(flags, field, steps, shortened):
-    given = [f"--{'training' if flag.startswith('steps') else 'lr_scheduler'}.{flag}" for flag in flags]
+    given = [
+        f"--{'training' if flag.startswith('steps') else 'lr_scheduler'}.{flag}" for flag in flags
+    ]
     if steps < 100 and field != "warmup_steps":
         given.append(f"{T}warmup_steps=20")
     run = run_of(*given)
@@ -114,7 +150,11 @@ def test_parts_of_the_schedule_are_shortened_to_it_with_a_warning(flags, field, 
 
 
 def test_folders_are_below_the_dump_folder_unless_absolute():
-    flags = ["--job.dump_folder=out", "--job.save_config_file=c.toml", "--profiling.save_traces_folder=/p"]
+    flags = [
+        "--job.dump_folder=out",
+        "--job.save_config_file=c.toml",
+        "--profiling.save_traces_folder=/p",
+    ]
     run = run_of(*flags)
     assert (run.checkpoint.folder, run.metrics.save_tb_folder) == ("out/checkpoint", "out/tb")
     assert (run.job.save_config_file, run.profiling.save_traces_folder) == ("out/c.toml", "/p")
@@ -126,7 +166,9 @@ def test_sections_are_filled_from_others():
     run = run_of(f"{T}batch_size=4", f"{T}seq_len=64", "--validation.seq_len=128")
     assert (run.validation.batch_size, run.validation.seq_len, run.max_seq_len) == (4, 128, 64)
     assert run_of("--validation.enable", "--validation.seq_len=4096").max_seq_len == 4096
-    assert run_of("--model.overrides.n_layers=1").activation_checkpoint.mode == "selective", "a default that fits none"
+    assert run_of("--model.overrides.n_layers=1").activation_checkpoint.mode == "selective", (
+        "a default that fits none"
+    )
 
 
 def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
@@ -134,8 +176,13 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
     run = run_of(*flags, ranks=4)
     assert (run.pipeline.stages, run.pipeline.microbatches) == (4, 2)
     e = run.experimental
-    assert (e.pipeline_parallel_schedule, e.pipeline_parallel_microbatches) == ("Interleaved1F1B", 2)
-    assert run.training.reshard_after_forward == "never" and any("stay gathered" in note for note in run.notes)
+    assert (e.pipeline_parallel_schedule, e.pipeline_parallel_microbatches) == (
+        "Interleaved1F1B",
+        2,
+    )
+    assert run.training.reshard_after_forward == "never" and any(
+        "stay gathered" in note for note in run.notes
+    )
     (warning,) = run_of(*flags, f"{T}reshard_after_forward=always", ranks=4).warnings
     assert "training.reshard_after_forward" in warning
     assert run_of(*flags, ranks=2).notes[-1].startswith("pipeline micro-batches per step = 2")
@@ -149,7 +196,11 @@ def test_prefetch_of_whole_weights_warns(ranks, flags):
 
 
 def test_asynchronous_tensor_parallelism_wants_two_sequences() -> None:
-    flags = [f"{T}tensor_parallel_degree=2", f"{T}compile", "--experimental.enable_async_tensor_parallel"]
+    flags = [
+        f"{T}tensor_parallel_degree=2",
+        f"{T}compile",
+        "--experimental.enable_async_tensor_parallel",
+    ]
     (warning,) = run_of(*flags, f"{T}batch_size=1", ranks=2).warnings
     assert "overlaps no all-gather at training.batch_size = 1" in warning
     assert run_of(*flags, f"{T}batch_size=2", ranks=2).warnings == ()
@@ -164,7 +215,14 @@ def test_float8_keys_without_float8_are_a_warning_and_other_idle_keys_a_note():
 
 def test_a_float8_filter_that_cuts_a_number_is_a_warning():
     """`layers.1` reads as one layer, and is in the names of eleven."""
-    flags = ["--model.overrides.n_layers=20", "--float8.enable_float8_linear", "--float8.filter_fqns="]
+    flags = [
+        "--model.overrides.n_layers=20",
+        "--float8.enable_float8_linear",
+        "--float8.filter_fqns=",
+    ]
     (warning,) = run_of(*flags[:2], f"{flags[2]}layers.1,w2,layers.7").warnings
-    assert '"layers.1" is also part of layers.10, layers.11' in warning and '"layers.1." is not' in warning
+    assert (
+        '"layers.1" is also part of layers.10, layers.11' in warning
+        and '"layers.1." is not' in warning
+    )
     assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()

@@ -31,7 +31,9 @@ def found(left: str, right: str) -> list[tuple]:
 
 
 def test_spelling_order_and_written_defaults_are_no_difference(capsys):
-    left = write("a.toml", '[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\nsteps = 10000\n')
+    left = write(
+        "a.toml", '[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\nsteps = 10000\n'
+    )
     right = write("b.toml", "[metrics]\nlog_freq = 10\n[training]\nbatch_size = 4\n")
     assert found(left, right) == []
     assert main(["config", "diff", left, right, "--plans"]) == 0
@@ -43,7 +45,9 @@ def recorded(*flags: str) -> str:
 
 
 def test_file_against_a_run_that_was_started_from_it_differs_by_the_flags_only(capsys):
-    file = write("run.toml", "[training]\nsteps = 20\nlocal_batch_size = 4\n[optimizer]\nlr = 1e-3\n")
+    file = write(
+        "run.toml", "[training]\nsteps = 20\nlocal_batch_size = 4\n[optimizer]\nlr = 1e-3\n"
+    )
     text = recorded("--job.config_file=run.toml", "--optimizer.lr=2e-3", "--training.tokens=500")
     write("outputs/config.toml", text)
     lines = {line.partition(" = ")[0]: number for number, line in enumerate(text.split("\n"), 1)}
@@ -61,7 +65,10 @@ def manifest(folder: str, content: object) -> None:
 @pytest.mark.parametrize("named", ["out", "out/ckpt", "out/ckpt/step-20"])
 def test_run_without_config_file_is_known_by_its_newest_checkpoint(named):
     for step in (3, 20):
-        manifest(f"out/ckpt/step-{step}", {"step": step, "config": {"toml": recorded(f"--training.steps={step}")}})
+        manifest(
+            f"out/ckpt/step-{step}",
+            {"step": step, "config": {"toml": recorded(f"--training.steps={step}")}},
+        )
     ((key, left, right),) = found(write("a.toml", ""), named)
     assert (key, left, right[0]) == ("training.steps", ("10000", "default"), "20")
     assert right[1].startswith("out/ckpt/step-20/manifest.json:")

@@ -37,10 +37,16 @@ def test_python_example_runs(capsys):
 def test_every_code_of_a_problem_is_listed():
     package = Path(titanlite.__file__).parent
     sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py")]
-    codes = {code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)}
+    codes = {
+        code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)
+    }
     for name in ("config/checks.py", "fit.py"):  # tuples (code, key, message, hint)
         for node in ast.walk(ast.parse((package / name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Tuple) and len(node.elts) in (3, 4) and isinstance(node.elts[0], ast.Constant):
+            if (
+                isinstance(node, ast.Tuple)
+                and len(node.elts) in (3, 4)
+                and isinstance(node.elts[0], ast.Constant)
+            ):
                 codes |= set(re.findall(r"^[a-z0-9-]+$", str(node.elts[0].value)))
     rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \|", PAGE, re.MULTILINE)
     assert codes | {"wrong-type", "out-of-range", "unknown-value", "missing", "unknown-key"} == set(
@@ -50,9 +56,13 @@ def test_every_code_of_a_problem_is_listed():
 
 def test_the_readmes_examples_are_what_is_printed(capsys):
     readme = (PAGE_PATH.parents[1] / "README.md").read_text(encoding="utf-8")
-    explained = re.search(r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```", readme, re.DOTALL)
+    explained = re.search(
+        r"```\n\$ titanlite config explain (\S+) (\S+)\n(.*?)```", readme, re.DOTALL
+    )
     refused = re.search(
-        r"```\n\$ ./run_llama_train.sh (--training.setps 40 --optimizer.lr) .*?\n(.*?)```", readme, re.DOTALL
+        r"```\n\$ ./run_llama_train.sh (--training.setps 40 --optimizer.lr) .*?\n(.*?)```",
+        readme,
+        re.DOTALL,
     )
     assert explained is not None and refused is not None
     assert main(["config", "explain", explained[1], explained[2]]) == 0

@@ -35,10 +35,28 @@ def only(text: str) -> Problem:
 LOSS_PARALLEL = "training.disable_loss_parallel (training.enable_loss_parallel)"
 #: (text, line, key, code, part of the hint; empty: there is none)
 WRONG = [
-    ("[training]\nsteps = 5\nbatchsize = 4", 3, "training.batchsize", "unknown-key", "training.batch_size"),
-    ("[training]\n\nlr = 1.0", 3, "training.lr", "unknown-key", "belongs to another section: optimizer.lr"),
+    (
+        "[training]\nsteps = 5\nbatchsize = 4",
+        3,
+        "training.batchsize",
+        "unknown-key",
+        "training.batch_size",
+    ),
+    (
+        "[training]\n\nlr = 1.0",
+        3,
+        "training.lr",
+        "unknown-key",
+        "belongs to another section: optimizer.lr",
+    ),
     ("[optimizer]\nfused_ = true", 2, "optimizer.fused_", "unknown-key", "optimizer.fused"),
-    ("[training]\ngrad_clip = 1.0", 2, "training.grad_clip", "unknown-key", "here this is training.max_norm"),
+    (
+        "[training]\ngrad_clip = 1.0",
+        2,
+        "training.grad_clip",
+        "unknown-key",
+        "here this is training.max_norm",
+    ),
     ("steps = 4", 1, "steps", "unknown-key", "belongs to another section: training.steps"),
     ("#\n[optim]\nlr = 1.0", 2, "[optim]", "unknown-section", "[optimizer]"),
     ("[zzz]\nq = 1.0", 1, "[zzz]", "unknown-section", "sections: job, model, training"),
@@ -58,18 +76,42 @@ WRONG = [
     ('[data]\nskip_steps = [1, "2"]', 2, "data.skip_steps", "out-of-range", ""),
     ("[model.overrides]\nrope_theta = inf", 2, "model.overrides.rope_theta", "out-of-range", ""),
     ("[launch.environment]\nA = 1", 2, "launch.environment.A", "wrong-type", 'with quotes: "1"'),
-    ('[[data.source]]\npath = "a"\nweihgt = 1.0', 3, "data.source[0].weihgt", "unknown-key", "weight"),
+    (
+        '[[data.source]]\npath = "a"\nweihgt = 1.0',
+        3,
+        "data.source[0].weihgt",
+        "unknown-key",
+        "weight",
+    ),
     ('[[data.source]]\npath = "a"\nweight = 0', 3, "data.source[0].weight", "out-of-range", ""),
     ("[[optimizer.groups]]\nlr = 1.0", 1, "optimizer.groups[0].pattern", "missing", "Regular"),
     ("[optimizer]\ngroups = [1]", 2, "optimizer.groups", "wrong-type", ""),
     ("[[training]]\nsteps = 1", 1, "training", "wrong-type", ""),
-    ("[quantize.linear.float9]\nx = 1", 1, "quantize.linear.float9", "unknown-key", "quantize.linear.float8"),
+    (
+        "[quantize.linear.float9]\nx = 1",
+        1,
+        "quantize.linear.float9",
+        "unknown-key",
+        "quantize.linear.float8",
+    ),
     ('[comm]\nmode = "fake_backend"', 2, "comm.mode", "unsupported", 'leave it at "default"'),
     ("[fault_tolerance]\nenable = true", 2, "fault_tolerance.enable", "unsupported", "at false"),
     ('[model]\nconverters = ["float9"]', 2, "model.converters", "unsupported", ""),
     ("[training]\ndisable_loss_parallel = 0", 2, LOSS_PARALLEL, "wrong-type", ""),
-    ("[training]\nlocal_batch_size = 0", 2, "training.local_batch_size (training.batch_size)", "out-of-range", ""),
-    ("training.batch_size = 4\ntraining.local_batch_size = 8", 2, "training.local_batch_size", "given-twice", ""),
+    (
+        "[training]\nlocal_batch_size = 0",
+        2,
+        "training.local_batch_size (training.batch_size)",
+        "out-of-range",
+        "",
+    ),
+    (
+        "training.batch_size = 4\ntraining.local_batch_size = 8",
+        2,
+        "training.local_batch_size",
+        "given-twice",
+        "",
+    ),
     ('[job]\nconfig_file = "x.toml"', 2, "job.config_file", "misplaced", ""),
 ]
 
@@ -101,14 +143,18 @@ MEANT = {
 @pytest.mark.parametrize("name", MEANT)
 def test_an_unknown_key_is_told_the_key_that_is_meant(name):
     (problem,) = problems(f"--{name}=1")
-    assert problem.code in ("unknown-key", "unknown-section") and problem.hint.endswith(f" {MEANT[name]}")
+    assert problem.code in ("unknown-key", "unknown-section") and problem.hint.endswith(
+        f" {MEANT[name]}"
+    )
 
 
 def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
     known = {field.name for spec in SPECS.values() for field in fields(spec.args_class)}
     for name, ours in OTHER_TRAINERS.items():
         for key in ours.split(" and "):
-            assert key in keys() or (key.startswith("model.overrides.") and key.rpartition(".")[2] in known), name
+            assert key in keys() or (
+                key.startswith("model.overrides.") and key.rpartition(".")[2] in known
+            ), name
         assert name not in keys(), name
     (problem,) = problems("--model.activation=silu")
     assert problem.hint.startswith("keys of [model]: "), "nothing is like it"
@@ -126,12 +172,20 @@ def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
     Path("a").mkdir()
     Path("base.toml").write_text("[training]\nsteps = 0\n")
     Path("a/run.toml").write_text('[job]\nextends = ["../base.toml"]\n[training]\nseq_len = 0\n')
-    assert [problem.where for problem in problems(file=Path("a/run.toml"))] == ["a/run.toml:4", "base.toml:2"]
+    assert [problem.where for problem in problems(file=Path("a/run.toml"))] == [
+        "a/run.toml:4",
+        "base.toml:2",
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("[training]\nsteps = \n", 2), ("[a]\nb = 1\nb = 2\n", 3), ("[training\n", 1), ("[training]\nseed = 007\n", 2)],
+    [
+        ("[training]\nsteps = \n", 2),
+        ("[a]\nb = 1\nb = 2\n", 3),
+        ("[training\n", 1),
+        ("[training]\nseed = 007\n", 2),
+    ],
 )
 def test_broken_toml_is_named_with_its_line(text, line):
     problem = only(text)
@@ -144,7 +198,11 @@ def test_missing_file_names_the_nearest_config(tmp_path, monkeypatch):
     Path("train_configs").mkdir()
     Path("train_configs/llama9_8b.toml").write_text("")
     (problem,) = problems("--job.config_file", "lama9_8b.toml")
-    assert (problem.where, problem.key, problem.code) == ("command line", "job.config_file", "no-file")
+    assert (problem.where, problem.key, problem.code) == (
+        "command line",
+        "job.config_file",
+        "no-file",
+    )
     assert "llama9_8b.toml" in problem.hint
 
 
@@ -152,7 +210,10 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
     for path, reason in ((tmp_path, "directory"), (tmp_path / "bin.toml", "not UTF-8")):
         (problem,) = problems(file=path)
-        assert (problem.where, problem.code) == ("command line", "unreadable") and reason in problem.message
+        assert (problem.where, problem.code) == (
+            "command line",
+            "unreadable",
+        ) and reason in problem.message
     run = tmp_path / "run.toml"
     run.write_text('\n[job]\nextends = ["nope.toml"]\n')
     (problem,) = problems(file=run)
@@ -178,7 +239,11 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
         (["--model.overrides."], "--model.overrides.", "bad-flag"),
         (["--model.overrides.", "8"], "--model.overrides.", "bad-flag"),
         (["--model.overrides.n layers", "8"], "--model.overrides.n layers", "bad-flag"),
-        (["--model.overrides.rope_scaling.factor", "8"], "--model.overrides.rope_scaling.factor", "bad-flag"),
+        (
+            ["--model.overrides.rope_scaling.factor", "8"],
+            "--model.overrides.rope_scaling.factor",
+            "bad-flag",
+        ),
         (["--training.steps", "1" + "0" * 5000], "training.steps", "wrong-type"),
         (["--data.source", "[" * 5000], "data.source", "wrong-type"),
         (["--job.config_file", "a" * 5000], "job.config_file", "no-file"),
@@ -221,7 +286,9 @@ def test_two_keys_for_one_thing_exclude_each_other_in_a_layer(first, second):
 
 
 VALUES = st.recursive(
-    st.sampled_from(["0", "-1", "3", "1.5", "inf", "true", '""', '"x"', '"none"', "1979-05-27", "07:32:00"]),
+    st.sampled_from(
+        ["0", "-1", "3", "1.5", "inf", "true", '""', '"x"', '"none"', "1979-05-27", "07:32:00"]
+    ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=2).map(lambda items: f"[{', '.join(items)}]"),
         inner.map(lambda item: f"{{path = {item}, x = {item}}}"),
@@ -229,17 +296,36 @@ VALUES = st.recursive(
     max_leaves=4,
 )
 NAMES = st.sampled_from(
-    [*sorted(known_names()), *sorted(known_sections()), "x", "training.x", "x.y.z", '""', "data.source.x"]
+    [
+        *sorted(known_names()),
+        *sorted(known_sections()),
+        "x",
+        "training.x",
+        "x.y.z",
+        '""',
+        "data.source.x",
+    ]
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(pairs=st.lists(st.tuples(NAMES, VALUES), max_size=3), flags=st.lists(st.tuples(NAMES, VALUES), max_size=2))
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    pairs=st.lists(st.tuples(NAMES, VALUES), max_size=3),
+    flags=st.lists(st.tuples(NAMES, VALUES), max_size=2),
+)
 def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
     (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))
-    words = [f"--{name}={value}" for name, value in flags if name not in ("job.config_file", "job.extends")]
+    words = [
+        f"--{name}={value}"
+        for name, value in flags
+        if name not in ("job.config_file", "job.extends")
+    ]
     try:
-        check_config([f"--job.config_file={tmp_path / 'run.toml'}", *words], world_size=2, training=True)
+        check_config(
+            [f"--job.config_file={tmp_path / 'run.toml'}", *words], world_size=2, training=True
+        )
     except ConfigError as error:
         assert error.problems
         assert all(problem.message and problem.code for problem in error.problems)

@@ -1,6 +1,7 @@
 """Files with the keys and values of torchtitan's own give its models, schedules and batches.
 
-docs/from-torchtitan.md shows the same as a table (`python tests/config/test_from_torchtitan.py --write` renews it).
+docs/from-torchtitan.md shows the same as a table (`python tests/config/test_from_torchtitan.py
+--write` renews it).
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ class Original:
     decay: int | None = None
 
     def rate(self, step: int, *, later: bool) -> float:
-        """Learning rate of a step, counted from 1, as torchtitan computes it from the steps before."""
+        """Learning rate of a step, counted from 1, as torchtitan computes it from the steps
+        before.
+        """
         before, total, warmup = step - 1, self.steps, self.warmup
         if not later:  # train.py of autumn 2024: linear_warmup_linear_decay
             if before < warmup:
                 return self.lr * (before + 1) / (warmup + 1)
             left = (total - warmup) - (before - warmup)
             return self.lr * (1 - ((total - warmup) - left) / (total - warmup))
-        # 0.2.2, components/lr_scheduler.py: linear_warmup_stable_decay, with a virtual step after the last
+        # 0.2.2, components/lr_scheduler.py: linear_warmup_stable_decay, with a virtual step after
+        # the last
         decay = total - warmup if self.decay is None else min(self.decay, total - warmup)
         held = warmup + (total + 1 - warmup - decay)
         if before < warmup:
@@ -93,7 +97,11 @@ def text(version: str, name: str) -> str:
         "decay_ratio": "" if o.decay is None else f"decay_ratio = {o.decay / o.steps}",
         "mode": "none" if o.layers < 10 else "full",
     }
-    return (Path(__file__).parent / "snapshots" / f"torchtitan_{version}.toml").read_text().format(**fields)
+    return (
+        (Path(__file__).parent / "snapshots" / f"torchtitan_{version}.toml")
+        .read_text()
+        .format(**fields)
+    )
 
 
 def run_of(toml: str, gpus: int) -> RunConfig:
@@ -114,17 +122,34 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
     args = run.model_args()
     assert (args.dim, args.n_layers) == (o.dim, o.layers)
     scaling = SHAPES["llama3"]["3.1-8B"].rope_scaling if o.rope_factor else None
-    if (version, name) == ("2024", "llama3_405b"):  # on purpose: published with scaling, and a note says so
-        assert args.rope_scaling is not None and any('"405B" is Llama 3.1' in note for note in run.notes)
+    if (version, name) == (
+        "2024",
+        "llama3_405b",
+    ):  # on purpose: published with scaling, and a note says so
+        assert args.rope_scaling is not None and any(
+            '"405B" is Llama 3.1' in note for note in run.notes
+        )
         without = text(version, name).replace("[model]", '[model]\nrope_scaling = "none"')
         args = run_of(without, o.gpus).model_args()
     assert args.rope_scaling == scaling
     assert args.rope_theta == (1e4 if o.family == "llama2" else 5e5)
     assert run.batch.global_batch_size == o.batch * o.gpus // o.tensor
     assert run.batch.tokens_per_step == run.batch.global_batch_size * o.seq_len
-    for step in {1, 2, o.warmup - 1, o.warmup, o.warmup + 1, o.warmup + 2, o.steps // 2, o.steps - 1, o.steps} - {0}:
+    for step in {
+        1,
+        2,
+        o.warmup - 1,
+        o.warmup,
+        o.warmup + 1,
+        o.warmup + 2,
+        o.steps // 2,
+        o.steps - 1,
+        o.steps,
+    } - {0}:
         wanted = o.rate(step, later=later)
-        assert learning_rate(run.schedule, run.optimizer.lr, step) == pytest.approx(wanted, rel=1e-12), step
+        assert learning_rate(run.schedule, run.optimizer.lr, step) == pytest.approx(
+            wanted, rel=1e-12
+        ), step
 
 
 @pytest.mark.parametrize(("version", "name"), CELLS)
@@ -137,26 +162,48 @@ def test_the_saved_config_and_the_migrated_file_train_the_same(version: str, nam
 
 def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
     notes = "\n".join(run_of(text("0.2.x", "debug_model"), 8).notes)
-    assert 'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE scaled by 8' in notes
-    assert 'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"' in notes
+    assert (
+        'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE '
+        "scaled by 8"
+    ) in notes
+    assert (
+        'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"'
+        in notes
+    )
     assert not any("0.2.x" in note for note in run_of(text("2024", "debug_model"), 8).notes)
 
 
 @pytest.mark.parametrize("name", [*LATER, None])
 def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) -> None:
-    """0.1.0 had model.tokenizer_path, 0.2.x has model.hf_assets_path: the models of 0.1.0 have RoPE without scaling."""
+    """0.1.0 had model.tokenizer_path, 0.2.x has model.hf_assets_path: the models of 0.1.0 have RoPE
+    without scaling.
+    """
     if name is None:  # the default flavor
-        toml, o = "[model]\ntokenizer_path = 'x'\n[training]\nlocal_batch_size = 1\n", LATER["debug_model"]
+        toml, o = (
+            "[model]\ntokenizer_path = 'x'\n[training]\nlocal_batch_size = 1\n",
+            LATER["debug_model"],
+        )
     else:
-        toml, o = text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n'), LATER[name]
+        toml, o = (
+            text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n'),
+            LATER[name],
+        )
     run = run_of(toml, o.gpus)
     args = run.model_args()
-    assert (args.dim, args.n_layers, args.rope_scaling, run.schedule.style) == (o.dim, o.layers, None, "titan-0.2")
+    assert (args.dim, args.n_layers, args.rope_scaling, run.schedule.style) == (
+        o.dim,
+        o.layers,
+        None,
+        "titan-0.2",
+    )
     assert any("as torchtitan 0.1.0 does" in note for note in run.notes)
     for again in (run.toml, migrate_text(toml, HERE).text):
         assert trained(run_of(again, o.gpus)) == trained(run)
     said = toml.replace("[job]", "") if "[job]" in toml else toml
-    for later in (f'[job]\ndialect = "2026"\n{said}', toml.replace("tokenizer_path", "hf_assets_path")):
+    for later in (
+        f'[job]\ndialect = "2026"\n{said}',
+        toml.replace("tokenizer_path", "hf_assets_path"),
+    ):
         scaling = run_of(later, o.gpus).model_args().rope_scaling
         assert scaling is not None and scaling.factor == 8
     own = toml.replace("[model]", "[model]\nrope_scaling = 4.0")
@@ -167,13 +214,20 @@ def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) 
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
     for there, (here, difference) in LATER_FLAVORS.items():
         older, later = SHAPES["llama3"][there], SHAPES["llama3"][here]
-        assert later.rope_scaling is not None and f"RoPE scaled by {later.rope_scaling.factor:g}" in difference
+        assert (
+            later.rope_scaling is not None
+            and f"RoPE scaled by {later.rope_scaling.factor:g}" in difference
+        )
         assert (older.n_layers != later.n_layers) == (f"{later.n_layers} layers" in difference)
         assert replace(later, n_layers=older.n_layers, rope_scaling=older.rope_scaling) == older
 
 
-def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor_and_the_debug_model_a_note() -> None:
-    """Width, layers, heads of queries and keys, width of the feed-forward, tied, as in torchtitan/models/qwen3."""
+def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor_and_the_debug_model_a_note() -> (
+    None
+):
+    """Width, layers, heads of queries and keys, width of the feed-forward, tied, as in
+    torchtitan/models/qwen3.
+    """
     shapes = {"0.6B": (1024, 28, 16, 8, 3072, True), "4B": (2560, 36, 32, 8, 9728, True)}
     shapes |= {"1.7B": (2048, 28, 16, 8, 6144, True), "8B": (4096, 36, 32, 8, 12288, False)}
     shapes |= {"14B": (5120, 40, 40, 8, 17408, False), "32B": (5120, 64, 64, 8, 25600, False)}
@@ -182,8 +236,14 @@ def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor_and_the_debug
         config, problems = read_text(text, HERE)
         a = fitted(config, 1).model_args()
         found = (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.ffn_width, a.tied)
-        assert not problems and shapes.get(flavor, found) == found and (a.rope_theta, a.norm_eps) == (1e6, 1e-6)
-        assert ("of torchtitan has another shape" in "".join(config.notes)) == (flavor == "debugmodel")
+        assert (
+            not problems
+            and shapes.get(flavor, found) == found
+            and (a.rope_theta, a.norm_eps) == (1e6, 1e-6)
+        )
+        assert ("of torchtitan has another shape" in "".join(config.notes)) == (
+            flavor == "debugmodel"
+        )
 
 
 def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: Path) -> None:
@@ -243,7 +303,15 @@ def test_a_file_of_another_trainer_is_refused_as_such(command, tmp_path, capsys)
 
 def table() -> str:
     """One row for each file, from what titanlite makes of it."""
-    heads = ["version", "file", "GPUs", "model here", "layers", "RoPE scaling", "sequences x tokens per step"]
+    heads = [
+        "version",
+        "file",
+        "GPUs",
+        "model here",
+        "layers",
+        "RoPE scaling",
+        "sequences x tokens per step",
+    ]
     lines = [[*heads, "warm-up", "lr at steps 1 and 2", "decay"], ["---"] * 10]
     for version, name in CELLS:
         o = original(version, name)
@@ -257,7 +325,17 @@ def table() -> str:
         model = f"`{run.model.name}` `{run.model.flavor}`"
         batch = f"{run.batch.global_batch_size} x {run.batch.seq_len}"
         warmup = f"{form} at step n"
-        row = [version, f"`{name}.toml`", str(o.gpus), model, str(args.n_layers), scaling, batch, warmup, rates]
+        row = [
+            version,
+            f"`{name}.toml`",
+            str(o.gpus),
+            model,
+            str(args.n_layers),
+            scaling,
+            batch,
+            warmup,
+            rates,
+        ]
         lines.append([*row, f"{s.decay_type}, last {decay} of {s.total_steps}"])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -267,10 +345,13 @@ def test_the_table_of_files_equals_the_code() -> None:
     assert match and match[2] == table(), "run: python tests/config/test_from_torchtitan.py --write"
 
 
-@pytest.mark.parametrize("flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen"])
+@pytest.mark.parametrize(
+    "flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen"]
+)
 def test_a_flavor_with_other_attention_is_refused_with_the_reason(flavor: str) -> None:
     with pytest.raises(
-        ConfigError, match=f'"{flavor}" is not supported: attention within each document is data.mask_documents'
+        ConfigError,
+        match=f'"{flavor}" is not supported: attention within each document is data.mask_documents',
     ):
         load([f"--model.flavor={flavor}"])
 

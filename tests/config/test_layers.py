@@ -12,7 +12,9 @@ from titanlite.fit import fitted
 
 def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "one.toml").write_text("[training]\nsteps = 1\nbatch_size = 1\nseq_len = 1\ngc_freq = 1\n")
+    (tmp_path / "one.toml").write_text(
+        "[training]\nsteps = 1\nbatch_size = 1\nseq_len = 1\ngc_freq = 1\n"
+    )
     (tmp_path / "two.toml").write_text("[training]\nbatch_size = 2\nseq_len = 2\ngc_freq = 2\n")
     (tmp_path / "run.toml").write_text(
         '[job]\nextends = ["one.toml", "two.toml"]\n[training]\nseq_len = 3\ngc_freq = 3\n'
@@ -47,8 +49,15 @@ def test_tables_merge_entry_by_entry(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[job]\nextends = ["base.toml"]\n[model.overrides]\ndim = 128\nrope_theta = 1e4\n'
     )
-    config = load_file(tmp_path / "run.toml", ["--model.overrides.n_layers", "3", "--model.overrides.tied", "true"])
-    assert config.sections.model.overrides == {"n_layers": 3, "dim": 128, "rope_theta": 1e4, "tied": True}
+    config = load_file(
+        tmp_path / "run.toml", ["--model.overrides.n_layers", "3", "--model.overrides.tied", "true"]
+    )
+    assert config.sections.model.overrides == {
+        "n_layers": 3,
+        "dim": 128,
+        "rope_theta": 1e4,
+        "tied": True,
+    }
     assert config.source("model.overrides.dim").line == 4
     assert str(config.source("model.overrides.n_layers")) == "command line"
 
@@ -72,7 +81,9 @@ def test_table_can_be_one_word_on_the_command_line(tmp_path):
     ],
 )
 def test_a_table_in_the_form_of_sagemakers_toolkit(tmp_path, word, written):
-    """Its `to_cmd_args` joins the sorted entries of a dict by commas, with values as `str` has them."""
+    """Its `to_cmd_args` joins the sorted entries of a dict by commas, with values as `str` has
+    them.
+    """
     if written is None:
         written = 'rope_scaling = {factor = 8.0, low = [1, 2], "n=1" = false}\ntied = false'
     (tmp_path / "run.toml").write_text(f"[model.overrides]\n{written}\n")
@@ -83,11 +94,18 @@ def test_a_table_in_the_form_of_sagemakers_toolkit(tmp_path, word, written):
 
 def test_texts_of_a_table_stay_texts_and_a_later_flag_wins():
     flags = ["--launch.environment", "A=1,B=x=y,C=a,b,D_E=[1,E=2]", "--launch.environment.B=z"]
-    assert load(flags).sections.launch.environment == {"A": "1", "B": "z", "C": "a,b", "D_E": "[1,E=2]"}
+    assert load(flags).sections.launch.environment == {
+        "A": "1",
+        "B": "z",
+        "C": "a,b",
+        "D_E": "[1,E=2]",
+    }
 
 
 def test_tables_in_a_list_as_python_prints_them():
-    sources = load(["--data.source", "[{'path': '/a', 'weight': 2.0}, {'path': 'b'}]"]).sections.data.source
+    sources = load(
+        ["--data.source", "[{'path': '/a', 'weight': 2.0}, {'path': 'b'}]"]
+    ).sections.data.source
     assert [(source.path, source.weight) for source in sources] == [("/a", 2.0), ("b", 1.0)]
 
 
@@ -99,7 +117,8 @@ def test_words_that_are_no_table_are_refused(word):
 
 def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
     (tmp_path / "run.toml").write_text(
-        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = 2\n[launch.volumes]\n"A.B" = "x"\n'
+        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = '
+        '2\n[launch.volumes]\n"A.B" = "x"\n'
     )
     dialect = load_file(tmp_path / "run.toml").sections
     assert [(s.path, s.weight) for s in dialect.data.source] == [("a", 1.0), ("b", 2.0)]
@@ -112,7 +131,11 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--training.steps=5"], "training.steps", 5),
         (["--training.seq-len", "5"], "training.seq_len", 5),
         (["--training.steps", "1_000"], "training.steps", 1000),
-        (["--training.data_parallel_shard_degree", "-1"], "training.data_parallel_shard_degree", -1),
+        (
+            ["--training.data_parallel_shard_degree", "-1"],
+            "training.data_parallel_shard_degree",
+            -1,
+        ),
         (["--training.steps=5", "--training.steps", "6"], "training.steps", 6),
         (["--optimizer.lr=1"], "optimizer.lr", 1.0),
         (["--training.compile", "True"], "training.compile", True),
@@ -141,10 +164,21 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
         (["--data.skip_steps", "[1, 2]"], "data.skip_steps", [1, 2]),
         (["--model.rope_scaling", "none"], "model.rope_scaling", "none"),
         (["--model.rope_scaling", "8"], "model.rope_scaling", 8.0),
-        (["--training.reshard_after_forward", "always"], "training.reshard_after_forward", "always"),
-        (["--activation_checkpoint.selective_ac_option", "3"], "activation_checkpoint.selective_ac_option", "3"),
         (
-            ["--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["layers.1", "norm"]]'],
+            ["--training.reshard_after_forward", "always"],
+            "training.reshard_after_forward",
+            "always",
+        ),
+        (
+            ["--activation_checkpoint.selective_ac_option", "3"],
+            "activation_checkpoint.selective_ac_option",
+            "3",
+        ),
+        (
+            [
+                "--parallelism.module_fqns_per_model_part",
+                '[["tok_embeddings", "layers.0"], ["layers.1", "norm"]]',
+            ],
             "experimental.pipeline_parallel_split_points",
             ["layers.1"],
         ),
@@ -159,7 +193,10 @@ def test_every_form_of_a_flag(flags, key, value):
 
 def test_sagemaker_spelling_of_the_config_file(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
-    for flag in (["--config_file", str(tmp_path / "run.toml")], [f"--config_file={tmp_path / 'run.toml'}"]):
+    for flag in (
+        ["--config_file", str(tmp_path / "run.toml")],
+        [f"--config_file={tmp_path / 'run.toml'}"],
+    ):
         assert load(flag).sections.training.steps == 3
 
 
@@ -176,7 +213,9 @@ def test_bare_name_is_looked_up_in_train_configs(tmp_path, monkeypatch):
 
 def test_later_layer_replaces_another_way_of_saying_it(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\nwarmup_steps = 1\n")
-    config = load_file(tmp_path / "run.toml", ["--training.tokens", "100", "--lr_scheduler.warmup_ratio=0.5"])
+    config = load_file(
+        tmp_path / "run.toml", ["--training.tokens", "100", "--lr_scheduler.warmup_ratio=0.5"]
+    )
     assert config.sections.training.tokens == 100
     assert not config.is_given("training.steps")
     assert any("replaces training.steps = 3" in note for note in config.notes)
@@ -220,16 +259,28 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.toml").write_text('[training]\ndataset_path = "~/text"\n')
     (tmp_path / "run.toml").write_text(
-        '[job]\nextends = ["~/base.toml"]\ndump_folder = "~/runs"\nsave_config_file = "~/all.toml"\n'
+        '[job]\nextends = ["~/base.toml"]\ndump_folder = "~/runs"\nsave_config_file = '
+        '"~/all.toml"\n'
         '[checkpoint]\nenable_checkpoint = true\nfolder = "~/kept"\n'
         'initial_load_path = "s3://~/x"\n[metrics]\nenable_tensorboard = true\n'
     )
-    config = load(["--job.config_file=~/run.toml", "--model.tokenizer_path=~/a~/t.model", "--metrics.save_tb_folder=~"])
+    config = load(
+        [
+            "--job.config_file=~/run.toml",
+            "--model.tokenizer_path=~/a~/t.model",
+            "--metrics.save_tb_folder=~",
+        ]
+    )
     run = fitted(config, 1)
     home = str(tmp_path)
     assert run.job.dump_folder == f"{home}/runs"
-    assert run.checkpoint.folder == f"{home}/kept" and run.checkpoint.initial_load_path == "s3://~/x"
-    assert run.training.dataset_path == f"{home}/text" and run.model.tokenizer_path == f"{home}/a~/t.model"
+    assert (
+        run.checkpoint.folder == f"{home}/kept" and run.checkpoint.initial_load_path == "s3://~/x"
+    )
+    assert (
+        run.training.dataset_path == f"{home}/text"
+        and run.model.tokenizer_path == f"{home}/a~/t.model"
+    )
     assert run.job.save_config_file == f"{home}/all.toml" and run.metrics.save_tb_folder == home
     assert f'dump_folder = "{home}/runs"' in run.toml
 

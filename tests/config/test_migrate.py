@@ -39,9 +39,13 @@ def test_a_file_of_2025_means_the_same_and_keeps_its_comments_beside_the_keys():
     assert '# from the hub\ntokenizer_path = "./assets/hf/Llama-3.1-8B"\n' in migration.text
     assert 'split_points = ["layers.1", "layers.3", "layers.4"]\n' in migration.text
     kinds = [change.kind for change in migration.changes]
-    assert [kinds.count(kind) for kind in ("rewritten", "without equivalent", "defaults written out")] == [16, 3, 3]
+    assert [
+        kinds.count(kind) for kind in ("rewritten", "without equivalent", "defaults written out")
+    ] == [16, 3, 3]
     lines = [int(change.where.removeprefix("run.toml:")) for change in migration.changes]
-    assert lines == sorted(lines) and len(migration.report("run.toml").splitlines()) == 1 + len(lines)
+    assert lines == sorted(lines) and len(migration.report("run.toml").splitlines()) == 1 + len(
+        lines
+    )
 
 
 def test_file_without_later_names_is_left_to_the_letter():
@@ -61,9 +65,13 @@ def test_dialect_2026_is_written_out():
 
 
 def test_defaults_that_a_base_sets_are_not_written_over_it(tmp_path):
-    (tmp_path / "base.toml").write_text("[checkpoint]\nkeep_latest_k = 3\n[training]\nbatch_size = 6\n")
+    (tmp_path / "base.toml").write_text(
+        "[checkpoint]\nkeep_latest_k = 3\n[training]\nbatch_size = 6\n"
+    )
     run = tmp_path / "run.toml"
-    run.write_text('job.extends = ["base.toml"]\nparallelism.pipeline_parallel_microbatch_size = 2\n')
+    run.write_text(
+        'job.extends = ["base.toml"]\nparallelism.pipeline_parallel_microbatch_size = 2\n'
+    )
     _, migration = migrate_file(str(run))
     run.write_text(migration.text)
     config = load_file(run)
@@ -73,7 +81,10 @@ def test_defaults_that_a_base_sets_are_not_written_over_it(tmp_path):
 
 
 def test_two_names_of_one_thing_become_one():
-    text = migrated('[job]\ndialect="2024"\n[training]\nbatch_size = 4\n# twice\nlocal_batch_size = 4 # as above\n')
+    text = migrated(
+        '[job]\ndialect="2024"\n[training]\nbatch_size = 4\n# twice\nlocal_batch_size = 4 # as '
+        "above\n"
+    )
     assert text.count("batch_size") == 1
     assert "# twice\n# as above\n" in text
 
@@ -81,7 +92,9 @@ def test_two_names_of_one_thing_become_one():
 def test_variables_stay_in_a_rewritten_value(monkeypatch):
     monkeypatch.setenv("PART", "rng")
     monkeypatch.setenv("SIZE", "8B")
-    text = migrated('[model]\nflavor = "${SIZE}"\n[checkpoint]\nexclude_from_loading = "${PART},$${x}"\n')
+    text = migrated(
+        '[model]\nflavor = "${SIZE}"\n[checkpoint]\nexclude_from_loading = "${PART},$${x}"\n'
+    )
     assert 'flavor = "${SIZE}"' in text and 'exclude_from_loading = ["${PART}", "$${x}"]' in text
 
 
@@ -106,7 +119,9 @@ def test_what_has_no_equivalent_becomes_a_comment_with_the_reason(line, reason):
     rows = migration.text.split("\n")
     assert any(row.startswith("# no equivalent: ") and reason in row for row in rows)
     assert "# why" in migration.text
-    values = [part.partition("=")[2].split("#")[0].strip() for part in line.split("\n") if "=" in part]
+    values = [
+        part.partition("=")[2].split("#")[0].strip() for part in line.split("\n") if "=" in part
+    ]
     assert all(any(row.startswith("#") and value in row for row in rows) for value in values)
     assert all(change.kind != "rewritten" for change in migration.changes)
     assert any(reason in change.text for change in migration.changes)
@@ -115,12 +130,27 @@ def test_what_has_no_equivalent_becomes_a_comment_with_the_reason(line, reason):
 @pytest.mark.parametrize(
     ("text", "key", "code"),
     [
-        ('[optimizer]\nlr = "3e-4"\n[training]\nlocal_batch_size = 4\n', "optimizer.lr", "wrong-type"),
-        ("[training]\nlocal_batch_size = 4\nbatch_size = 8\n", "training.batch_size", "given-twice"),
-        ("[training]\nlocal_batch_size = 0\n", "training.local_batch_size (training.batch_size)", "out-of-range"),
+        (
+            '[optimizer]\nlr = "3e-4"\n[training]\nlocal_batch_size = 4\n',
+            "optimizer.lr",
+            "wrong-type",
+        ),
+        (
+            "[training]\nlocal_batch_size = 4\nbatch_size = 8\n",
+            "training.batch_size",
+            "given-twice",
+        ),
+        (
+            "[training]\nlocal_batch_size = 0\n",
+            "training.local_batch_size (training.batch_size)",
+            "out-of-range",
+        ),
         (
             "[parallelism]\npipeline_parallel_microbatch_size = 3\n",
-            "parallelism.pipeline_parallel_microbatch_size (experimental.pipeline_parallel_microbatches)",
+            (
+                "parallelism.pipeline_parallel_microbatch_size "
+                "(experimental.pipeline_parallel_microbatches)"
+            ),
             "does-not-fit",
         ),
         ("[training\n", "", "broken-toml"),
@@ -137,7 +167,9 @@ def test_other_mistakes_are_errors(text, key, code):
 
 def test_a_text_that_would_mean_something_else_is_never_handed_out(monkeypatch):
     monkeypatch.setattr(module._Rewriter, "text", lambda self: "[training]\nbatch_size = 4\n")
-    with pytest.raises(RuntimeError, match="without changing its meaning: .*optimizer.implementation"):
+    with pytest.raises(
+        RuntimeError, match="without changing its meaning: .*optimizer.implementation"
+    ):
         migrate_text("[training]\nlocal_batch_size = 4\n", Path("run.toml"))
 
 
@@ -190,7 +222,12 @@ def test_in_place_follows_a_link_and_leaves_nothing_behind_on_failure(tmp_path, 
 def test_wrong_words_are_errors(tmp_path):
     (tmp_path / "run.toml").write_text("[metrics]\ndisable_color_printing = true\n")
     path = str(tmp_path / "run.toml")
-    for words in ([], [f"{path}.none"], [path, "--training.steps", "3"], [path, "--check", "--in-place"]):
+    for words in (
+        [],
+        [f"{path}.none"],
+        [path, "--training.steps", "3"],
+        [path, "--check", "--in-place"],
+    ):
         assert main(["config", "migrate", *words]) == 2
     assert main(["config", "migrate", path, "--aws-fsdp", "--lr=1"]) == 2
 
@@ -214,27 +251,60 @@ def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path
     config = load_file(path)
     d = config.sections
     assert (d.model.name, d.model.vocab_size) == ("llama2", 32000)
-    assert d.model.overrides == {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "ffn_dim": 28672}
-    assert (d.training.seq_len, d.training.batch_size, d.training.steps, d.training.seed) == (4096, 1, 5000, 12345)
-    assert (d.training.mixed_precision_param, d.training.mixed_precision_reduce) == ("bfloat16", "bfloat16")
+    assert d.model.overrides == {
+        "dim": 8192,
+        "n_layers": 80,
+        "n_heads": 64,
+        "n_kv_heads": 8,
+        "ffn_dim": 28672,
+    }
+    assert (d.training.seq_len, d.training.batch_size, d.training.steps, d.training.seed) == (
+        4096,
+        1,
+        5000,
+        12345,
+    )
+    assert (d.training.mixed_precision_param, d.training.mixed_precision_reduce) == (
+        "bfloat16",
+        "bfloat16",
+    )
     assert (d.optimizer.lr, d.optimizer.weight_decay, d.optimizer.beta2) == (1e-4, 0.2, 0.95)
     s = d.lr_scheduler
-    assert (s.style, s.decay_type, s.plateau_ratio, s.min_lr, s.warmup_ratio) == ("fsdp", "plateau", 0.4, 1e-6, 0.0032)
+    assert (s.style, s.decay_type, s.plateau_ratio, s.min_lr, s.warmup_ratio) == (
+        "fsdp",
+        "plateau",
+        0.4,
+        1e-6,
+        0.0032,
+    )
     v = d.validation
     assert (v.enable, v.freq, v.steps, v.batch_size) == (True, 500, 10, 3)
-    assert (d.checkpoint.enable_checkpoint, d.checkpoint.folder, d.checkpoint.interval) == (True, "./checkpoints", 50)
+    assert (d.checkpoint.enable_checkpoint, d.checkpoint.folder, d.checkpoint.interval) == (
+        True,
+        "./checkpoints",
+        50,
+    )
     assert (d.activation_checkpoint.mode, d.activation_checkpoint.offload) == ("full", True)
     assert (d.metrics.log_freq, d.metrics.log_style) == (1, "aws_fsdp")
     schedule = fitted(config, 8).schedule
     assert (schedule.total_steps, schedule.warmup_steps, schedule.plateau_steps) == (5000, 16, 2000)
-    left = [change.text.split("=")[0] for change in migration.changes if change.kind == "without equivalent"]
-    names = "tokenizer dataset_config_name resume_from_checkpoint sharding_strategy limit_all_gathers resid_pdrop bogus"
+    left = [
+        change.text.split("=")[0]
+        for change in migration.changes
+        if change.kind == "without equivalent"
+    ]
+    names = (
+        "tokenizer dataset_config_name resume_from_checkpoint sharding_strategy limit_all_gathers "
+        "resid_pdrop bogus"
+    )
     assert set(left) == {f"--{name}" for name in names.split()}
     assert "# --sharding_strategy=hybrid" in migration.text
 
 
 def test_arguments_of_the_aws_samples_without_a_model_keep_titanlites():
-    config, _ = read_text(migrate_arguments("--max_steps=30 --lr=1e-3 --bf16 0").text, Path("x.toml"))
+    config, _ = read_text(
+        migrate_arguments("--max_steps=30 --lr=1e-3 --bf16 0").text, Path("x.toml")
+    )
     assert (config.value("model.flavor"), config.value("training.steps")) == ("debugmodel", 30)
     assert config.value("training.mixed_precision_param") == "float32"
     assert config.value("checkpoint.enable_checkpoint") is False

@@ -28,9 +28,20 @@ def legal_values(key: Key) -> list[Any]:
         if get_origin(part) is Literal:
             found += get_args(part)
         elif get_origin(part) is list:
-            found += [[], ["loss"], ["layers.1", "# no comment"], [3, 4], [{"path": "x # y", "weight": 2.0}]]
+            found += [
+                [],
+                ["loss"],
+                ["layers.1", "# no comment"],
+                [3, 4],
+                [{"path": "x # y", "weight": 2.0}],
+            ]
         else:
-            found += {bool: [True, False], int: [1, 2, 8], float: [0.5, 1e-3], str: ["x", "3", "a]#b"]}.get(part, [])
+            found += {
+                bool: [True, False],
+                int: [1, 2, 8],
+                float: [0.5, 1e-3],
+                str: ["x", "3", "a]#b"],
+            }.get(part, [])
     later = [old for (name, old) in VALUE_NAMES if name == key.name]
     # A pattern may allow none of them.
     return ([value for value in found if fits(key.type, value)] or [key.default]) + later
@@ -55,16 +66,22 @@ for _alias in ALIASES.values():
 for _name, _foreign in UNSUPPORTED.items():
     CHOICES[_name] = [(_name, value) for value in _foreign.off]
 CHOICES["job.dialect"] = [("job.dialect", "2026"), ("job.dialect", "2024")]
-CHOICES["model.flavor"] += [("model.flavor", flavor) for flavor in ("debugmodel", "8B", "70B", "405B")]
+CHOICES["model.flavor"] += [
+    ("model.flavor", flavor) for flavor in ("debugmodel", "8B", "70B", "405B")
+]
 CHOICES["model.overrides"] = [("model.overrides.n_layers", 4), ("model.overrides.rope_theta", 1e4)]
 RENAMED = sorted({alias.key for alias in ALIASES.values()} | set(UNSUPPORTED) | {"job.dialect"})
 
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[str, int]:
-    """A file with keys under all their names, in all ways in which TOML writes tables, and its count of comments."""
+    """A file with keys under all their names, in all ways in which TOML writes tables, and its
+    count of comments.
+    """
     chosen = draw(st.lists(st.sampled_from(RENAMED), min_size=1, max_size=8, unique=True))
-    chosen += draw(st.lists(st.sampled_from(sorted(set(CHOICES) - set(chosen))), max_size=6, unique=True))
+    chosen += draw(
+        st.lists(st.sampled_from(sorted(set(CHOICES) - set(chosen))), max_size=6, unique=True)
+    )
     written = [draw(st.sampled_from(CHOICES[name])) for name in draw(st.permutations(chosen))]
     count = 0
 
@@ -92,7 +109,9 @@ def files(draw: st.DrawFn) -> tuple[str, int]:
                 root += pair(f"{section}.{rest}", value)
         elif style == "inline":
             root.append(
-                f"{section} = {{{', '.join(f'{rest} = {quote(value)}' for rest, value in entries)}}} {comment()}"
+                f"{section} = "
+                f"{{{', '.join(f'{rest} = {quote(value)}' for rest, value in entries)}}} "
+                f"{comment()}"
             )
         else:
             groups: dict[str, list[tuple[str, Any]]] = {section: []}
@@ -119,9 +138,14 @@ def test_migrated_file_means_the_same_and_keeps_its_comments(file):
     assert problems == []
     for key in keys():
         if key != "job.dialect":
-            assert (after.value(key), type(after.value(key))) == (before.value(key), type(before.value(key)))
+            assert (after.value(key), type(after.value(key))) == (
+                before.value(key),
+                type(before.value(key)),
+            )
     entries, _ = file_entries(migration.text, "run.toml")
-    assert [entry.name for entry in entries if entry.name not in keys() and not table_of(entry.name)] == []
+    assert [
+        entry.name for entry in entries if entry.name not in keys() and not table_of(entry.name)
+    ] == []
     found = [int(number) for number in re.findall(r"# <(\d+)>", migration.text)]
     assert sorted(found) == list(range(1, comments + 1))
     assert migrate_text(migration.text, HERE).changes == ()

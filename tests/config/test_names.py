@@ -31,9 +31,15 @@ ROWS = [
     ("training.disable_loss_parallel = true", "training.enable_loss_parallel", False, True),
     ("parallelism.pipeline_parallel_microbatch_size = 2", f"{PIPELINE}_microbatches", 4, True),
     ("experimental.pipeline_parallel_microbatch_size = 4", f"{PIPELINE}_microbatches", 2, True),
-    ('parallelism.pipeline_parallel_split_points = ["layers.1"]', f"{PIPELINE}_split_points", ["layers.1"], True),
     (
-        'parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2", "norm"]]',
+        'parallelism.pipeline_parallel_split_points = ["layers.1"]',
+        f"{PIPELINE}_split_points",
+        ["layers.1"],
+        True,
+    ),
+    (
+        'parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1"], '
+        '["layers.2", "norm"]]',
         f"{PIPELINE}_split_points",
         ["layers.1", "layers.2"],
         True,
@@ -55,15 +61,35 @@ ROWS = [
     ('model.converters = ""', "float8.enable_float8_linear", False, True),
     ('float8.filter_fqns = "output"', "float8.filter_fqns", ["output"], False),
     ('quantize.linear.float8.filter_fqns = "a.b, c"', "float8.filter_fqns", ["a.b", "c"], False),
-    ('experimental.pipeline_parallel_split_points = "layers.1"', f"{PIPELINE}_split_points", ["layers.1"], False),
-    ('checkpoint.exclude_from_loading = "a,b"', "checkpoint.exclude_from_loading", ["a", "b"], False),
+    (
+        'experimental.pipeline_parallel_split_points = "layers.1"',
+        f"{PIPELINE}_split_points",
+        ["layers.1"],
+        False,
+    ),
+    (
+        'checkpoint.exclude_from_loading = "a,b"',
+        "checkpoint.exclude_from_loading",
+        ["a", "b"],
+        False,
+    ),
     ("model.converters = []", "float8.enable_float8_linear", False, True),
     ('quantize.linear.float8.filter_fqns = ["output"]', "float8.filter_fqns", ["output"], False),
     ("lr_scheduler.lr_min = 0.1", "lr_scheduler.min_lr_factor", 0.1, False),
     ('activation_checkpoint.mode = "memory_budget"', "activation_checkpoint.mode", "budget", False),
     ("training.dataloader.prefetch_factor = 3", "data.prefetch", 3, False),
-    ('parallelism.fsdp_reshard_after_forward = "never"', "training.reshard_after_forward", "never", False),
-    ('training.fsdp_reshard_after_forward = "never"', "training.reshard_after_forward", "never", False),
+    (
+        'parallelism.fsdp_reshard_after_forward = "never"',
+        "training.reshard_after_forward",
+        "never",
+        False,
+    ),
+    (
+        'training.fsdp_reshard_after_forward = "never"',
+        "training.reshard_after_forward",
+        "never",
+        False,
+    ),
     ("optimizer.weight_decay = 0.2", "optimizer.weight_decay", 0.2, False),
 ]
 
@@ -86,7 +112,9 @@ def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exi
 def test_every_other_name_is_one_of_a_key_and_each_conversion_has_a_row():
     rows = {written.partition(" = ")[0] for written, *_ in ROWS}
     assert {name for name, alias in ALIASES.items() if alias.convert} <= rows
-    assert {alias.key for alias in ALIASES.values()} <= set(keys()) and not set(ALIASES) & set(keys())
+    assert {alias.key for alias in ALIASES.values()} <= set(keys()) and not set(ALIASES) & set(
+        keys()
+    )
 
 
 def written(tmp_path: Path, text: str, *flags: str) -> LoadedConfig:
@@ -116,7 +144,10 @@ def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
     assert config.sections.checkpoint.model_weights_only is False
     source = config.source("checkpoint.keep_latest_k")
     assert (source.kind, source.line) == ("dialect", 2)
-    assert any(f"{tmp_path / 'run.toml'}:2" in note and "checkpoint.keep_latest_k" in note for note in config.notes)
+    assert any(
+        f"{tmp_path / 'run.toml'}:2" in note and "checkpoint.keep_latest_k" in note
+        for note in config.notes
+    )
 
 
 def test_no_later_default_waits_for_a_feature_to_come():
@@ -150,7 +181,10 @@ def test_written_values_win_over_later_defaults(tmp_path):
         ("training.compile = false", "compile.enable = true"),
         ("float8.enable_float8_linear = false", 'model.converters = ["float8"]'),
         ("optimizer.fused = true", 'optimizer.implementation = "foreach"'),
-        ("experimental.pipeline_parallel_microbatches = 2", "parallelism.pipeline_parallel_microbatch_size = 2"),
+        (
+            "experimental.pipeline_parallel_microbatches = 2",
+            "parallelism.pipeline_parallel_microbatch_size = 2",
+        ),
     ],
 )
 def test_two_names_with_different_values_in_one_layer_show_both(first, second):
@@ -162,7 +196,9 @@ def test_two_names_with_different_values_in_one_layer_show_both(first, second):
 def test_two_names_with_one_value_or_in_two_layers_are_fine(tmp_path):
     text = "[training]\nbatch_size = 4\nlocal_batch_size = 4\n"
     assert written(tmp_path, text).sections.training.batch_size == 4
-    assert written(tmp_path, text, "--training.local_batch_size=5").sections.training.batch_size == 5
+    assert (
+        written(tmp_path, text, "--training.local_batch_size=5").sections.training.batch_size == 5
+    )
 
 
 def test_micro_batch_size_must_divide_the_batch(tmp_path):

@@ -18,10 +18,23 @@ SINGLE = "float8.scaling_type_"
 def test_every_key_is_read_by_code_that_acts_on_it() -> None:
     package = Path(titanlite.__file__).parent
     # config/ and fit.py load, check and print keys.
-    files = [f for f in package.rglob("*.py") if not {"config", "fit.py"} & set(f.relative_to(package).parts)]
-    read = set(re.findall(r"\.([a-z]\w+)\b(?! *=[^=])", "\n".join(file.read_text(encoding="utf-8") for file in files)))
-    templates = "\n".join(file.read_text(encoding="utf-8") for file in (package / "deploy").glob("*.jinja"))
+    files = [
+        f
+        for f in package.rglob("*.py")
+        if not {"config", "fit.py"} & set(f.relative_to(package).parts)
+    ]
+    read = set(
+        re.findall(
+            r"\.([a-z]\w+)\b(?! *=[^=])",
+            "\n".join(file.read_text(encoding="utf-8") for file in files),
+        )
+    )
+    templates = "\n".join(
+        file.read_text(encoding="utf-8") for file in (package / "deploy").glob("*.jinja")
+    )
     read |= set(re.findall(r"\{[{%][^}]*\b([a-z]\w+)\b", templates))
-    acted = AT_LOAD | set(NOT_IMPLEMENTED) | {key.name for key in keys().values() if key.field in read}
+    acted = (
+        AT_LOAD | set(NOT_IMPLEMENTED) | {key.name for key in keys().values() if key.field in read}
+    )
     assert [key for key in keys() if key not in acted and not key.startswith(SINGLE)] == []
     assert set(NOT_IMPLEMENTED) <= set(keys())

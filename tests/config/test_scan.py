@@ -9,8 +9,13 @@ from titanlite.config import toml
 from titanlite.config.toml import loads, scan
 
 #: The items of an array over several lines: each is on the line where it ends.
-SPREAD = {"@": 0, "@.sub": 0, **{f"@.sub[{item}]": line for item, line in enumerate((0, 0, 3, 5, 5, 6))}}
-#: Parts of a document: text with `@` for a fresh name, and what is on each of its lines, from the part's first line.
+SPREAD = {
+    "@": 0,
+    "@.sub": 0,
+    **{f"@.sub[{item}]": line for item, line in enumerate((0, 0, 3, 5, 5, 6))},
+}
+#: Parts of a document: text with `@` for a fresh name, and what is on each of its lines, from the
+#: part's first line.
 PAIRS = [
     ("@ = 1\n", {"@": 0}),
     ("  @ . sub.'odd key'\t= -1_000  # [no] = {\n", {"@": 0, "@.sub": 0, '@.sub."odd key"': 0}),
@@ -19,7 +24,10 @@ PAIRS = [
     ("@ = [ # a\n  1,\n\n  [1979-05-27 07:32:00, ']'],\n]\n", {"@": 0, "@[0]": 1, "@[1]": 3}),
     ("@ = [{ a = 1 },\n  { a = 2 }]\n", {"@": 0, "@[0]": 0}),
     ("@.sub = [ 1, 2, # ]\n[\n3,\n],\n'''4\n]''', 5,\n6\n]\n", SPREAD),
-    ('@ = { a.b = "}", c = [\n{ d = 3.5e-4 } ] }\n', dict.fromkeys(("@", "@.a", "@.a.b", "@.c"), 0)),
+    (
+        '@ = { a.b = "}", c = [\n{ d = 3.5e-4 } ] }\n',
+        dict.fromkeys(("@", "@.a", "@.a.b", "@.c"), 0),
+    ),
     ('# a [comment] = "x\n\n', {}),
     ("\r\n", {}),
 ]
@@ -29,7 +37,11 @@ HEADERS = [
     ("[[@]]\n", "@[0]", {"@": 0, "@[0]": 0}),
     ("[[@]]\n[[ @ ]]\n", "@[1]", {"@": 0, "@[0]": 0, "@[1]": 1}),
     ("[[@]]\n\n[@.in]\n", "@[0].in", {"@": 0, "@[0]": 0, "@[0].in": 2}),
-    ("[[@]]\n[[@.in]]\n[[@.in]]\n", "@[0].in[1]", {"@": 0, "@[0]": 0, "@[0].in": 1, "@[0].in[0]": 1, "@[0].in[1]": 2}),
+    (
+        "[[@]]\n[[@.in]]\n[[@.in]]\n",
+        "@[0].in[1]",
+        {"@": 0, "@[0]": 0, "@[0].in": 1, "@[0].in[0]": 1, "@[0].in[1]": 2},
+    ),
 ]
 
 
@@ -37,7 +49,9 @@ HEADERS = [
 def documents(draw: st.DrawFn) -> tuple[str, dict[str, int]]:
     """Return a random valid document, and the line of each of its keys."""
     text, table, lines = "", "", dict[str, int]()
-    for number, (part, *inside, names) in enumerate(draw(st.lists(st.sampled_from([*PAIRS, *HEADERS]), max_size=12))):
+    for number, (part, *inside, names) in enumerate(
+        draw(st.lists(st.sampled_from([*PAIRS, *HEADERS]), max_size=12))
+    ):
         first, fresh = text.count("\n") + 1, f"k{number}"
         table = f"{inside[0].replace('@', fresh)}." if inside else table
         above = "" if inside else table

@@ -28,7 +28,9 @@ def find(name: str) -> dict[str, Any]:
 
 def test_committed_schema_is_that_of_the_code():
     committed = (ROOT / "train_configs" / "titanlite.schema.json").read_text(encoding="utf-8")
-    assert committed == schema_text(), "stale: titanlite config schema > train_configs/titanlite.schema.json"
+    assert committed == schema_text(), (
+        "stale: titanlite config schema > train_configs/titanlite.schema.json"
+    )
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -50,7 +52,9 @@ def test_every_key_has_its_meaning_and_default():
 
 def test_every_other_name_is_known_and_deprecated():
     for alias in ALIASES.values():
-        assert find(alias.name)["deprecated"] is True and alias.key in find(alias.name)["description"]
+        assert (
+            find(alias.name)["deprecated"] is True and alias.key in find(alias.name)["description"]
+        )
     for name, (off, _) in UNSUPPORTED.items():
         assert find(name)["deprecated"] is True and find(name)["enum"] == list(off)
 

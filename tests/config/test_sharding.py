@@ -19,18 +19,30 @@ def run_of(*flags: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.fsdp_units=size"], "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more"),
+        (
+            ["--training.fsdp_units=size"],
+            "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more",
+        ),
         (
             ["--training.fsdp_units=Attention", "--training.compile"],
-            "training.fsdp_units: makes layers.0.attention an FSDP group, but training.compile makes one graph",
+            (
+                "training.fsdp_units: makes layers.0.attention an FSDP group, but "
+                "training.compile makes one graph"
+            ),
         ),
         (
             ["--training.fsdp_units=Linear", "--activation_checkpoint.selective_ac_option=op"],
-            "makes layers.0.attention.wq an FSDP group, but activation_checkpoint.selective_ac_option",
+            (
+                "makes layers.0.attention.wq an FSDP group, but "
+                "activation_checkpoint.selective_ac_option"
+            ),
         ),
         (
             ["--training.fsdp_units=Attention", "--activation_checkpoint.offload"],
-            "makes layers.0.attention an FSDP group, but activation_checkpoint.offload would send its gathered weights",
+            (
+                "makes layers.0.attention an FSDP group, but activation_checkpoint.offload would "
+                "send its gathered weights"
+            ),
         ),
     ],
 )

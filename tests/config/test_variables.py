@@ -1,4 +1,6 @@
-"""`${NAME}` in values: replaced on load, kept for other machines by launchers, and always loaded back to the same."""
+"""`${NAME}` in values: replaced on load, kept for other machines by launchers, and always loaded
+back to the same.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def _values(config):
 
 def test_variables_are_replaced_in_strings_lists_and_tables_and_named_with_the_source(file):
     config = load_file(file)
-    values = ("costs ${PRICE} and $${TWO}", "/data/tokenizer.model", ["/data", "output"], "/data/a-7.jsonl")
+    values = (
+        "costs ${PRICE} and $${TWO}",
+        "/data/tokenizer.model",
+        ["/data", "output"],
+        "/data/a-7.jsonl",
+    )
     assert _values(config) == values
     assert str(config.source("model.tokenizer_path")) == "run.toml:4 with ${ROOT}"
     assert str(config.source("data.source")) == "run.toml:7 with ${ROOT}, ${PART}"
@@ -56,7 +63,9 @@ def test_a_written_out_config_holds_the_values_and_loads_without_the_variables(f
 def test_flags_and_extended_files_have_variables_too(file, monkeypatch):
     monkeypatch.setenv("BASE", "run")
     Path("more.toml").write_text('[job]\nextends = ["${BASE}.toml"]\n')
-    config = load(["--config_file", "$${BASE}.toml".replace("$$", "$"), "--job.dump_folder", "${ROOT}/out"])
+    config = load(
+        ["--config_file", "$${BASE}.toml".replace("$$", "$"), "--job.dump_folder", "${ROOT}/out"]
+    )
     assert config.sections.job.dump_folder == "/data/out"
     assert str(config.source("job.dump_folder")) == "command line with ${ROOT}"
     assert load_file("more.toml").sections.model.tokenizer_path == "/data/tokenizer.model"
@@ -66,7 +75,10 @@ def test_a_variable_in_the_place_of_a_number_gets_the_flag_that_a_shell_replaces
     monkeypatch.setenv("N", "5")
     with pytest.raises(ConfigError) as error:
         load(["--training.steps=${N}"])
-    assert error.value.problems[0].hint == 'variables stand in strings only; a shell replaces --training.steps="$N"'
+    assert (
+        error.value.problems[0].hint
+        == 'variables stand in strings only; a shell replaces --training.steps="$N"'
+    )
 
 
 def test_an_unset_variable_is_named_with_file_line_and_key(file, monkeypatch):
@@ -85,7 +97,8 @@ def test_an_unset_variable_is_named_with_file_line_and_key(file, monkeypatch):
 def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatch):
     monkeypatch.delenv("PART")
     config, problems = read(
-        [f"--config_file={file}", "--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True
+        [f"--config_file={file}", "--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"],
+        defer=True,
     )
     text = config.to_toml()
     assert not problems and 'path = "${ROOT}/a-${PART}.jsonl"' in text.replace("'", '"')
@@ -93,7 +106,12 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
     monkeypatch.setenv("ROOT", "/there")
     monkeypatch.setenv("PART", "8")
     there, problems = read_text(text, Path("config.toml"))
-    values = ("costs ${PRICE} and $${TWO}", "/there/tokenizer.model", ["/there", "output"], "/there/a-8.jsonl")
+    values = (
+        "costs ${PRICE} and $${TWO}",
+        "/there/tokenizer.model",
+        ["/there", "output"],
+        "/there/a-8.jsonl",
+    )
     assert not problems and _values(there) == values
     monkeypatch.delenv("ROOT")
     _, problems = read(["--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True)
@@ -102,18 +120,30 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
 
 def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
     monkeypatch.setenv("SECRET", "hidden")
-    flags = ["--launch.environment.API_KEY=${SECRET}", "--data.chat_template=https://me:${SECRET}@host/a"]
+    flags = [
+        "--launch.environment.API_KEY=${SECRET}",
+        "--data.chat_template=https://me:${SECRET}@host/a",
+    ]
     assert main(["config", "explain", "launch.environment", *flags]) == 0
     assert main(["config", "explain", "launch", *flags]) == 0
     config = load(flags)
     _show_config(Job(print_config=True), config.to_toml())
     said = capsys.readouterr().out
-    assert "hidden" in config.to_toml() and "hidden" not in said and "https://(removed)@host" in said
+    assert (
+        "hidden" in config.to_toml() and "hidden" not in said and "https://(removed)@host" in said
+    )
 
 
 def test_the_first_cause_of_the_last_attempt_is_told_to_sagemaker(monkeypatch, tmp_path):
     monkeypatch.setenv("SM_OUTPUT_DIR", str(tmp_path))
-    steps = [("0", 7, "lost"), ("0", 2, "cause"), ("0", 7, "lost"), ("0", 1, "later"), ("1", 7, "again"), ("1", 1, "b")]
+    steps = [
+        ("0", 7, "lost"),
+        ("0", 2, "cause"),
+        ("0", 7, "lost"),
+        ("0", 1, "later"),
+        ("1", 7, "again"),
+        ("1", 1, "b"),
+    ]
     told = []
     for attempt, code, message in steps:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)

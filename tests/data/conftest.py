@@ -13,7 +13,9 @@ from titanlite.data.corpus import Corpus
 
 
 def make_corpus(lengths: list[int]) -> Corpus:
-    """Documents of these lengths; every token of the corpus has an id of its own, so each can be traced."""
+    """Documents of these lengths; every token of the corpus has an id of its own, so each can be
+    traced.
+    """
     total = sum(lengths)
     return Corpus(
         tokens=np.arange(1, total + 1, dtype=np.uint16),
@@ -26,14 +28,18 @@ def make_corpus(lengths: list[int]) -> Corpus:
 
 def write_texts(path: Path, texts: list[str], raw: dict[int, str] | None = None) -> Path:
     """Write records of `texts`; raw: lines by number, from 1, that replace a record."""
-    lines = [(raw or {}).get(n, json.dumps({"text": text})) for n, text in enumerate(texts, start=1)]
+    lines = [
+        (raw or {}).get(n, json.dumps({"text": text})) for n, text in enumerate(texts, start=1)
+    ]
     path.write_text("".join(line + "\n" for line in lines))
     return path
 
 
 @pytest.fixture
 def corpus() -> Corpus:
-    """29 documents of 2 to 40 tokens, 599 tokens in all: prime, so that no size divides an epoch."""
+    """29 documents of 2 to 40 tokens, 599 tokens in all: prime, so that no size divides an
+    epoch.
+    """
     lengths = [2 + (i * 17) % 39 for i in range(29)]
     lengths[-1] += 599 - sum(lengths)
     assert lengths[-1] >= 2

@@ -1,8 +1,11 @@
-"""A Hugging Face hub, a plain file server and a proxy of an S3 server on loopback. It can inject network faults.
+"""A Hugging Face hub, a plain file server and a proxy of an S3 server on loopback.
+
+It can inject network faults.
 
 The folder that it serves:
 
-    datasets/OWNER/NAME/...  a dataset repository, and its main branch; NAME@... holds an older commit of it
+    datasets/OWNER/NAME/...  a dataset repository, and its main branch; NAME@... holds an older
+        commit of it
     models/OWNER/NAME/...    a model repository
     anything else            http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
 """
@@ -23,13 +26,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_SLOW_DOWN = (
+    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 _OF_ONE_ANSWER = ("connection", "content-length", "date", "server", "transfer-encoding")
 
 
 @dataclass
 class Fault:
-    """A fault of the requests whose URL path matches `path`. Without further fields it closes the connection."""
+    """A fault of the requests whose URL path matches `path`.
+
+    Without further fields it closes the connection.
+    """
 
     #: Pattern of fnmatch, such as "*00001*.json.gz".
     path: str
@@ -37,19 +45,24 @@ class Fault:
     #: Answer with this status, such as 429, 500 or 503, and with this Retry-After header (seconds).
     status: int | None = None
     retry_after: int | None = None
-    #: Close the connection after so many bytes of the body. With `declared` Content-Length names that number too.
+    #: Close the connection after so many bytes of the body. With `declared` Content-Length names
+    #: that number too.
     cut: int | None = None
     declared: bool = False
     #: Send no body for so many seconds.
     stall: float = 0.0
-    #: The number of matching requests before the fault, and of those that fail; None: all from then on.
+    #: The number of matching requests before the fault, and of those that fail; None: all from then
+    #: on.
     after: int = 0
     times: int | None = 1
 
 
 @dataclass
 class Request:
-    """A request. `path` is its URL path, `range` the wanted bytes (first, last), `sent` the bytes of the body."""
+    """A request.
+
+    `path` is its URL path, `range` the wanted bytes (first, last), `sent` the bytes of the body.
+    """
 
     method: str
     path: str
@@ -81,9 +94,14 @@ class HubServer:
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Return variables for a process that imports huggingface_hub. home: a folder for its caches."""
+        """Return variables for a process that imports huggingface_hub.
+
+        home: a folder for its caches.
+        """
         switches = dict.fromkeys(("DISABLE_XET", "DISABLE_TELEMETRY", "DISABLE_PROGRESS_BARS"), "1")
-        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {f"HF_HUB_{k}": v for k, v in switches.items()}
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {
+            f"HF_HUB_{k}": v for k, v in switches.items()
+        }
 
     def fail(self, path: str, **fault: Any) -> None:
         """Add a fault, before those that exist."""
@@ -101,10 +119,16 @@ class HubServer:
 
     def of(self, path: str, method: str = "GET") -> list[Request]:
         """Return the requests so far whose URL path matches a pattern."""
-        return [request for request in self.requests if fnmatch(request.path, path) and request.method == method]
+        return [
+            request
+            for request in self.requests
+            if fnmatch(request.path, path) and request.method == method
+        ]
 
     def __enter__(self) -> HubServer:
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Bound", (Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", self.port), type("Bound", (Handler,), {"hub": self})
+        )
         self.server.daemon_threads, self.port = True, self.server.server_port
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
         return self
@@ -127,7 +151,10 @@ class HubServer:
 
 def commit(folder: Path) -> str:
     """Return the hash of a repository's state, which changes with its files."""
-    stats = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))]
+    stats = [
+        (str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns)
+        for p in sorted(folder.rglob("*"))
+    ]
     return hashlib.sha1(repr(stats).encode()).hexdigest()
 
 
@@ -135,7 +162,12 @@ def entry(folder: Path, path: Path) -> dict[str, Any]:
     """Return the hub's record of a file or folder in a repository."""
     name, is_file, stat = str(path.relative_to(folder)), path.is_file(), path.stat()
     oid = hashlib.sha1(f"{name} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
-    return {"type": "file" if is_file else "directory", "oid": oid, "size": is_file and stat.st_size, "path": name}
+    return {
+        "type": "file" if is_file else "directory",
+        "oid": oid,
+        "size": is_file and stat.st_size,
+        "path": name,
+    }
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -176,8 +208,14 @@ class Handler(BaseHTTPRequestHandler):
         server = http.client.HTTPConnection("127.0.0.1", port)
         server.request(self.command, self.path, headers=dict(self.headers))
         answer = server.getresponse()
-        body = answer.read() or bytes(int(answer.getheader("Content-Length") or 0))  # of HEAD only its length counts
-        self.answer(body, {k: v for k, v in answer.getheaders() if k.lower() not in _OF_ONE_ANSWER}, answer.status)
+        body = answer.read() or bytes(
+            int(answer.getheader("Content-Length") or 0)
+        )  # of HEAD only its length counts
+        self.answer(
+            body,
+            {k: v for k, v in answer.getheaders() if k.lower() not in _OF_ONE_ANSWER},
+            answer.status,
+        )
 
     def route(self, parts: list[str]) -> None:
         if parts[0] == "api":
@@ -193,34 +231,62 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse("GatedRepo", 403)
         revision, *path = rest or ["main"]
         folder = self.hub.root / kind / repo
-        known = {commit(one): one for one in folder.parent.glob(f"{name}@*")} | {commit(folder): folder, "main": folder}
+        known = {commit(one): one for one in folder.parent.glob(f"{name}@*")} | {
+            commit(folder): folder,
+            "main": folder,
+        }
         if revision not in known:
             return self.refuse("RevisionNotFound", 404)
         folder = known[revision]
         target = folder.joinpath(*path)
         if verb == "revision":
-            files = [{"rfilename": str(p.relative_to(folder))} for p in sorted(folder.rglob("*")) if p.is_file()]
-            self.json({"id": repo, "sha": commit(folder), "gated": repo in self.hub.gated, "siblings": files})
+            files = [
+                {"rfilename": str(p.relative_to(folder))}
+                for p in sorted(folder.rglob("*"))
+                if p.is_file()
+            ]
+            self.json(
+                {
+                    "id": repo,
+                    "sha": commit(folder),
+                    "gated": repo in self.hub.gated,
+                    "siblings": files,
+                }
+            )
         elif verb == "paths-info":
-            self.json([entry(folder, folder / p) for p in self.asked["paths"] if (folder / p).exists()])
+            self.json(
+                [entry(folder, folder / p) for p in self.asked["paths"] if (folder / p).exists()]
+            )
         elif not target.exists():
             self.refuse("EntryNotFound", 404)
         elif verb == "tree":
             recursive = self.asked.get("recursive", ["false"])[0].lower() == "true"
-            self.json([entry(folder, path) for path in sorted(target.rglob("*") if recursive else target.glob("*"))])
+            self.json(
+                [
+                    entry(folder, path)
+                    for path in sorted(target.rglob("*") if recursive else target.glob("*"))
+                ]
+            )
         else:
-            self.file(target, {"X-Repo-Commit": commit(folder), "ETag": f'"{entry(folder, target)["oid"]}"'})
+            self.file(
+                target,
+                {"X-Repo-Commit": commit(folder), "ETag": f'"{entry(folder, target)["oid"]}"'},
+            )
 
     def allowed(self, name: str) -> bool:
         token = self.hub.gated.get(name)
         return token is None or self.headers.get("Authorization") == f"Bearer {token}"
 
     def plain(self, path: Path, name: str) -> None:
-        """Answer with a file outside any repository, or with a page of links to a folder's files."""
+        """Answer with a file outside any repository, or with a page of links to a folder's
+        files.
+        """
         if not self.allowed(name):
             self.answer(b"", {}, 401)
         elif path.is_dir():
-            links = "".join(f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir()))
+            links = "".join(
+                f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir())
+            )
             self.answer(links.encode(), {"Content-Type": "text/html"})
         elif path.is_file():
             self.file(path, {self.hub.tag: f'"{path.stat().st_mtime_ns}"'})
@@ -241,7 +307,10 @@ class Handler(BaseHTTPRequestHandler):
         first, last = wanted[0], min(wanted[1], len(content) - 1)
         if first > last:
             return self.answer(b"", {"Content-Range": f"bytes */{len(content)}"}, 416)
-        headers |= {"Accept-Ranges": "bytes", "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        headers |= {
+            "Accept-Ranges": "bytes",
+            "Content-Range": f"bytes {first}-{last}/{len(content)}",
+        }
         self.answer(content[first : last + 1], headers, 206)
 
     def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:

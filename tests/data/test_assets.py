@@ -47,12 +47,17 @@ def test_held_out_documents_are_a_twentieth_and_not_in_the_training_text(
 def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "train_tokenizer.py"
     run = [sys.executable, str(script), "--out", str(tmp_path)]
-    said = subprocess.run(run, check=True, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        run, check=True, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    ).stdout
     for committed in (BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE):
         assert (tmp_path / committed.name).read_bytes() == committed.read_bytes()
     readme = (BUNDLED_TOKENIZER.parent / "README.md").read_text()
     for line in said.splitlines():
-        assert line.split("; ")[1].split(" ")[0] in readme and line.split(", ")[-1].split(" ")[0] in readme
+        assert (
+            line.split("; ")[1].split(" ")[0] in readme
+            and line.split(", ")[-1].split(" ")[0] in readme
+        )
 
 
 def test_the_committed_prompts_are_what_the_script_makes(tmp_path: Path) -> None:
@@ -61,4 +66,6 @@ def test_the_committed_prompts_are_what_the_script_makes(tmp_path: Path) -> None
     subprocess.run(run, check=True, cwd=ROOT / "scripts", capture_output=True)
     for name in ("sft_test", "sft_validation"):
         (committed,) = BUNDLED[name].iterdir()
-        assert (tmp_path / committed.parent.name / committed.name).read_bytes() == committed.read_bytes()
+        assert (
+            tmp_path / committed.parent.name / committed.name
+        ).read_bytes() == committed.read_bytes()

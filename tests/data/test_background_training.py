@@ -39,7 +39,9 @@ def _run(world: DistEnv, folder: str, *flags: str) -> dict[tuple[int, str], floa
 
 
 def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    """Ask rank 1 to stop in step 5, while the save of step 3 is being written and prepared steps are in stock."""
+    """Ask rank 1 to stop in step 5, while the save of step 3 is being written and prepared steps
+    are in stock.
+    """
     trainer = Trainer(build(load_config("debug_model.toml", world.size, [*TINY, *flags]), world))
     released, save, fetch, seen = threading.Event(), manager.dcp.save, trainer.fetch, {}
 
@@ -52,7 +54,10 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         if trainer.step == 5:
             producer: Any = trainer.parts.loader
             deadline = time.monotonic() + 60
-            while not (stock := sum(item.done() for item in producer._ahead.items)) and time.monotonic() < deadline:
+            while (
+                not (stock := sum(item.done() for item in producer._ahead.items))
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             assert trainer.parts.checkpointer is not None
             seen.update(stock=stock, in_flight=trainer.parts.checkpointer.in_flight)
@@ -71,13 +76,25 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     return seen
 
 
-def test_a_stop_with_a_save_and_steps_under_way_is_resumed_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
-    """From the checkpoint of the stop, and from the one that was being written: neither counts steps in stock."""
-    straight = pool(2).run(_run, str(tmp_path / "straight"), "--training.steps=8", "--data.prefetch=0")[0]
+def test_a_stop_with_a_save_and_steps_under_way_is_resumed_bit_for_bit(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """From the checkpoint of the stop, and from the one that was being written: neither counts
+    steps in stock.
+    """
+    straight = pool(2).run(
+        _run, str(tmp_path / "straight"), "--training.steps=8", "--data.prefetch=0"
+    )[0]
     assert len(straight) >= 8 + 2
-    flags = ["--training.steps=8", "--data.prefetch=3", "--checkpoint.async_mode=async_with_pinned_mem"]
+    flags = [
+        "--training.steps=8",
+        "--data.prefetch=3",
+        "--checkpoint.async_mode=async_with_pinned_mem",
+    ]
     flags += ["--data.persistent_workers"]
-    for seen in pool(2).run(_stopped, str(tmp_path), *flags, f"--job.dump_folder={tmp_path / 'stop'}"):
+    for seen in pool(2).run(
+        _stopped, str(tmp_path), *flags, f"--job.dump_folder={tmp_path / 'stop'}"
+    ):
         assert seen["stock"] > 0 and seen["in_flight"] and seen["stopped"] in (5, 6)
     shutil.copytree(tmp_path / "stop", tmp_path / "pending")
     for step in (5, 6):

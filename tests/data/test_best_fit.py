@@ -1,4 +1,6 @@
-"""Best-fit packing: whole documents in rows, every token served once, and rows that tell their documents."""
+"""Best-fit packing: whole documents in rows, every token served once, and rows that tell their
+documents.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
     corpus: Corpus, seq_len: int, shuffle: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(best_fit, "GROUP", 10)
-    dataset = BestFitDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=2, mask_documents=True)
+    dataset = BestFitDataset(
+        corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=2, mask_documents=True
+    )
     size, last = dataset.sequences_per_epoch, ends(corpus)
     assert dataset.total_sequences == 2 * size
     for epoch in (0, 1):
@@ -49,7 +53,9 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
             assert row.documents is not None and row.documents.dtype == np.int32
             real = row.tokens != corpus.pad_id
             assert (row.labels[~real] == IGNORE).all()
-            for token, label in zip(row.tokens[real].tolist(), row.labels[real].tolist(), strict=True):
+            for token, label in zip(
+                row.tokens[real].tolist(), row.labels[real].tolist(), strict=True
+            ):
                 assert label == (IGNORE if token in last else token + 1)
             served += row.tokens[real].tolist()
             # A document's number changes where the document does, and at the padding.
@@ -82,7 +88,11 @@ def naive(lengths: list[int], room: int, most: int) -> list[int]:
     row_of, left, touched = [0] * len(lengths), [], []
     pieces: list[int] = []
     for now, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
-        fits = [r for r in range(len(left)) if left[r] >= lengths[piece] and pieces[r] < most and left[r] > 0]
+        fits = [
+            r
+            for r in range(len(left))
+            if left[r] >= lengths[piece] and pieces[r] < most and left[r] > 0
+        ]
         if fits:
             row = min(fits, key=lambda r: (left[r], -touched[r]))
         else:
@@ -104,14 +114,22 @@ def test_rows_are_those_of_best_fit_decreasing(room: int, most: int) -> None:
 def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
     def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
         size = dataset.sequences_per_epoch
-        return [[n for n, _ in dataset.documents_in(i)] for i in range(epoch * size, (epoch + 1) * size)]
+        return [
+            [n for n, _ in dataset.documents_in(i)] for i in range(epoch * size, (epoch + 1) * size)
+        ]
 
     endless = BestFitDataset(corpus, seq_len=64, seed=3)
     assert order(endless)[:3] == [[2, 13], [21, 18, 8], [4, 11]]
-    assert order(endless) == order(BestFitDataset(corpus, seq_len=64, seed=3, epochs=4, mask_documents=True))
-    assert order(endless, 5) != order(endless) and sorted(order(endless, 5)) == sorted(order(endless))
+    assert order(endless) == order(
+        BestFitDataset(corpus, seq_len=64, seed=3, epochs=4, mask_documents=True)
+    )
+    assert order(endless, 5) != order(endless) and sorted(order(endless, 5)) == sorted(
+        order(endless)
+    )
     assert sorted(order(BestFitDataset(corpus, seq_len=64, seed=4))) != sorted(order(endless))
-    in_file_order = [min(documents) for documents in order(BestFitDataset(corpus, seq_len=64, shuffle=False))]
+    in_file_order = [
+        min(documents) for documents in order(BestFitDataset(corpus, seq_len=64, shuffle=False))
+    ]
     assert in_file_order == sorted(in_file_order)
 
 
@@ -135,7 +153,10 @@ def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
         row, expected = masked.sequence(i), plain.sequence(i)
         assert expected.documents is None and row.documents is not None
         assert row.tokens.tolist() == expected.tokens.tolist()
-        assert row.labels.tolist() == np.where(np.isin(row.tokens, last), IGNORE, expected.labels).tolist()
+        assert (
+            row.labels.tolist()
+            == np.where(np.isin(row.tokens, last), IGNORE, expected.labels).tolist()
+        )
         real = int((row.tokens != corpus.pad_id).sum())
         begins = np.isin(row.tokens[: max(real - 1, 0)], last)
         assert row.documents[:real].tolist() == [0, *np.cumsum(begins).tolist()][:real]
@@ -150,8 +171,14 @@ def test_only_other_settings_are_in_the_order_of_a_checkpoint(corpus: Corpus) ->
 
 
 def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
-    (batch,) = TrainLoader(BestFitDataset(corpus, seq_len=64, mask_documents=True), 4, 4).next_step()
-    assert batch.documents is not None and batch.documents.shape == (4, 64) and batch.documents.dtype == torch.int32
+    (batch,) = TrainLoader(
+        BestFitDataset(corpus, seq_len=64, mask_documents=True), 4, 4
+    ).next_step()
+    assert (
+        batch.documents is not None
+        and batch.documents.shape == (4, 64)
+        and batch.documents.dtype == torch.int32
+    )
     (plain,) = TrainLoader(BestFitDataset(corpus, seq_len=64), 4, 4).next_step()
     assert plain.documents is None and torch.equal(plain.tokens, batch.tokens)
     other = batch._replace(documents=torch.zeros_like(batch.documents))
@@ -161,10 +188,19 @@ def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
 def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> None:
     corpus = make_corpus([2] * 500)
     dataset = BestFitDataset(corpus, seq_len=256, epochs=1, mask_documents=True)
-    assert max(len(dataset.documents_in(i)) for i in range(dataset.sequences_per_epoch)) == max_documents(256) - 1 == 63
+    assert (
+        max(len(dataset.documents_in(i)) for i in range(dataset.sequences_per_epoch))
+        == max_documents(256) - 1
+        == 63
+    )
     loader._check_documents(Batch(*map(torch.from_numpy, np.stack(dataset.sequence(0))[:, None])))  # type: ignore[arg-type]
-    (split,) = TrainLoader(PackedDataset(corpus, seq_len=256, mask_documents=True), 1, 1).next_step()
-    with pytest.raises(DataError, match='256 tokens holds 128 documents, and on GPUs attention keeps 64.*"best-fit"'):
+    (split,) = TrainLoader(
+        PackedDataset(corpus, seq_len=256, mask_documents=True), 1, 1
+    ).next_step()
+    with pytest.raises(
+        DataError,
+        match='256 tokens holds 128 documents, and on GPUs attention keeps 64.*"best-fit"',
+    ):
         loader._check_documents(split)
 
 
@@ -172,7 +208,9 @@ def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> N
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(tmp_path: Path, shuffle: bool) -> None:
+def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(
+    tmp_path: Path, shuffle: bool
+) -> None:
     shards = write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
     rows = make(shards, seq_len=16, best_fit=True, shuffle=shuffle, buffer=40, mask_documents=True)
     assert rows.settings["packing"] == "best-fit"
@@ -193,7 +231,9 @@ def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(tmp_pa
                 assert labels.tolist() == [*tokens[1:].tolist(), IGNORE]
                 served[document] += 1
             assert len(rows.documents_in(lane + 4 * count)) == sum(row.tokens == 1)
-            assert max(served.values()) - min(served.values()) <= 1  # an epoch ends before the next begins
+            assert (
+                max(served.values()) - min(served.values()) <= 1
+            )  # an epoch ends before the next begins
         assert min(served.values()) > 1 and not seen & set(served)
         seen |= set(served)
     assert seen == set(range(94))
@@ -210,9 +250,14 @@ def test_a_packed_stream_resumes_at_every_step_on_any_ranks(tmp_path: Path) -> N
         for served in loaders * (stop // 12):
             served.next_step()
         states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
-        state = {**states[0], "rows": loaders[0].dataset.merge_states([state["rows"] for state in states])}
+        state = {
+            **states[0],
+            "rows": loaders[0].dataset.merge_states([state["rows"] for state in states]),
+        }
         resumed = [TrainLoader(make_rows(lanes=None), 12, 1, rank, 3) for rank in range(3)]
         for one in resumed:
             one.load_state_dict(state)
-        found = [row.tolist() for one in resumed for batch in one.next_step() for row in batch.tokens]
+        found = [
+            row.tolist() for one in resumed for batch in one.next_step() for row in batch.tokens
+        ]
         assert sorted(found) == sorted(wanted[stop : stop + 12])

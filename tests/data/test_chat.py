@@ -1,4 +1,6 @@
-"""Chat templates: ids and masks of transformers, targets in rows of every kind, and errors that name the record."""
+"""Chat templates: ids and masks of transformers, targets in rows of every kind, and errors that
+name the record.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Llama 3's template, and ChatML with the marks of `transformers` around the assistant's turns.
 LLAMA3 = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
-    " + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
-    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 "
+    "%}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if "
+    "add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 MARKED = (
-    "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ m.content }}</s>\n"
-    "{% endgeneration %}{% else %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ "
+    "m.content }}</s>\n"
+    "{% endgeneration %}{% else %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endif %}{% "
+    "endfor %}"
 )
 #: A template that shows the reasoning of the last turn alone.
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'gone' }}{% endfor %}"
@@ -59,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer as transformers saves it, with the template beside it."""
     folder = tmp_path_factory.mktemp("tokenizer")
     converter = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)
+        vocab_file=str(BUNDLED_TOKENIZER),
+        pattern=SPLIT_PATTERN,
+        extra_special_tokens=list(SPECIAL_TOKENS),
     )
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     theirs = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), **names)
@@ -76,14 +83,24 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
     theirs.chat_template = source
     for chat in CHATS:
         ids, mask = encode_chat(template.render(chat, "here"), ours)
-        expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=source == MARKED)
+        expected = theirs.apply_chat_template(
+            chat, return_dict=True, return_assistant_tokens_mask=source == MARKED
+        )
         assert ids.tolist() == expected["input_ids"]
         if source == MARKED:
-            assert mask.astype(int).tolist() == expected["assistant_masks"] and mask.any() and not mask.all()
+            assert (
+                mask.astype(int).tolist() == expected["assistant_masks"]
+                and mask.any()
+                and not mask.all()
+            )
             continue
         wanted = []  # each turn is the model's addition to its prompt
         for n, message in enumerate(chat):
-            prompt = theirs.apply_chat_template(chat[:n], add_generation_prompt=True)["input_ids"] if n else []
+            prompt = (
+                theirs.apply_chat_template(chat[:n], add_generation_prompt=True)["input_ids"]
+                if n
+                else []
+            )
             turn = theirs.apply_chat_template(chat[: n + 1])["input_ids"]
             wanted += range(len(prompt), len(turn)) if message["role"] == "assistant" else ()
         assert np.flatnonzero(mask).tolist() == wanted
@@ -91,7 +108,9 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
 
 def rows(path: Path, folder: Path, **data: Any) -> Any:
     tokenizer = load_tokenizer(str(folder))
-    training = Training(dataset_path=str(path), seq_len=32, epochs=None if data.get("streaming") else 1)
+    training = Training(
+        dataset_path=str(path), seq_len=32, epochs=None if data.get("streaming") else 1
+    )
     return build_dataset(training, Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size)
 
 
@@ -105,10 +124,21 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     lines, table, out = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "out"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     parquet.write_table(pyarrow.table({"messages": chats}), table)
-    prepare = ["prepare", str(lines), "--out", str(out), "--tokenizer", str(folder), "--messages-key", "messages"]
+    prepare = [
+        "prepare",
+        str(lines),
+        "--out",
+        str(out),
+        "--tokenizer",
+        str(folder),
+        "--messages-key",
+        "messages",
+    ]
     assert cli.main(["data", *prepare]) == 0
     tokenizer = load_tokenizer(str(folder))
-    encoded = [encode_chat(load_template(None, tokenizer).render(chat, ""), tokenizer) for chat in chats]
+    encoded = [
+        encode_chat(load_template(None, tokenizer).render(chat, ""), tokenizer) for chat in chats
+    ]
     ids, mask = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
     labels = np.where(mask, ids, IGNORE)[1:]
     asked = {"messages_key": "messages"}
@@ -118,7 +148,9 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     for found in kinds:
         got = [found.sequence(n) for n in range(len(labels) // 32)]
         assert np.concatenate([row.tokens for row in got]).tolist() == ids[: 32 * len(got)].tolist()
-        assert np.concatenate([row.labels for row in got]).tolist() == labels[: 32 * len(got)].tolist()
+        assert (
+            np.concatenate([row.labels for row in got]).tolist() == labels[: 32 * len(got)].tolist()
+        )
     (tmp_path / "other.jinja").write_text(MARKED)
     with pytest.raises(DataError, match=r"data\.chat_template: .* is prepared with another one"):
         rows(out, folder, chat_template=str(tmp_path / "other.jinja"), **asked)
@@ -130,13 +162,27 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
         ("Hello", LLAMA3, "no list of messages"),
         ([{"from": "human", "value": "a"}], LLAMA3, "no list of messages"),
         ([{"role": "user", "content": "a\ufdd0"}, CHATS[0][1]], LLAMA3, r"U\+FDD0"),
-        ([{"role": "user", "content": "a"}], LLAMA3, r"no message has the role assistant \(roles: user\)"),
+        (
+            [{"role": "user", "content": "a"}],
+            LLAMA3,
+            r"no message has the role assistant \(roles: user\)",
+        ),
         (CHATS[1], FORGETFUL, r"message 3, of the assistant, cannot be found .*\{% generation %\}"),
-        (CHATS[0], "{{ raise_exception('roles must alternate') }}", "refuses it: .*roles must alternate"),
-        (CHATS[0], "{{ messages[0].content.format }}{{ ''.__class__.mro() }}", "refuses it: SecurityError"),
+        (
+            CHATS[0],
+            "{{ raise_exception('roles must alternate') }}",
+            "refuses it: .*roles must alternate",
+        ),
+        (
+            CHATS[0],
+            "{{ messages[0].content.format }}{{ ''.__class__.mro() }}",
+            "refuses it: SecurityError",
+        ),
     ],
 )
-def test_errors_name_file_and_record(folder: Path, tmp_path: Path, messages: Any, source: str, said: str) -> None:
+def test_errors_name_file_and_record(
+    folder: Path, tmp_path: Path, messages: Any, source: str, said: str
+) -> None:
     path, template = tmp_path / "a.jsonl", tmp_path / "own.jinja"
     path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (CHATS[0], messages)))
     template.write_text(source)
@@ -146,7 +192,8 @@ def test_errors_name_file_and_record(folder: Path, tmp_path: Path, messages: Any
     with pytest.raises(DataError, match=f"a.jsonl, line {line}: .*{said}"):
         rows(path, folder, messages_key="chat", chat_template=str(template))
     with pytest.raises(
-        DataError, match=r"line \d: the key 'messages' is missing .*name the field by data.messages_key"
+        DataError,
+        match=r"line \d: the key 'messages' is missing .*name the field by data.messages_key",
     ):
         rows(path, folder, messages_key="messages")
 
@@ -183,7 +230,9 @@ def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
 ) -> None:
     tokenizer, template = load_tokenizer(), tmp_path / "own.jinja"
     tokenizer.folder = str(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_bytes(b'\xef\xbb\xbf{"model_max_length": 8, "pad_token": "[P]"}')
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        b'\xef\xbb\xbf{"model_max_length": 8, "pad_token": "[P]"}'
+    )
     template.write_text("{% for %}")
     with pytest.raises(DataError, match=r"^--chat-template: .*own\.jinja, line 1"):
         load_template(str(template), tokenizer, "--chat-template")

@@ -24,7 +24,11 @@ TEXTS = [f"the number {n}" for n in range(40)]
 
 
 def tokenizing_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("titanlite-tokenize")]
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("titanlite-tokenize")
+    ]
 
 
 def encoding(encode: Callable[[Tokenizer, str], np.ndarray | None]) -> Tokenizer:
@@ -39,14 +43,24 @@ def encoding(encode: Callable[[Tokenizer, str], np.ndarray | None]) -> Tokenizer
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_threads_give_the_same_corpus_as_the_plain_way(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_give_the_same_corpus_as_the_plain_way(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = list_files(BUNDLED["c4_validation"])
     one = tokenize(files, TOKENIZER, TOKENIZER.vocab_size)
-    assert one.tokens.tolist() == [i for r in iter_records(files) for i in TOKENIZER.encode(r.text, bos=True, eos=True)]
+    assert one.tokens.tolist() == [
+        i for r in iter_records(files) for i in TOKENIZER.encode(r.text, bos=True, eos=True)
+    ]
     monkeypatch.setattr(corpus_module, "_CHUNK", 2000)
     many = tokenize(files, TOKENIZER, TOKENIZER.vocab_size, workers)
-    assert np.array_equal(many.tokens, one.tokens) and many.tokens.dtype == one.tokens.dtype == np.uint16
-    assert np.array_equal(many.offsets, one.offsets) and many.offsets.dtype == one.offsets.dtype == np.int64
+    assert (
+        np.array_equal(many.tokens, one.tokens)
+        and many.tokens.dtype == one.tokens.dtype == np.uint16
+    )
+    assert (
+        np.array_equal(many.offsets, one.offsets)
+        and many.offsets.dtype == one.offsets.dtype == np.int64
+    )
     assert (many.fingerprint, many.pad_id, many.files) == (one.fingerprint, one.pad_id, one.files)
     assert tokenizing_threads() == []
 
@@ -81,7 +95,12 @@ def test_the_first_error_in_the_file_is_the_one_that_is_named(
     monkeypatch.setattr(corpus_module, "_CHUNK", chunk)
     texts = [text + "!" * (n in marks) for n, text in enumerate(TEXTS, start=1)]
     with pytest.raises(DataError) as caught:
-        tokenize([write_texts(tmp_path / "a.jsonl", texts, raw)], encoding(encode), TOKENIZER.vocab_size, workers)
+        tokenize(
+            [write_texts(tmp_path / "a.jsonl", texts, raw)],
+            encoding(encode),
+            TOKENIZER.vocab_size,
+            workers,
+        )
     assert first in str(caught.value)
     assert tokenizing_threads() == []
 
@@ -100,7 +119,11 @@ def _fails(*_: object) -> None:
     [(TOKENIZER, _interrupted, KeyboardInterrupt), (encoding(_fails), iter_records, MemoryError)],
 )
 def test_threads_end_with_an_interrupt_or_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer, read: object, error: type[BaseException]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: Tokenizer,
+    read: object,
+    error: type[BaseException],
 ) -> None:
     monkeypatch.setattr(corpus_module, "_CHUNK", 1)
     monkeypatch.setattr(corpus_module, "iter_records", read)

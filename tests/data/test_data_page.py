@@ -1,4 +1,6 @@
-"""The TOML files of docs/data.md lead to text: each is read in a folder with the files that it names."""
+"""The TOML files of docs/data.md lead to text: each is read in a folder with the files that it
+names.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ sys.exit(max(main(["data", "peek", *flags.split()]) for flags in sys.argv[1:]))
 @pytest.mark.slow
 def test_each_example_is_read(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
-    for name in ("mine", "web", "papers", "held-out", "assets/Llama-3.1-8B-Instruct", "bucket/corpus"):
+    for name in (
+        "mine",
+        "web",
+        "papers",
+        "held-out",
+        "assets/Llama-3.1-8B-Instruct",
+        "bucket/corpus",
+    ):
         (tmp_path / name).mkdir(parents=True)
     chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day."}]
     record = {"prompt": "Question: 1\nAnswer:", "completion": " 2", "messages": chat}
@@ -52,7 +61,9 @@ def test_each_example_is_read(tmp_path: Path) -> None:
         for number, block in enumerate(blocks):
             text = mixture + block if block.startswith("[[data.phase]]") else block
             (tmp_path / f"{number}.toml").write_text(text.replace("s3://", f"{hub.url}/"))
-            flags.append(f"{number}.toml --rows=1" + " --validation" * block.startswith("[validation]"))
+            flags.append(
+                f"{number}.toml --rows=1" + " --validation" * block.startswith("[validation]")
+            )
         done = python("-c", PEEK, *flags, env=hub.environment(tmp_path / "home"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
     assert len(blocks) == 9 and done.stdout.count(", sequence 0, ") == 9

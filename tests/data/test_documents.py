@@ -1,4 +1,6 @@
-"""The log of each step's documents: as `titanlite data at-step` finds them, and none twice after a resume."""
+"""The log of each step's documents: as `titanlite data at-step` finds them, and none twice after a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
     pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = write_texts(tmp_path / "text.jsonl", [f"record {n} " + "word " * (n % 40) for n in range(300)])
+    text = write_texts(
+        tmp_path / "text.jsonl", [f"record {n} " + "word " * (n % 40) for n in range(300)]
+    )
     pool(2).run(_run, str(tmp_path), f"--training.dataset_path={text}")
     shutil.rmtree(tmp_path / "checkpoint/step-5")
     before = (tmp_path / "documents.jsonl").read_bytes()
@@ -63,10 +67,14 @@ def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
         assert cli.main(["data", "at-step", str(row["step"]), str(tmp_path), "--json"]) == 0
         for number, found in json.loads(capsys.readouterr().out)["sequences"].items():
             logged = row["sequences"][number]
-            assert sum(one["tokens"] for one in logged) == 32 and all(one["file"] == str(text) for one in found)
+            assert sum(one["tokens"] for one in logged) == 32 and all(
+                one["file"] == str(text) for one in found
+            )
             assert any(one["text"] for one in found)
             keys = ("source", "name", "tokens")
-            assert [[one[key] for key in keys] for one in found] == [[one[key] for key in keys] for one in logged]
+            assert [[one[key] for key in keys] for one in found] == [
+                [one[key] for key in keys] for one in logged
+            ]
     write_texts(text, ["another"])
     assert cli.main(["data", "at-step", "1", str(tmp_path)]) == 2
     assert "the text has changed since: its fingerprint was " in capsys.readouterr().err
@@ -76,14 +84,29 @@ def test_ranks_log_their_part_of_a_stream(pool: Pools, tmp_path: Path) -> None:
     files = [tmp_path / f"{n}.jsonl" for n in range(4)]
     for n, file in enumerate(files):
         write_texts(file, [f"file {n} record {i} " + "word " * (i % 9) for i in range(40)])
-    flags = [f"--data.source=[{{name='own', path='{tmp_path}/*.jsonl'}}, {{name='sft_test'}}]", "--data.streaming"]
+    flags = [
+        f"--data.source=[{{name='own', path='{tmp_path}/*.jsonl'}}, {{name='sft_test'}}]",
+        "--data.streaming",
+    ]
     pool(2).run(_run, str(tmp_path / "run"), *flags)
-    parts = [_rows(tmp_path / "run" / name) for name in ("documents.jsonl", "documents-rank_1.jsonl")]
+    parts = [
+        _rows(tmp_path / "run" / name) for name in ("documents.jsonl", "documents-rank_1.jsonl")
+    ]
     shutil.rmtree(tmp_path / "run/checkpoint/step-5")
     pool(1).run(_run, str(tmp_path / "run"), *flags)
-    assert _rows(tmp_path / "run/documents-rank_1.jsonl") == parts[1][:3], "rank 1 is gone, and its steps 4 and 5 too"
-    assert [len(row["sequences"]) for row in _rows(tmp_path / "run/documents.jsonl")] == [4, 4, 4, 8, 8]
-    rows = read_training_text(load_config("debug_model.toml", 2, [*FLAGS, *flags]), load_tokenizer())
+    assert _rows(tmp_path / "run/documents-rank_1.jsonl") == parts[1][:3], (
+        "rank 1 is gone, and its steps 4 and 5 too"
+    )
+    assert [len(row["sequences"]) for row in _rows(tmp_path / "run/documents.jsonl")] == [
+        4,
+        4,
+        4,
+        8,
+        8,
+    ]
+    rows = read_training_text(
+        load_config("debug_model.toml", 2, [*FLAGS, *flags]), load_tokenizer()
+    )
     for first, *same in zip(*parts, strict=True):
         merged = first["sequences"] | same[0]["sequences"]
         assert len(merged) == 8 and len(first["sequences"]) == 4
@@ -92,4 +115,6 @@ def test_ranks_log_their_part_of_a_stream(pool: Pools, tmp_path: Path) -> None:
             assert {one["source"] for one in logged} in ({"own"}, {"sft_test"})
             for one in logged:
                 if one["source"] == "own":
-                    assert one["name"] == f"{one['file']}:{one['record']}" and 1 <= one["record"] <= 40
+                    assert (
+                        one["name"] == f"{one['file']}:{one['record']}" and 1 <= one["record"] <= 40
+                    )

@@ -1,4 +1,6 @@
-"""Files beside exported weights: `AutoTokenizer` reads the ids that a run trains on, BOS before each text."""
+"""Files beside exported weights: `AutoTokenizer` reads the ids that a run trains on, BOS before
+each text.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def llama_2(folder: Path) -> Path:
 
 def llama_2_with_a_config_without_bos(folder: Path) -> Path:
     """As a folder whose config says `add_bos_token` = false, or nothing."""
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "LlamaTokenizer", "legacy": False})
+    )
     return _copy(BUNDLED_SENTENCEPIECE, folder / "tokenizer.model")
 
 
@@ -76,8 +80,15 @@ def llama_3(folder: Path) -> Path:
 
 
 def mistral_1(folder: Path) -> Path:
-    config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False, "chat_template": "{{ 1 }}"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": "<s>", "eos_token": "</s>"}))
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": True,
+        "legacy": False,
+        "chat_template": "{{ 1 }}",
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "bos_token": "<s>", "eos_token": "</s>"})
+    )
     return sentencepiece_model(folder / "tokenizer.model", **PLAIN)
 
 
@@ -106,18 +117,29 @@ def qwen(folder: Path) -> Path:
     made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, show_progress=False
+    )
     made.train_from_iterator(documents(), trainer)
     made.add_special_tokens(special)
     made.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": "<|endoftext|>"}))
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "add_bos_token": False,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**config, "pad_token": "<|endoftext|>"})
+    )
     return folder / "tokenizer.json"
 
 
 def llama_3_json(folder: Path) -> Path:
     """A tokenizer.json alone, without a word on BOS, and with an end that others add."""
-    parsed = json.loads(as_tokenizer_json(BUNDLED_TOKENIZER.read_bytes(), "tiktoken", load_tokenizer()))
+    parsed = json.loads(
+        as_tokenizer_json(BUNDLED_TOKENIZER.read_bytes(), "tiktoken", load_tokenizer())
+    )
     parsed["post_processor"]["processors"][-1]["single"].append(
         {"SpecialToken": {"id": "<|begin_of_text|>", "type_id": 0}}
     )
@@ -156,7 +178,9 @@ def plain_ids(file: Path) -> Callable[[str], list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_auto_tokenizer_reads_the_ids_of_the_run(tmp_path: Path, kind: Callable[[Path], Path]) -> None:
+def test_auto_tokenizer_reads_the_ids_of_the_run(
+    tmp_path: Path, kind: Callable[[Path], Path]
+) -> None:
     families, bos = KINDS[kind]
     source = tmp_path / "source"
     source.mkdir()
@@ -171,15 +195,22 @@ def test_auto_tokenizer_reads_the_ids_of_the_run(tmp_path: Path, kind: Callable[
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         assert theirs.bos_token == bos
         for text in [*TEXTS, *documents()[:5]]:
-            assert theirs(text)["input_ids"] == [theirs.bos_token_id, *expected(text)], (family, text)
+            assert theirs(text)["input_ids"] == [theirs.bos_token_id, *expected(text)], (
+                family,
+                text,
+            )
         assert compare_ids(str(file), folder).endswith("they are equal")
         text = "Some text, 12 times."
         assert theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True) == text
         if kind is mistral_1:
             assert theirs.chat_template == "{{ 1 }}"
         if kind is mistral_3:
-            number = sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id("[INST]")
-            assert theirs("[INST]", add_special_tokens=False)["input_ids"] == [number], "chat templates need it"
+            number = sentencepiece.SentencePieceProcessor(model_file=str(file)).piece_to_id(
+                "[INST]"
+            )
+            assert theirs("[INST]", add_special_tokens=False)["input_ids"] == [number], (
+                "chat templates need it"
+            )
 
 
 def test_files_that_give_the_ids_are_copied_as_they_are(tmp_path: Path) -> None:
@@ -203,17 +234,24 @@ def test_the_check_of_an_export_names_the_text_whose_ids_differ(
     made = json.loads((folder / "tokenizer.json").read_bytes())
     made["post_processor"] = None
     (folder / "tokenizer.json").write_text(json.dumps(made))
-    with pytest.raises(CheckpointError, match=r"differ, and nothing is published:\n  '': \[\] there, \[1\] here"):
+    with pytest.raises(
+        CheckpointError, match=r"differ, and nothing is published:\n  '': \[\] there, \[1\] here"
+    ):
         compare_ids(str(file), folder)
     assert "not compared" in compare_ids(str(tmp_path / "gone.model"), folder)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "transformers is not installed" in compare_ids(str(file), folder)
 
 
-def test_without_transformers_the_files_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_files_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = hf_files(str(llama_2(tmp_path)))
-    assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes() and "tokenizer.json" not in found
+    assert (
+        found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
+        and "tokenizer.json" not in found
+    )
 
 
 def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:

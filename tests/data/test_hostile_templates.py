@@ -1,4 +1,6 @@
-"""Chat templates that loop, or make gigabytes: an error with file and record, in every process that renders."""
+"""Chat templates that loop, or make gigabytes: an error with file and record, in every process that
+renders.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ BOMBS = {
     "a filter": "{{ messages[0].content.center(10 ** 10) }}",
     "a list": "{{ ([messages] * 10 ** 9) | length }}",
     "pieces": "{% for a in range(99999) %}{{ 'x' * 100 }}{{ messages[0].role }}{% endfor %}",
-    "a block": "{% set x %}{% for a in range(99999) %}{{ messages[0].role * 10 ** 6 }}{% endfor %}{% endset %}",
+    "a block": (
+        "{% set x %}{% for a in range(99999) %}{{ messages[0].role * 10 ** 6 }}{% endfor %}{% "
+        "endset %}"
+    ),
 }
 
 
@@ -47,15 +52,21 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(short: None, name: str) -> None:
-    with pytest.raises(DataError, match="^a.jsonl, line 7: the chat template cannot be rendered: it takes more"):
+def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(
+    short: None, name: str
+) -> None:
+    with pytest.raises(
+        DataError, match="^a.jsonl, line 7: the chat template cannot be rendered: it takes more"
+    ):
         ChatTemplate(LOOPS[name]).render(CHAT, "a.jsonl, line 7")
     assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
 
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_makes_gigabytes_is_an_error(name: str) -> None:
-    with pytest.raises(DataError, match="^a.jsonl, line 7: the chat template (refuses it|cannot be rendered): it "):
+    with pytest.raises(
+        DataError, match="^a.jsonl, line 7: the chat template (refuses it|cannot be rendered): it "
+    ):
         ChatTemplate(BOMBS[name]).render(CHAT, "a.jsonl, line 7")
     assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
 
@@ -81,7 +92,11 @@ def test_a_file_that_cannot_be_compiled_is_named(short: None, tmp_path: Path) ->
 
 
 def test_long_conversations_have_room() -> None:
-    chat = [{"role": role, "content": "word " * 20_000} for _ in range(10) for role in ("user", "assistant")]
+    chat = [
+        {"role": role, "content": "word " * 20_000}
+        for _ in range(10)
+        for role in ("user", "assistant")
+    ]
     text = GOOD.render(chat, "here")
     assert len(text) == sum(len(one["role"]) + len(one["content"]) + 3 for one in chat) + 20
 
@@ -109,10 +124,15 @@ def test_a_killed_process_is_started_again_and_threads_take_turns() -> None:
     worker = chat_process._workers[0].process
     os.kill(worker.pid, signal.SIGINT)  # Ctrl-C reaches all processes of a terminal
     os.kill(worker.pid, signal.SIGTERM)
-    assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n" and chat_process._workers[0].process is worker
+    assert (
+        GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
+        and chat_process._workers[0].process is worker
+    )
 
 
-def test_all_that_render_name_file_and_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_render_name_file_and_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text, template = tmp_path / "a.jsonl", tmp_path / "own.jinja"
     text.write_text("\n" + json.dumps({"chat": CHAT}) + "\n")
     template.write_text(BOMBS["a product"])
@@ -121,14 +141,28 @@ def test_all_that_render_name_file_and_record(tmp_path: Path, capsys: pytest.Cap
     for streaming in (False, True):
         with pytest.raises(DataError, match=said):
             training = Training(dataset_path=str(text), seq_len=8)
-            build_dataset(training, Data(streaming=streaming, num_workers=2, **keys), TOKENIZER, 2304).sequence(0)
+            build_dataset(
+                training, Data(streaming=streaming, num_workers=2, **keys), TOKENIZER, 2304
+            ).sequence(0)
     reader = TextReader(Data(chat_template=str(template)), TOKENIZER, 2304)
     held_out = Validation(sources=[DataSource(name="a", path=str(text), messages_key="chat")])
     with pytest.raises(DataError, match=said):
         reader.held_out(held_out, 8)
-    words = ["--out", str(tmp_path / "out"), "--messages-key", "chat", "--chat-template", str(template)]
+    words = [
+        "--out",
+        str(tmp_path / "out"),
+        "--messages-key",
+        "chat",
+        "--chat-template",
+        str(template),
+    ]
     assert main(["data", "prepare", str(text), "--workers", "1", *words]) == 2
-    assert "a.jsonl, line 2: the chat template refuses it: it needs too much memory" in capsys.readouterr().err
+    assert (
+        "a.jsonl, line 2: the chat template refuses it: it needs too much memory"
+        in capsys.readouterr().err
+    )
     loaded: Any = SimpleNamespace(tokenizer=TOKENIZER, chat_template=str(template), limit=64)
-    with pytest.raises(DataError, match="^prompt 1: the chat template refuses it: it needs too much memory"):
+    with pytest.raises(
+        DataError, match="^prompt 1: the chat template refuses it: it needs too much memory"
+    ):
         make_rows(loaded, ["Hello?"], chat=True, template=None)

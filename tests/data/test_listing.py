@@ -1,4 +1,6 @@
-"""Which files of a folder are its text: by name, kind, level and split; and the lines that choose among them."""
+"""Which files of a folder are its text: by name, kind, level and split; and the lines that choose
+among them.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ def make(folder: Path, *names: str) -> Path:
 def read(folder: Path | str, **keys: object) -> list[str]:
     """Return the names below the folder of the files that training reads."""
     source = DataSource(path=str(folder), **keys)  # type: ignore[arg-type]
-    rows = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).open(source, "data.source[0]", 8, None)
+    rows = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).open(
+        source, "data.source[0]", 8, None
+    )
     assert isinstance(rows, PackedDataset) and rows.listing is not None
     places = itertools.pairwise(rows.corpus.offsets.tolist())
     texts = [rows.corpus.read(begin, end)[1:-1].tolist() for begin, end in places]
     return [TOKENIZER.decode(ids) for ids in texts]
 
 
-def refused(folder: Path | str, key: str = "training.dataset_path", split: str | None = None) -> list[str]:
+def refused(
+    folder: Path | str, key: str = "training.dataset_path", split: str | None = None
+) -> list[str]:
     """Return the lines of the error."""
     with pytest.raises(DataError) as caught:
         list_text(Place(str(folder), key, split))
@@ -58,8 +64,19 @@ def refused(folder: Path | str, key: str = "training.dataset_path", split: str |
 
 
 CLONE = [
-    *("README.md", "LICENSE.txt", ".git/a.jsonl", ".gitattributes", "dataset_infos.json", "data/_SUCCESS"),
-    *("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-00000-of-00001.parquet"),
+    *(
+        "README.md",
+        "LICENSE.txt",
+        ".git/a.jsonl",
+        ".gitattributes",
+        "dataset_infos.json",
+        "data/_SUCCESS",
+    ),
+    *(
+        "data/train-00000-of-00002.parquet",
+        "data/train-00001-of-00002.parquet",
+        "data/test-00000-of-00001.parquet",
+    ),
 ]
 TRAIN = CLONE[-3:-1]
 
@@ -72,7 +89,10 @@ def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path)
     assert lines[1:] == [
         "  one of these lines in [training] says which is meant:",
         f'    dataset_path = "{test}"  # 1 file of parquet, split test, {size(clone)}',
-        f'    dataset_path = "{clone}/data/train*.parquet"  # 2 files of parquet, split train, {size(clone, 2)}',
+        (
+            f'    dataset_path = "{clone}/data/train*.parquet"  # 2 files of parquet, split '
+            f"train, {size(clone, 2)}"
+        ),
         "  or one of these in [data]:",
         '    split = "train"',
         '    split = "test"',
@@ -81,7 +101,9 @@ def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path)
     assert read(clone, split="train") == read(f"{clone}/data/train*.parquet") == TRAIN
     assert read(clone, split="all") == [CLONE[-1], *TRAIN]
     assert read(clone, split="eval") == CLONE[-1:]
-    assert refused(clone, split="dev") == [f'training.dataset_path: {clone} has no split "dev"; it has test, train']
+    assert refused(clone, split="dev") == [
+        f'training.dataset_path: {clone} has no split "dev"; it has test, train'
+    ]
     listing = list_text(Place(str(clone), split="train"))
     assert listing.kinds == {"parquet": 2}
     assert listing.passed_over == {
@@ -105,10 +127,16 @@ FOLDERS = [
     (["a.parquet", "b.parquet", "sample.jsonl"], "of several kinds"),
     (["a.txt", "b.txt", "c.md", "d.md"], "of several kinds"),
     (["a.txt", "b.txt", "below/c.txt", "below/deeper/d.txt"], "on two levels"),
-    (["a.jsonl", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"], "of several splits and"),
+    (
+        ["a.jsonl", "data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"],
+        "of several splits and",
+    ),
     (["train/a.jsonl", "train/b.jsonl", "dev/a.jsonl", "dev/b.jsonl"], "of several splits"),
     (["en/c4-train.0.json", "en/c4-train.1.json", "en/c4-validation.0.json"], "of several splits"),
-    (["my [corpus]/x-test.txt", "my [corpus]/x-train.txt", "my [corpus]/y-train.txt"], "of several splits"),
+    (
+        ["my [corpus]/x-test.txt", "my [corpus]/x-train.txt", "my [corpus]/y-train.txt"],
+        "of several splits",
+    ),
     (["train_sft-00000-of-00001.parquet", "test_sft-00000-of-00001.parquet"], "of several splits"),
 ]
 
@@ -125,11 +153,20 @@ def test_each_line_of_a_refusal_reads_one_text_and_all_lines_read_all(
     found = [read(line["path"]) for line in keys if "path" in line]
     assert len(found) > 1 and sorted(name for part in found for name in part) == sorted(names)
     assert {len({Path(name).suffix for name in part}) for part in found} == {1}
-    splits = [read(folder, split=line["split"]) for line in keys if line.get("split", "all") != "all"]
-    if len(names) == len({*names, *(name for part in splits for name in part)}) and "and" not in why:
+    splits = [
+        read(folder, split=line["split"]) for line in keys if line.get("split", "all") != "all"
+    ]
+    if (
+        len(names) == len({*names, *(name for part in splits for name in part)})
+        and "and" not in why
+    ):
         assert all(part in found for part in splits)
     commands = [line.strip().split("  #")[0] for line in refused(folder, "SOURCE")[2:]]
-    patterns = [shlex.split(one)[0] for one in commands if "--split" not in one and not one.startswith("or ")]
+    patterns = [
+        shlex.split(one)[0]
+        for one in commands
+        if "--split" not in one and not one.startswith("or ")
+    ]
     assert patterns == [line["path"] for line in keys if "path" in line]
 
 
@@ -143,8 +180,21 @@ def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
         "CITATION.txt",
         "NOTICE.txt",
     ]
-    known += ["dataset_info.json", "dataset_info_en.json", "dataset_infos.json", "state.json", "dataset_dict.json"]
-    known += ["_SUCCESS", ".hidden.jsonl", "_delta_log/0.json", "cache-0123abcd.arrow", "requirements.txt", "x.csv"]
+    known += [
+        "dataset_info.json",
+        "dataset_info_en.json",
+        "dataset_infos.json",
+        "state.json",
+        "dataset_dict.json",
+    ]
+    known += [
+        "_SUCCESS",
+        ".hidden.jsonl",
+        "_delta_log/0.json",
+        "cache-0123abcd.arrow",
+        "requirements.txt",
+        "x.csv",
+    ]
     folder = make(tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known)
     assert read(folder) == ["history.txt", "notice of death.txt", "testament.txt"]
     assert all(why_no_text(Path(name).name) for name in known if name != "_delta_log/0.json")
@@ -190,8 +240,12 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
         folder = make(tmp_path / names[0], *names)
         patterns = data_files.get_data_patterns(str(folder))
         found = data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
-        expected = {str(split): sorted(Path(one).name for one in files) for split, files in found.items()}
-        ours = {split: sorted(Path(n).name for n in read(folder, split=split)) for split in expected}
+        expected = {
+            str(split): sorted(Path(one).name for one in files) for split, files in found.items()
+        }
+        ours = {
+            split: sorted(Path(n).name for n in read(folder, split=split)) for split in expected
+        }
         assert ours == expected and len(expected) > 1
 
 
@@ -200,7 +254,8 @@ def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_pat
     listing = list_text(Place(f"{folder}/*.jsonl"))
     assert read(f"{folder}/*.jsonl") == ["test.jsonl", "train.jsonl"]
     assert listing.warning() == (
-        "the pattern finds files of several splits, which are read together: test (1 file), train (1 file)"
+        "the pattern finds files of several splits, which are read together: test (1 file), train "
+        "(1 file)"
     )
     assert read(f"{folder}/*.jsonl", split="train") == ["train.jsonl"]
     assert list_text(Place(f"{folder}/*.jsonl", split="train")).warning() is None
@@ -221,7 +276,9 @@ def test_stores_have_the_same_rules(tmp_path: Path) -> None:
             url_text(Place(url))
         lines = str(caught.value).splitlines()
         assert lines[0] == f"training.dataset_path: the folder {url} holds text of several splits"
-        assert any(line.strip().startswith(f'dataset_path = "{url}train*.parquet"  # 2') for line in lines)
+        assert any(
+            line.strip().startswith(f'dataset_path = "{url}train*.parquet"  # 2') for line in lines
+        )
         found = url_text(Place(f"{url}train*.parquet"))
         assert found.files == url_text(Place(url, split="train")).files
         assert [Path(name).name for name in found.files] == [Path(name).name for name in TRAIN]
@@ -229,9 +286,13 @@ def test_stores_have_the_same_rules(tmp_path: Path) -> None:
 
 def test_all_rules_on_names_of_a_store() -> None:
     found = [FoundFile(f"s3://b/d/{name}", name, 10) for name in sorted(CLONE)]
-    with pytest.raises(DataError, match=r's3://b/d/data/train\*\.parquet"  # 2 files of parquet, split train, 20 B'):
+    with pytest.raises(
+        DataError, match=r's3://b/d/data/train\*\.parquet"  # 2 files of parquet, split train, 20 B'
+    ):
         choose(found, Place("s3://b/d/"))
-    assert choose(found, Place("s3://b/d/", split="train")).files == tuple(f"s3://b/d/{name}" for name in TRAIN)
+    assert choose(found, Place("s3://b/d/", split="train")).files == tuple(
+        f"s3://b/d/{name}" for name in TRAIN
+    )
 
 
 def test_a_dead_link_is_an_error(tmp_path: Path) -> None:

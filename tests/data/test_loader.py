@@ -1,4 +1,6 @@
-"""Batches over ranks: the same global order on any number of them, exact resume, skipped ranges, agreed ends."""
+"""Batches over ranks: the same global order on any number of them, exact resume, skipped ranges,
+agreed ends.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def steps_of(
     group = loaders(dataset, global_batch, ranks, skip=skip)
     for loader in group:
         loader.load_state_dict(state or {"next_sequence": 0})
-    found = [sorted(row for loader in group for row in rows(loader.next_step())) for _ in range(steps)]
+    found = [
+        sorted(row for loader in group for row in rows(loader.next_step())) for _ in range(steps)
+    ]
     assert all(loader.state_dict() == group[0].state_dict() for loader in group)
     return found, group[0].state_dict()
 
@@ -55,14 +59,18 @@ def test_any_split_serves_the_sequences_of_a_step(corpus: Corpus, ranks: int, mi
         expected = [dataset.sequence(i)[0].tolist() for i in range(step * 12, (step + 1) * 12)]
         for rank, loader in enumerate(group):
             batches = loader.next_step()
-            assert [batch.tokens.shape for batch in batches] == [(micro, SEQ)] * (12 // ranks // micro)
+            assert [batch.tokens.shape for batch in batches] == [(micro, SEQ)] * (
+                12 // ranks // micro
+            )
             assert all(batch.tokens.dtype == batch.labels.dtype == torch.int64 for batch in batches)
             assert rows(batches) == expected[rank::ranks]
 
 
 @pytest.mark.parametrize("skip", [[], SKIP])
 @pytest.mark.parametrize("stop", [0, 6, 13])
-def test_resume_on_another_number_of_ranks_equals_a_straight_run(corpus: Corpus, stop: int, skip: list) -> None:
+def test_resume_on_another_number_of_ranks_equals_a_straight_run(
+    corpus: Corpus, stop: int, skip: list
+) -> None:
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=9)  # 37.4 sequences an epoch: 6 steps
     straight, _ = steps_of(dataset, 6, 2, 20, skip=skip)
     first, state = steps_of(dataset, 6, 1, stop, skip=skip)
@@ -73,7 +81,9 @@ def test_resume_on_another_number_of_ranks_equals_a_straight_run(corpus: Corpus,
 
 
 @pytest.mark.parametrize(("skip", "steps", "sequences"), [([], 5, 2), ([(6, 12), (30, 99)], 3, 6)])
-def test_finite_data_end_for_all_ranks_at_once(corpus: Corpus, skip: list, steps: int, sequences: int) -> None:
+def test_finite_data_end_for_all_ranks_at_once(
+    corpus: Corpus, skip: list, steps: int, sequences: int
+) -> None:
     dataset = PackedDataset(corpus, seq_len=SEQ, epochs=1)  # 38 sequences in steps of 9
     targets = 0
     for loader in loaders(dataset, 9, 3, skip=skip):
@@ -107,21 +117,32 @@ def test_sizes_and_states_that_do_not_fit_are_refused(corpus: Corpus) -> None:
 def test_arithmetic_of_ranges_agrees_with_sets_of_numbers() -> None:
     draw = random.Random(3)
     for _ in range(300):
-        a, b = ([(x := draw.randrange(40), x + draw.randrange(9)) for _ in range(draw.randrange(5))] for _ in range(2))
+        a, b = (
+            [(x := draw.randrange(40), x + draw.randrange(9)) for _ in range(draw.randrange(5))]
+            for _ in range(2)
+        )
         left, right = ({n for first, end in some for n in range(first, end)} for some in (a, b))
         apart = merged(a)
         assert {n for first, end in apart for n in range(first, end)} == left
         assert all(x[1] < y[0] for x, y in zip(apart, apart[1:], strict=False))
-        assert {n for first, end in without(apart, merged(b)) for n in range(first, end)} == left - right
+        assert {
+            n for first, end in without(apart, merged(b)) for n in range(first, end)
+        } == left - right
         place, number = draw.randrange(45), draw.randrange(1, 20)
-        assert {n for first, end in before(place, apart) for n in range(first, end)} == {n for n in left if n < place}
+        assert {n for first, end in before(place, apart) for n in range(first, end)} == {
+            n for n in left if n < place
+        }
         assert count(place, place + number, apart) == len(left & set(range(place, place + number)))
-        assert take(place, number, apart) == [n for n in range(place, 200) if n not in left][:number]
+        assert (
+            take(place, number, apart) == [n for n in range(place, 200) if n not in left][:number]
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_skipped_sequences_are_served_to_nobody(corpus: Corpus, ranks: int) -> None:
-    """After a range, or a change of the global batch, the position need not be a multiple of the ranks."""
+    """After a range, or a change of the global batch, the position need not be a multiple of the
+    ranks.
+    """
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=2)
     wanted = [range(6), range(18, 24), [24, 25, 29, 30, 31, 32], range(33, 39)]
     found, state = steps_of(dataset, 6, ranks, 4, skip=SKIP)
@@ -129,7 +150,9 @@ def test_skipped_sequences_are_served_to_nobody(corpus: Corpus, ranks: int) -> N
     assert state == {"next_sequence": 39, "left_out": [[6, 18], [26, 29]]}
 
 
-def test_the_state_holds_the_skipped_ranges_and_not_those_that_came_too_late(corpus: Corpus) -> None:
+def test_the_state_holds_the_skipped_ranges_and_not_those_that_came_too_late(
+    corpus: Corpus,
+) -> None:
     dataset = PackedDataset(corpus, seq_len=SEQ)
     state = {"next_sequence": 18, "left_out": [[6, 12]]}
     asked = [(0, 12), (15, 24)]
@@ -151,36 +174,61 @@ def test_hashes_add_up_over_ranks_and_tell_data_apart(corpus: Corpus) -> None:
     assert len(set(expected)) == 3
     for ranks, micro in ((2, 6), (4, 1), (3, 2)):
         group = loaders(dataset, 12, ranks, micro)
-        assert [add_hashes(batch_hash(loader.next_step()) for loader in group) for _ in range(3)] == expected
+        assert [
+            add_hashes(batch_hash(loader.next_step()) for loader in group) for _ in range(3)
+        ] == expected
     parts = [step_hash(dataset, 12, 12, part, 5) for part in range(5)]
-    assert add_hashes(part for part in parts if part) == expected[1] and step_hash(dataset, 38, 12) is None
+    assert (
+        add_hashes(part for part in parts if part) == expected[1]
+        and step_hash(dataset, 38, 12) is None
+    )
     (batch,) = loaders(dataset, 12, 1)[0].next_step()
     changed = batch.labels.clone()
     changed[3, 5] = IGNORE
     assert batch_hash([Batch(batch.tokens, changed)]) != batch_hash([batch])
     twice = Batch(batch.tokens[[0, 0]], batch.labels[[0, 0]])
-    assert batch_hash([twice]) not in (batch_hash([]), batch_hash([Batch(batch.tokens[:1], batch.labels[:1])]))
+    assert batch_hash([twice]) not in (
+        batch_hash([]),
+        batch_hash([Batch(batch.tokens[:1], batch.labels[:1])]),
+    )
 
 
 # Validation
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(corpus: Corpus, ranks: int) -> None:
+def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(
+    corpus: Corpus, ranks: int
+) -> None:
     dataset = PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1)
     group = [ValidationLoader(dataset, 4, -1, rank, ranks) for rank in range(ranks)]
     assert len({len(loader) for loader in group}) == 1
     for _ in range(2):
         batches = [batch for loader in group for batch in loader]
-        assert len(batches) == ranks * len(group[0]) and all(b.tokens.shape == (4, SEQ) for b in batches)
-        labels = [label for b in batches for label in b.labels.flatten().tolist() if label != IGNORE]
+        assert len(batches) == ranks * len(group[0]) and all(
+            b.tokens.shape == (4, SEQ) for b in batches
+        )
+        labels = [
+            label for b in batches for label in b.labels.flatten().tolist() if label != IGNORE
+        ]
         assert sorted(labels) == list(range(2, 600))
 
 
 def test_validation_steps_take_the_first_sequences(corpus: Corpus) -> None:
-    dataset, endless = PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1), PackedDataset(corpus, seq_len=SEQ)
-    seen = [row for rank in range(2) for batch in ValidationLoader(dataset, 4, 2, rank, 2) for row in rows([batch])]
+    dataset, endless = (
+        PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1),
+        PackedDataset(corpus, seq_len=SEQ),
+    )
+    seen = [
+        row
+        for rank in range(2)
+        for batch in ValidationLoader(dataset, 4, 2, rank, 2)
+        for row in rows([batch])
+    ]
     assert sorted(seen) == [dataset.sequence(i)[0].tolist() for i in range(16)]
-    assert len(ValidationLoader(dataset, 4, 1000)) == 10 and len(list(ValidationLoader(endless, 4, 30))) == 30
+    assert (
+        len(ValidationLoader(dataset, 4, 1000)) == 10
+        and len(list(ValidationLoader(endless, 4, 30))) == 30
+    )
     with pytest.raises(DataError, match="needs a text with an end"):
         ValidationLoader(endless, 4)

@@ -1,4 +1,6 @@
-"""Mixtures: shares by tokens, each source in its own order without gaps, any number of ranks, exact resume."""
+"""Mixtures: shares by tokens, each source in its own order without gaps, any number of ranks, exact
+resume.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,17 @@ class Numbers(Stateless):
         return "numbers"
 
 
-def mix(weights: dict[str, float], limits: dict[str, int] | None = None, slots: int = 1, phases=None) -> MixedRows:
+def mix(
+    weights: dict[str, float], limits: dict[str, int] | None = None, slots: int = 1, phases=None
+) -> MixedRows:
     sources = {name: Numbers((limits or {}).get(name), slots) for name in weights}
     return MixedRows(sources, {0: weights, **(phases or {})}, seed=5, slots=slots)
 
 
 def located(rows: MixedRows, count: int, start: int = 0) -> list[tuple[str, int]]:
-    return [(rows.names[source], number) for source, number in map(rows.locate, range(start, count))]
+    return [
+        (rows.names[source], number) for source, number in map(rows.locate, range(start, count))
+    ]
 
 
 @pytest.mark.parametrize("slots", [1, 4, 6])
@@ -78,7 +84,8 @@ def test_shares_are_exact_and_each_source_is_served_without_gaps(slots) -> None:
         few = Counter(name for name, _ in found[:index])
         assert rows.served(index) == {name: few[name] for name in "abc"}
         assert all(
-            abs(few[n] / index - share) < 2 * slots / index for n, share in zip("abc", (0.7, 0.2, 0.1), strict=True)
+            abs(few[n] / index - share) < 2 * slots / index
+            for n, share in zip("abc", (0.7, 0.2, 0.1), strict=True)
         )
 
 
@@ -89,7 +96,10 @@ def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others() ->
     assert [number for name, number in found if name == "c"] == list(range(30))
     assert {name for name, _ in found[100:]} == {"a"} and rows.total_sequences is None
     ended = mix({"b": 1, "c": 1}, {"b": 10, "c": 30})
-    assert ended.total_sequences == 40 and Counter(n for n, _ in located(ended, 40)) == {"b": 10, "c": 30}
+    assert ended.total_sequences == 40 and Counter(n for n, _ in located(ended, 40)) == {
+        "b": 10,
+        "c": 30,
+    }
     with pytest.raises(EndOfData):
         ended.sequence(40)
 
@@ -101,7 +111,9 @@ def test_ranks_serve_the_same_steps_and_read_lanes_of_their_own(degree) -> None:
     loaders = [TrainLoader(mix(weights, slots=4), 24, 1, rank, degree) for rank in range(degree)]
     for step in range(3):
         wanted = sorted(alone.sequence(i).tokens[0] for i in range(step * 24, step * 24 + 24))
-        assert sorted(int(b.tokens[0, 0]) for loader in loaders for b in loader.next_step()) == wanted
+        assert (
+            sorted(int(b.tokens[0, 0]) for loader in loaders for b in loader.next_step()) == wanted
+        )
     if 4 % degree == 0:
         assert all(len(loader.dataset.rows[0].asked) == 4 // degree for loader in loaders)
 
@@ -118,12 +130,18 @@ def test_phases_change_the_shares_and_the_counts_go_on() -> None:
 
 def test_a_phase_begins_at_its_sequence_also_within_one_turn_of_the_lanes() -> None:
     """Each lane still serves its sequences of each source in order, without gaps."""
-    rows = mix({"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 13: {"b": 1}, 30: {"a": 2, "b": 1}}, slots=8)
+    rows = mix(
+        {"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 13: {"b": 1}, 30: {"a": 2, "b": 1}}, slots=8
+    )
     found = located(rows, 400)
     assert {name for name, _ in found[:9]} == {"a"} and {name for name, _ in found[13:30]} == {"b"}
     for name in "ab":
-        numbers = [(number, index) for index, (source, number) in enumerate(found) if source == name]
-        assert all(number % 8 == index % 8 for number, index in numbers), "a lane of the stream for each slot"
+        numbers = [
+            (number, index) for index, (source, number) in enumerate(found) if source == name
+        ]
+        assert all(number % 8 == index % 8 for number, index in numbers), (
+            "a lane of the stream for each slot"
+        )
         for slot in range(8):
             lane = [number // 8 for number, index in numbers if index % 8 == slot]
             assert lane == list(range(len(lane)))
@@ -143,9 +161,13 @@ def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() 
     assert located(after, 50) == first
     assert Counter(name for name, _ in found[50:]) == {"a": 20, "b": 20, "n": 60}
     for name in "abn":
-        assert [number for source, number in found if source == name] == list(range(sum(s == name for s, _ in found)))
+        assert [number for source, number in found if source == name] == list(
+            range(sum(s == name for s, _ in found))
+        )
     again = mix({"b": 1, "n": 3, "a": 1})
-    again.load_state_dict(json.loads(json.dumps(after.state_dict())), 120)  # the shares stay: so does the history
+    again.load_state_dict(
+        json.loads(json.dumps(after.state_dict())), 120
+    )  # the shares stay: so does the history
     assert located(again, 150) == [(n, i) for n, i in found]
 
 
@@ -162,9 +184,13 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
 def test_the_record_of_a_bad_step_has_the_documents_of_all_ranks(tmp_path) -> None:
     rows = mix({"a": 1, "b": 1})
     log = AnomalyLog(tmp_path, rows, 4, share=(0, 2))
-    log.skipped(BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12}))
+    log.skipped(
+        BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12})
+    )
     (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
-    assert event["documents"] == {str(n): [f"{name}: {i}"] for n, (name, i) in enumerate(located(rows, 12, 8), 8)}
+    assert event["documents"] == {
+        str(n): [f"{name}: {i}"] for n, (name, i) in enumerate(located(rows, 12, 8), 8)
+    }
 
 
 def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_path) -> None:
@@ -180,10 +206,14 @@ def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_
 def test_what_is_skipped_does_not_count_as_served(slots: int) -> None:
     rows = mix({"a": 3, "b": 1}, slots=slots, phases={40: {"b": 1}})
     state = {"next_sequence": 72, "left_out": [[5, 9], [36, 50]]}
-    trainer: Any = SimpleNamespace(parts=SimpleNamespace(loader=SimpleNamespace(state_dict=lambda: state)))
+    trainer: Any = SimpleNamespace(
+        parts=SimpleNamespace(loader=SimpleNamespace(state_dict=lambda: state))
+    )
     figures = SourceFigures(rows, RowLosses(cross_entropy_sum, 2), 4, (0, 1), ReplicationFactors())
     found = Counter(
-        name for index, (name, _) in enumerate(located(rows, 72)) if not (5 <= index < 9 or 36 <= index < 50)
+        name
+        for index, (name, _) in enumerate(located(rows, 72))
+        if not (5 <= index < 9 or 36 <= index < 50)
     )
     assert figures.state_dict(trainer) == {"served": dict(sorted(found.items()))}
 
@@ -192,23 +222,37 @@ def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_
     """A step has 4 sequences of 32 tokens."""
     phases = "[{tokens=1024,lr_factor=0.5}, {tokens=257,weights={b=1}}, {step=7,weights={a=1}}]"
     sources = f"[{{name='a', path='{tmp_path}'}}, {{name='b', path='{tmp_path}'}}]"
-    flags = [f"--data.source={sources}", f"--data.phase={phases}", "--training.seq_len=32", "--training.batch_size=4"]
+    flags = [
+        f"--data.source={sources}",
+        f"--data.phase={phases}",
+        "--training.seq_len=32",
+        "--training.batch_size=4",
+    ]
     run = load_config("debug_model.toml", 1, flags)
     assert phases_of(run).rates() == ((4, 1.0), (7, 1.0), (9, 0.5))
     assert phases_of(run).shares() == {0: {"a": 1.0, "b": 1.0}, 12: {"b": 1.0}, 24: {"a": 1.0}}
 
 
 class Walk:
-    """Steps of a run without a model: a mixture of "a", and of "b" from a phase on that halves the learning rate."""
+    """Steps of a run without a model: a mixture of "a", and of "b" from a phase on that halves the
+    learning rate.
+    """
 
-    def __init__(self, phase: DataPhase, slots: int, size: int = 8, skip: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(
+        self, phase: DataPhase, slots: int, size: int = 8, skip: tuple[tuple[int, int], ...] = ()
+    ) -> None:
         first = {"a": 1.0, "b": 0.0}
         phases = Phases([phase], first, size, 2 * size, skip)
-        rows = MixedRows({name: Numbers(None, slots) for name in "ab"}, phases.shares(), seed=5, slots=slots)
+        rows = MixedRows(
+            {name: Numbers(None, slots) for name in "ab"}, phases.shares(), seed=5, slots=slots
+        )
         rate = LearningRate(Schedule(1000, 0, "constant", "titan", 1.0), 1.0, phases=phases.rates())
         self.loader, self.size = TrainLoader(rows, size, size, skip=skip), size
         parts = SimpleNamespace(
-            phases=phases, learning_rate=rate, loader=self.loader, datasets=SimpleNamespace(train=rows)
+            phases=phases,
+            learning_rate=rate,
+            loader=self.loader,
+            datasets=SimpleNamespace(train=rows),
         )
         self.run: Any = SimpleNamespace(parts=parts, step=0, tokens_seen=0)
         #: Step → its source, and the factor of its learning rate.
@@ -252,7 +296,9 @@ BY_TOKENS = DataPhase(tokens=320, weights={"b": 1.0}, lr_factor=0.5)
 
 @pytest.mark.parametrize("slots", [1, 64])
 @pytest.mark.parametrize(("phase", "wanted"), [(BY_STEP, 21), (BY_TOKENS, 31)])
-def test_weights_and_rate_change_together_after_a_resume_with_another_global_batch(slots, phase, wanted) -> None:
+def test_weights_and_rate_change_together_after_a_resume_with_another_global_batch(
+    slots, phase, wanted
+) -> None:
     first = Walk(phase, slots)
     data = first.walk(10)
     second = Walk(phase, slots, size=4).go_on(data, 10, 160)
@@ -277,15 +323,23 @@ def test_weights_and_rate_change_together_with_skipped_steps(slots, phase) -> No
 
 @pytest.mark.parametrize("bad_step", [19, 20, 21, 22])
 @pytest.mark.parametrize("slots", [1, 64])
-def test_weights_and_rate_change_together_after_a_rollback_that_skips_the_bad_text(slots, bad_step) -> None:
+def test_weights_and_rate_change_together_after_a_rollback_that_skips_the_bad_text(
+    slots, bad_step
+) -> None:
     run = Walk(BY_STEP, slots)
     data = run.walk(15)
     before = run.walk(bad_step - 1)
     fetched = Fetched([], before, run.walk(bad_step))
-    bad = [run.loader.dataset.locate(index) for index in range(before["next_sequence"], run.loader.position)]
+    bad = [
+        run.loader.dataset.locate(index)
+        for index in range(before["next_sequence"], run.loader.position)
+    ]
     run.served = {step: pair for step, pair in run.served.items() if step <= 15}
     run.go_on(skip_to(data, fetched), 15, 240)
-    skipped = [run.loader.dataset.locate(index) for index in range(before["next_sequence"], run.loader.position)]
+    skipped = [
+        run.loader.dataset.locate(index)
+        for index in range(before["next_sequence"], run.loader.position)
+    ]
     assert skipped == bad, "the text of the bad step is behind the run"
     data = run.walk(18)
     # A start from a checkpoint that was saved after the rollback.

@@ -1,4 +1,6 @@
-"""Sequences by number: every token a target once, over documents and epochs, in an order that never changes."""
+"""Sequences by number: every token a target once, over documents and epochs, in an order that never
+changes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,21 @@ def test_the_order_never_changes() -> None:
     assert epoch_order(8, seed=0, epoch=0).tolist() == [7, 0, 2, 3, 1, 6, 4, 5]
     assert epoch_order(8, seed=0, epoch=1).tolist() == [4, 6, 2, 0, 5, 1, 7, 3]
     assert epoch_order(8, seed=1, epoch=0).tolist() == [7, 3, 1, 5, 4, 2, 0, 6]
-    assert epoch_order(13, seed=42, epoch=1000).tolist() == [7, 1, 8, 12, 6, 4, 2, 9, 0, 11, 10, 3, 5]
+    assert epoch_order(13, seed=42, epoch=1000).tolist() == [
+        7,
+        1,
+        8,
+        12,
+        6,
+        4,
+        2,
+        9,
+        0,
+        11,
+        10,
+        3,
+        5,
+    ]
     assert epoch_order(2336, seed=0, epoch=0)[:6].tolist() == [2129, 870, 202, 1113, 1935, 827]
     assert epoch_order(5, 1, 2, shuffle=False).tolist() == [0, 1, 2, 3, 4]
 
@@ -49,7 +65,10 @@ def test_its_hash_is_splitmix64() -> None:
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [mix_int(i * GAMMA & MASK) for i in (1, 2, 3)] == published
     with np.errstate(over="ignore"):
-        assert permutation._mix(np.array([1, 2, 3], dtype=np.uint64) * np.uint64(GAMMA)).tolist() == published
+        assert (
+            permutation._mix(np.array([1, 2, 3], dtype=np.uint64) * np.uint64(GAMMA)).tolist()
+            == published
+        )
 
 
 # Sequences
@@ -60,13 +79,17 @@ def stream_of(corpus: Corpus, epochs: int, seed: int, shuffle: bool = True) -> l
     stream: list[int] = []
     for epoch in range(epochs):
         for document in epoch_order(len(corpus.offsets) - 1, seed, epoch, shuffle):
-            stream += corpus.tokens[corpus.offsets[document] : corpus.offsets[document + 1]].tolist()
+            stream += corpus.tokens[
+                corpus.offsets[document] : corpus.offsets[document + 1]
+            ].tolist()
     return stream
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 599, 1500])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_token_is_a_target_once_per_epoch(corpus: Corpus, seq_len: int, shuffle: bool) -> None:
+def test_every_token_is_a_target_once_per_epoch(
+    corpus: Corpus, seq_len: int, shuffle: bool
+) -> None:
     dataset = PackedDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=3)
     stream = stream_of(corpus, 3, 3, shuffle)
     assert dataset.total_sequences is not None
@@ -100,7 +123,11 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
 
 def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> None:
     dataset = PackedDataset(corpus, seq_len=100, shuffle=False, epochs=1)
-    assert (dataset.documents, dataset.tokens_per_epoch, dataset.sequences_per_epoch) == (29, 599, 6)
+    assert (dataset.documents, dataset.tokens_per_epoch, dataset.sequences_per_epoch) == (
+        29,
+        599,
+        6,
+    )
     assert dataset.total_sequences == 6  # 598 targets
     tokens, labels, _ = dataset.sequence(5)
     assert labels.tolist() == [*range(502, 600), IGNORE, IGNORE]
@@ -115,9 +142,14 @@ def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> Non
 
 
 def test_documents_begin_with_bos_and_end_with_eos(tmp_path: Path) -> None:
-    path = write_texts(tmp_path / "c4.jsonl", ["In the beginning", "", "God created <|end_of_text|>"])
+    path = write_texts(
+        tmp_path / "c4.jsonl", ["In the beginning", "", "God created <|end_of_text|>"]
+    )
     corpus = build(path, shuffle=False).corpus
-    documents = [corpus.tokens[a:b].tolist() for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)]
+    documents = [
+        corpus.tokens[a:b].tolist()
+        for a, b in zip(corpus.offsets, corpus.offsets[1:], strict=False)
+    ]
     bos, eos = TOKENIZER.bos_id, TOKENIZER.eos_id
     assert documents[0] == [bos, *TOKENIZER.encode("In the beginning"), eos]
     assert documents[1] == [bos, eos]
@@ -140,7 +172,9 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
 
 
 def test_sections_reach_the_data() -> None:
-    (held_out,) = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).held_out(Validation(), 128).values()
+    (held_out,) = (
+        TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).held_out(Validation(), 128).values()
+    )
     assert held_out.settings == {"seq_len": 128, "seed": 0, "shuffle": False, "epochs": 1}
     nowhere = Validation(dataset_path="/nowhere")
     with pytest.raises(DataError, match="^validation.dataset_path: /nowhere does not exist"):

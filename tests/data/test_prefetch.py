@@ -1,4 +1,6 @@
-"""Steps prepared by a thread: the same ones in the same order, a state of what was handed out, and a clean end."""
+"""Steps prepared by a thread: the same ones in the same order, a state of what was handed out, and
+a clean end.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
 SEQ, GLOBAL = 16, 12
 
 
-def loader(corpus: Corpus, rank: int = 0, ranks: int = 1, epochs: int | None = None, skip: Any = ()) -> TrainLoader:
+def loader(
+    corpus: Corpus, rank: int = 0, ranks: int = 1, epochs: int | None = None, skip: Any = ()
+) -> TrainLoader:
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=4, epochs=epochs)
     return TrainLoader(dataset, GLOBAL, GLOBAL // ranks // 2, rank, ranks, skip)
 
@@ -76,7 +80,9 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
             assert len(threads()) == (depth > 0)
         eventually(lambda: inner.position == plain.position + depth * GLOBAL)
         time.sleep(0.02)
-        assert inner.position == plain.position + depth * GLOBAL, "more than depth steps are prepared"
+        assert inner.position == plain.position + depth * GLOBAL, (
+            "more than depth steps are prepared"
+        )
     assert makers == {f"{THREAD}_0" if depth else "MainThread"}
 
 
@@ -89,14 +95,18 @@ def test_resume_after_any_step_on_any_number_of_ranks_sees_the_same_batches(
     straight = [batch_hash(plain.next_step()) for _ in range(12)]
     with Prefetcher(loader(corpus), 3) as first:
         seen = [batch_hash(first.next_step()) for _ in range(stop)]
-        eventually(lambda: stop == 0 or first.loader.state_dict()["next_sequence"] == (stop + 3) * GLOBAL)
+        eventually(
+            lambda: stop == 0 or first.loader.state_dict()["next_sequence"] == (stop + 3) * GLOBAL
+        )
         state = first.state_dict()
     assert state == {"next_sequence": stop * GLOBAL}
     resumed = [Prefetcher(loader(corpus, rank, ranks), 2) for rank in range(ranks)]
     for batches in resumed:
         batches.next_step()  # thrown away again
         batches.load_state_dict(state)
-    seen += [add_hashes(batch_hash(batches.next_step()) for batches in resumed) for _ in range(12 - stop)]
+    seen += [
+        add_hashes(batch_hash(batches.next_step()) for batches in resumed) for _ in range(12 - stop)
+    ]
     assert seen == straight
     for batches in resumed:
         batches.close()
@@ -111,7 +121,8 @@ from titanlite.data.prefetch import Prefetcher
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer()
-rows = build_dataset(Training(seq_len=4096), Data(streaming=True, num_workers=2), tokenizer, tokenizer.vocab_size)
+data = Data(streaming=True, num_workers=2)
+rows = build_dataset(Training(seq_len=4096), data, tokenizer, tokenizer.vocab_size)
 busy, asleep = (Prefetcher(TrainLoader(rows, 64, 64)) for _ in range(2))
 busy.next_step()
 asleep.loader.next_step = lambda: time.sleep(600)
@@ -140,7 +151,9 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
         for _ in range(2):
             with pytest.raises(DataError, match=r"^text.jsonl, line 7: not valid$") as caught:
                 batches.next_step()
-            assert caught.traceback[-1].name == "fail"  # where it was raised, not where it was handed on
+            assert (
+                caught.traceback[-1].name == "fail"
+            )  # where it was raised, not where it was handed on
             assert threads() == []
             assert batches.state_dict() == {"next_sequence": 3 * GLOBAL}
         broken = False
@@ -169,7 +182,9 @@ def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus: Corpus, reserve:
         assert told[0][0] <= 5 - reserve and told[0][1] == "the source is lost"
 
 
-def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without set_device the thread would open a context on GPU 0, on every rank."""
     calls: list[tuple[str, str, Any]] = []
 
@@ -195,7 +210,9 @@ def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monk
 
 
 @pytest.mark.parametrize(("depth", "persistent"), [(0, True), (2, False), (2, True)])
-def test_every_validation_pass_has_the_same_batches(corpus: Corpus, depth: int, persistent: bool) -> None:
+def test_every_validation_pass_has_the_same_batches(
+    corpus: Corpus, depth: int, persistent: bool
+) -> None:
     expected = [batch_hash([batch]) for batch in held_out(corpus)]
     batches = ValidationPrefetcher(held_out(corpus), depth, persistent=persistent)
     assert len(batches) == len(expected) == 10
@@ -209,5 +226,7 @@ def test_every_validation_pass_has_the_same_batches(corpus: Corpus, depth: int, 
     assert [batch_hash([batch]) for batch in batches] == expected
     batches.close()
     assert threads() == []
-    with pytest.raises(ValueError, match="no batches"):  # its thread would look for the first one forever
+    with pytest.raises(
+        ValueError, match="no batches"
+    ):  # its thread would look for the first one forever
         ValidationPrefetcher([], 2, persistent=True)  # type: ignore[arg-type]

@@ -52,14 +52,18 @@ def test_labels_are_those_of_completions_and_their_eos() -> None:
     training = Training(dataset="sft_test", seq_len=SEQ_LEN, epochs=2)
     dataset: Any = build_dataset(training, Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size)
     labels = [row.labels for row in map(dataset.sequence, range(dataset.total_sequences))]
-    expected = [token if target else IGNORE for token, target in zip(tokens, targets, strict=True)] * 2
+    expected = [
+        token if target else IGNORE for token, target in zip(tokens, targets, strict=True)
+    ] * 2
     found = np.concatenate(labels)[: len(expected) - 1].tolist()
     assert found == expected[1:]  # the label at p is token p + 1
     assert 0 < sum(label != IGNORE for label in found) < len(found) / 2
     assert dataset.sequence(0).tokens.tolist() == tokens[:SEQ_LEN]
 
 
-def test_threads_chunks_and_caches_keep_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_chunks_and_caches_keep_targets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records without a prompt among the others have targets only."""
     path = tmp_path / "mixed.jsonl"
     rows = [{"q": "" if i % 3 else f"ask {i}", "a": f"say {i}", "text": "plain"} for i in range(60)]
@@ -72,11 +76,16 @@ def test_threads_chunks_and_caches_keep_targets(tmp_path: Path, monkeypatch: pyt
 
     whole = read()
     firsts = whole.targets[whole.offsets[:-1]]
-    assert firsts.tolist() == [bool(i % 3) for i in range(60)] and whole.targets[whole.offsets[1:] - 1].all()
+    assert (
+        firsts.tolist() == [bool(i % 3) for i in range(60)]
+        and whole.targets[whole.offsets[1:] - 1].all()
+    )
     monkeypatch.setattr("titanlite.data.corpus._CHUNK", 5)  # some chunks have no prompt at all
     cache = str(tmp_path / "cache")
     for found in (read(workers=2), read(cache), read(cache)):
-        assert np.array_equal(found.targets, whole.targets) and np.array_equal(found.tokens, whole.tokens)
+        assert np.array_equal(found.targets, whole.targets) and np.array_equal(
+            found.tokens, whole.tokens
+        )
         assert found.fingerprint == whole.fingerprint
     plain = read(cache, columns=None)
     assert plain.targets is None and plain.fingerprint != whole.fingerprint
@@ -87,10 +96,18 @@ def test_threads_chunks_and_caches_keep_targets(tmp_path: Path, monkeypatch: pyt
 
 def test_fields_of_sources_go_before_those_of_data() -> None:
     data = Data(prompt_key="q", completion_key="a")
-    assert columns_of(data, "x", "p") == columns_of(data, "x", "p", DataSource()) == Columns("a", "q")
-    assert columns_of(data, "x", "p", DataSource(completion_key="b")) == Columns("b", "q", "data.source")
+    assert (
+        columns_of(data, "x", "p") == columns_of(data, "x", "p", DataSource()) == Columns("a", "q")
+    )
+    assert columns_of(data, "x", "p", DataSource(completion_key="b")) == Columns(
+        "b", "q", "data.source"
+    )
     assert columns_of(data, "x", "p", DataSource(text_key="t")) == Columns("t", None, "data.source")
-    assert columns_of(Data(text_key="t"), "c4_test", None).text == columns_of(Data(), "x", "p").text == "text"
+    assert (
+        columns_of(Data(text_key="t"), "c4_test", None).text
+        == columns_of(Data(), "x", "p").text
+        == "text"
+    )
     assert columns_of(data, "sft_test", None)[:2] == ("completion", "prompt")
 
 
@@ -114,7 +131,9 @@ def nothing() -> None: ...
 
 @pytest.mark.parametrize(("name", "said"), [("one_text", "'its characters"), ("nothing", "None")])
 def test_own_functions_that_return_no_documents_are_refused(name: str, said: str) -> None:
-    with pytest.raises(DataError, match=f"training.dataset: .*:{name} returned {said}.*, expected documents"):
+    with pytest.raises(
+        DataError, match=f"training.dataset: .*:{name} returned {said}.*, expected documents"
+    ):
         next(own_records(f"{__name__}:{name}", "training.dataset"))
 
 
@@ -123,7 +142,10 @@ def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"data.{key}.*needs data"):
             load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
     path = tmp_path / "run.toml"
-    sources = ('name = "sft_test"\nprompt_key = "a"\ncompletion_key = "b"', 'name = "c4_test"\nprompt_key = "a"')
+    sources = (
+        'name = "sft_test"\nprompt_key = "a"\ncompletion_key = "b"',
+        'name = "c4_test"\nprompt_key = "a"',
+    )
     path.write_text("".join(f"[[data.source]]\n{source}\n" for source in sources))
     with pytest.raises(ConfigError) as caught:
         load_file(str(path))
@@ -145,12 +167,20 @@ FLAGS = [
 
 def _run(world: DistEnv, folder: str) -> list[float]:
     flags = [*FLAGS, "--training.steps=10", "--no-validation.enable"]
-    return [row["loss"] for row in train_rows(world, folder, *flags, config="sft_debug.toml") if "loss" in row]
+    return [
+        row["loss"]
+        for row in train_rows(world, folder, *flags, config="sft_debug.toml")
+        if "loss" in row
+    ]
 
 
 def _first_loss(world: DistEnv) -> float:
-    """The mean over the targets of the first 8 windows, with the initial weights of any run of this seed."""
-    model = build(load_config("sft_debug.toml", world.size, [*FLAGS, "--training.steps=10"]), world).model
+    """The mean over the targets of the first 8 windows, with the initial weights of any run of this
+    seed.
+    """
+    model = build(
+        load_config("sft_debug.toml", world.size, [*FLAGS, "--training.steps=10"]), world
+    ).model
     tokens, targets = by_hand()
     losses = []
     for start in range(0, 8 * SEQ_LEN, SEQ_LEN):
@@ -162,7 +192,9 @@ def _first_loss(world: DistEnv) -> float:
     return sum(losses) / len(losses)
 
 
-def test_a_run_on_two_ranks_has_the_loss_computed_by_hand_and_learns(pool: Pools, tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_has_the_loss_computed_by_hand_and_learns(
+    pool: Pools, tmp_path: Path
+) -> None:
     losses = pool(2).run(_run, str(tmp_path))[0]
     assert losses[0] == pytest.approx(pool(1).run(_first_loss)[0], abs=2e-5)
     assert losses[-1] < losses[0] - 2

@@ -1,4 +1,6 @@
-"""Tokenizers of the hub and behind URLs: the ids of the same file on disk, and an error for each refusal."""
+"""Tokenizers of the hub and behind URLs: the ids of the same file on disk, and an error for each
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ def word_tokenizer(folder: Path) -> Path:
     import tokenizers
 
     folder.mkdir(parents=True, exist_ok=True)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[B]": 0, "[E]": 1, "In": 2, "?": 3}, unk_token="?"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[B]": 0, "[E]": 1, "In": 2, "?": 3}, unk_token="?")
+    )
     made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "[B]", "eos_token": "[E]"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "[B]", "eos_token": "[E]"})
+    )
     return folder
 
 
@@ -52,8 +58,14 @@ def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: 
     (models / "bare").mkdir()
     expected = {
         "owner/words --out here": (0, 'tokenizer_path = "here"'),
-        "owner/Llama-3": (0, "assets/hf/Llama-3: original/tokenizer.model of owner/Llama-3; 2,304 ids"),
-        "owner/gated": (2, "owner/gated is gated: ask for access at https://huggingface.co/owner/gated"),
+        "owner/Llama-3": (
+            0,
+            "assets/hf/Llama-3: original/tokenizer.model of owner/Llama-3; 2,304 ids",
+        ),
+        "owner/gated": (
+            2,
+            "owner/gated is gated: ask for access at https://huggingface.co/owner/gated",
+        ),
         "hf_right owner/gated": (0, "2,304 ids"),
         "owner/missing": (2, "owner/missing is not on the hub, or not visible to you"),
         "owner/bare": (2, "owner/bare holds no tokenizer.json or tokenizer.model"),
@@ -70,7 +82,9 @@ def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: 
     fetched = load_tokenizer(str(tmp_path / "here"))
     assert fetched.encode("In", bos=True, eos=True) == [0, 2, 1]
     assert load_template(None, fetched).source == "{{ messages }}"
-    assert load_tokenizer(str(tmp_path / "assets/hf/Llama-3")).encode(TEXT) == load_tokenizer().encode(TEXT)
+    assert load_tokenizer(str(tmp_path / "assets/hf/Llama-3")).encode(
+        TEXT
+    ) == load_tokenizer().encode(TEXT)
 
 
 def test_a_url_gives_the_ids_of_its_file(tmp_path: Path) -> None:
@@ -79,7 +93,9 @@ def test_a_url_gives_the_ids_of_its_file(tmp_path: Path) -> None:
     (files / "page.json").write_text("<html>")
     with HubServer(tmp_path / "hub") as hub:
         url = f"{hub.url}/files"
-        assert load_tokenizer(f"{url}/llama2.model").encode(TEXT) == load_tokenizer(family="llama2").encode(TEXT)
+        assert load_tokenizer(f"{url}/llama2.model").encode(TEXT) == load_tokenizer(
+            family="llama2"
+        ).encode(TEXT)
         for words in (load_tokenizer(f"{url}/tokenizer.json"), load_tokenizer(f"{url}/")):
             assert words.encode("In", bos=True, eos=True) == [0, 2, 1]
             with pytest.raises(DataError, match=f"brings no chat template .* in {url}"):
@@ -113,4 +129,8 @@ def test_an_id_of_the_hub_is_refused_with_the_command_that_fetches_it(
     for path in ("meta-llama/Llama-3.1-8B", "./tokenizer.model", "assets/tokenizer.model"):
         (problem,) = missing_files(load([f"--model.tokenizer_path={path}"]))
         hints[path] = problem.hint
-    assert list(hints.values()) == ["for a model of the hub: titanlite tokenizer fetch meta-llama/Llama-3.1-8B", "", ""]
+    assert list(hints.values()) == [
+        "for a model of the hub: titanlite tokenizer fetch meta-llama/Llama-3.1-8B",
+        "",
+        "",
+    ]

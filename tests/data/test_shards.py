@@ -1,4 +1,6 @@
-"""Files of a stream behind HTTP, S3 and a hub: faults of the server cost time, never a byte or a record."""
+"""Files of a stream behind HTTP, S3 and a hub: faults of the server cost time, never a byte or a
+record.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
 
 
 def read(url: str, start: int = 0, patience: float = 30) -> Iterator[str]:
-    return (record.text for record in Shards((url,), Columns(), patience=patience).records(0, start))
+    return (
+        record.text for record in Shards((url,), Columns(), patience=patience).records(0, start)
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,12 +64,16 @@ def read(url: str, start: int = 0, patience: float = 30) -> Iterator[str]:
     ],
 )
 @pytest.mark.parametrize("file", ["a.jsonl.gz", "b.jsonl", "c.parquet"])
-def test_no_record_is_lost_or_read_twice(server: HubServer, file: str, fault: dict[str, Any]) -> None:
+def test_no_record_is_lost_or_read_twice(
+    server: HubServer, file: str, fault: dict[str, Any]
+) -> None:
     server.fail(f"*/{file}", **fault)
     assert list(read(f"{server.url}/files/{file}", start=7)) == TEXTS[7:]
     assert not server.faults[0].times
     size = (server.root / "files" / file).stat().st_size
-    assert sum(request.sent for request in server.of(f"*/{file}")) < 3 * size, "no retry begins at byte 0"
+    assert sum(request.sent for request in server.of(f"*/{file}")) < 3 * size, (
+        "no retry begins at byte 0"
+    )
 
 
 def test_a_server_without_ranges_is_read_from_its_first_byte_again(server: HubServer) -> None:
@@ -76,23 +84,31 @@ def test_a_server_without_ranges_is_read_from_its_first_byte_again(server: HubSe
 
 
 @pytest.mark.parametrize("tag", ["ETag", "Last-Modified", "X-None"])
-def test_of_a_file_that_is_replaced_the_next_records_are_read(server: HubServer, tag: str, monkeypatch) -> None:
+def test_of_a_file_that_is_replaced_the_next_records_are_read(
+    server: HubServer, tag: str, monkeypatch
+) -> None:
     """Between two ranges, where no answer fails; the size tells it if no header does."""
     monkeypatch.setattr("titanlite.data.remote._MOST", 20_000)
     server.tag, path = tag, server.root / "files/b.jsonl"
     found = read(f"{server.url}/files/b.jsonl")
     first = next(found)
     lines = LINES.replace(b'"text ', b'"TEXT ').splitlines(keepends=True)
-    other = b"".join(lines[:500]).replace(b": ", b":  ") + b"".join(lines[500:]).replace(b": ", b":")
+    other = b"".join(lines[:500]).replace(b": ", b":  ") + b"".join(lines[500:]).replace(
+        b": ", b":"
+    )
     assert len(other) == len(LINES)
     path.write_bytes(other + b" " * (tag == "X-None"))
     later = list(found)
     at = next(n for n, text in enumerate(later) if text.startswith("TEXT"))
     assert 0 < at < 900 and [first, *later[:at]] == TEXTS[: at + 1]
-    assert later[at:] == [text.replace("text", "TEXT") for text in TEXTS[at + 1 :]], "none is lost, none comes twice"
+    assert later[at:] == [text.replace("text", "TEXT") for text in TEXTS[at + 1 :]], (
+        "none is lost, none comes twice"
+    )
 
 
-def test_a_server_that_refuses_stalls_or_starts_again(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_refuses_stalls_or_starts_again(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("titanlite.data.remote._SILENCE", 1.0)
     server.fail("*/a.jsonl.gz", stall=60)
     for method in ("HEAD", "GET"):
@@ -107,12 +123,20 @@ def test_a_server_that_refuses_stalls_or_starts_again(server: HubServer, monkeyp
 def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> None:
     for store in {"gs": "gcsfs", "az": "adlfs"}.items():
         if importlib.util.find_spec(store[1]) is None:
-            with pytest.raises(DataError, match=rf"key: {store[0]}://b/x cannot be listed: ImportError: .*{store[1]}"):
+            with pytest.raises(
+                DataError,
+                match=rf"key: {store[0]}://b/x cannot be listed: ImportError: .*{store[1]}",
+            ):
                 url_files(f"{store[0]}://b/x", "key")
-    with pytest.raises(DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"):
+    with pytest.raises(
+        DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"
+    ):
         list(read(f"{server.url}/files/nothing.jsonl"))
     server.fail("*", status=500, times=None)
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be .* 0, \d+ attempts .*\(data.retry_seconds\): .*500"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.jsonl\.gz cannot be .* 0, \d+ attempts .*\(data.retry_seconds\): .*500",
+    ):
         list(read(f"{server.url}/files/a.jsonl.gz?signature=secret", patience=0.5))
 
 
@@ -123,7 +147,11 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
     s3fs.S3FileSystem.clear_instance_cache()
     with serving() as server.upstream:
         bucket = new_bucket(server.upstream)
-        environment = {**bucket.environment, "AWS_ENDPOINT_URL_S3": server.url, "AWS_MAX_ATTEMPTS": "1"}
+        environment = {
+            **bucket.environment,
+            "AWS_ENDPOINT_URL_S3": server.url,
+            "AWS_MAX_ATTEMPTS": "1",
+        }
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         for file in ("a.jsonl.gz", "c.parquet"):
@@ -133,11 +161,19 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
         for name in names:
             server.fail("*/d/*", cut=20_000, times=12)
             server.fail("*/d/*", status=503, times=6)
-            assert list(read(name)) == TEXTS and [fault.times for fault in server.faults[:2]] == [0, 0]
-        bucket.client.upload_file(str(server.root / "files/b.jsonl"), bucket.name, "d/a.jsonl.gz")  # listed before
+            assert list(read(name)) == TEXTS and [fault.times for fault in server.faults[:2]] == [
+                0,
+                0,
+            ]
+        bucket.client.upload_file(
+            str(server.root / "files/b.jsonl"), bucket.name, "d/a.jsonl.gz"
+        )  # listed before
         assert list(read(names[0])) == TEXTS
         server.fail("*/d/*", status=503, times=None)
-        with pytest.raises(DataError, match=r"a.jsonl.gz cannot be read at byte 0, \d+ attempts .*(reduce|SlowDown)"):
+        with pytest.raises(
+            DataError,
+            match=r"a.jsonl.gz cannot be read at byte 0, \d+ attempts .*(reduce|SlowDown)",
+        ):
             list(read(names[0], patience=1.0))
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -145,14 +181,18 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
 def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> None:
     (server.root / "files/empty.jsonl").write_bytes(b"")
     training = Training(dataset_path=f"{server.url}/files/empty.jsonl?key=secret", seq_len=8)
-    with pytest.raises(DataError, match=r"no records in http://.*/files/empty.jsonl: the files are empty"):
+    with pytest.raises(
+        DataError, match=r"no records in http://.*/files/empty.jsonl: the files are empty"
+    ):
         build_dataset(training, Data(streaming=False), load_tokenizer(), 2304)
 
 
 CARD = """---
 configs:
 - config_name: en
-  data_files: [{split: train, path: "en/c4-train.*.json.gz"}, {split: validation, path: "en/c4-validation.*.json.gz"}]
+  data_files:
+  - {split: train, path: "en/c4-train.*.json.gz"}
+  - {split: validation, path: "en/c4-validation.*.json.gz"}
 ---
 """
 CLIENT = """
@@ -171,7 +211,8 @@ for split in (None, "validation", "test"):
         found["error"] = str(error)
         continue
     shards = Shards(tuple(names), Columns(), kind, revision, 60.0)
-    found[split or "train"] = [record.text for n in range(len(names)) for record in shards.records(n, 0)]
+    texts = [record.text for n in range(len(names)) for record in shards.records(n, 0)]
+    found[split or "train"] = texts
 os.environ["HF_TOKEN"] = "hf_wrong"
 try:
     hub_files(HubText("me/secret"), None, None, "training.dataset")
@@ -190,7 +231,9 @@ def write_c4(root: Path, shards: int) -> None:
     for k in range(shards):
         content = gzip.compress(b"\n".join(lines[k * size : (k + 1) * size]))
         (folder / f"c4-train.{k:05}-of-{shards:05}.json.gz").write_bytes(content)
-    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress(LINES[: LINES.index(b"\n")]))
+    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(
+        gzip.compress(LINES[: LINES.index(b"\n")])
+    )
 
 
 def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
@@ -206,8 +249,14 @@ def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["train"] == TEXTS and found["validation"] == TEXTS[:1]
-    assert found["error"] == "training.dataset: allenai/c4 has no split 'test'; it has train, validation"
-    assert "me/secret cannot be listed (a private or gated one needs HF_TOKEN): Dataset" in found["secret"]
+    assert (
+        found["error"]
+        == "training.dataset: allenai/c4 has no split 'test'; it has train, validation"
+    )
+    assert (
+        "me/secret cannot be listed (a private or gated one needs HF_TOKEN): Dataset"
+        in found["secret"]
+    )
     assert [fault.times for fault in hub.faults] == [0, 0, 0]
 
 
@@ -215,7 +264,9 @@ def test_fetched_files_are_whole_and_a_part_is_continued(
     server: HubServer, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     folder, out = f"{server.url}/files/", tmp_path / "out"
-    assert url_files(folder, "key") == [folder + file for file in ("a.jsonl.gz", "b.jsonl", "c.parquet")]
+    assert url_files(folder, "key") == [
+        folder + file for file in ("a.jsonl.gz", "b.jsonl", "c.parquet")
+    ]
     assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]
     monkeypatch.setattr("titanlite.data.remote._MOST", 50_000)
     monkeypatch.setattr("titanlite.tools.fetch._PIECE", 10_000)
@@ -228,6 +279,8 @@ def test_fetched_files_are_whole_and_a_part_is_continued(
     for file in ("a.jsonl.gz", "b.jsonl", "c.parquet"):
         content = (server.root / "files" / file).read_bytes()
         assert (out / file).read_bytes() == content
-        assert sum(r.sent for r in server.of(f"*/{file}") if r.status != 503) == len(content), "each byte came once"
+        assert sum(r.sent for r in server.of(f"*/{file}") if r.status != 503) == len(content), (
+            "each byte came once"
+        )
     assert len(os.listdir(out)) == 3 and main([*command, "--files", "1"]) == 0
     assert main([*command, "--files", "3"]) == 2 and "0 to 2" in capsys.readouterr().err

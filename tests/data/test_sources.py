@@ -24,7 +24,9 @@ from titanlite.data.tokenizer import load_tokenizer
 
 
 def record(text: object) -> str:
-    return json.dumps({"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "https://example.org"})
+    return json.dumps(
+        {"text": text, "timestamp": "2019-04-25T12:57:54Z", "url": "https://example.org"}
+    )
 
 
 def write(path: Path, *texts: str, raw: str = "") -> Path:
@@ -53,16 +55,23 @@ def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("not a record")
     assert texts(tmp_path) == list("abcde")
     records = list(iter_records(tmp_path))
-    assert [(r.file.name, r.number) for r in records][2:4] == [("c4-01.jsonl", 1), ("c4-01.jsonl", 3)]
+    assert [(r.file.name, r.number) for r in records][2:4] == [
+        ("c4-01.jsonl", 1),
+        ("c4-01.jsonl", 3),
+    ]
 
 
 def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -> None:
     assert [file.parent.name for file in source_files("c4_test", None)] == ["train"] * 4
     assert [file.parent.name for file in source_files("c4_validation", None)] == ["validation"]
     file = write(tmp_path / "mine.jsonl", "a")
-    assert all(source_files(name, str(tmp_path)) == [file] for name in ("c4_test", "c4_validation", "c4"))
+    assert all(
+        source_files(name, str(tmp_path)) == [file] for name in ("c4_test", "c4_validation", "c4")
+    )
     for name in ("c4", "c4_tset"):
-        with pytest.raises(DataError, match=f'"{name}" is not bundled; set validation.dataset_path'):
+        with pytest.raises(
+            DataError, match=f'"{name}" is not bundled; set validation.dataset_path'
+        ):
             source_files(name, None, "validation.dataset_path")
 
 
@@ -114,7 +123,9 @@ def make(path: Path, table: pa.Table) -> Path:
         content = "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
         pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
         half = len(content) // 2
-        path.write_bytes(pack(content[:half]) + pack(content[half:]))  # several members and frames are one stream
+        path.write_bytes(
+            pack(content[:half]) + pack(content[half:])
+        )  # several members and frames are one stream
     return path
 
 
@@ -122,9 +133,13 @@ NAMES = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "f
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_kind_has_the_same_rows_from_any_start_under_any_name(tmp_path: Path, name: str) -> None:
+def test_each_kind_has_the_same_rows_from_any_start_under_any_name(
+    tmp_path: Path, name: str
+) -> None:
     texts = [f"text {i} é" for i in range(250)]
-    table = pa.table({"id": list(range(250)), "body": texts, "ask": [f"ask {i}" for i in range(250)]})
+    table = pa.table(
+        {"id": list(range(250)), "body": texts, "ask": [f"ask {i}" for i in range(250)]}
+    )
     path = make(tmp_path / name, table)
     path.rename(path := tmp_path / "unnamed")
     columns = Columns("body", "ask")
@@ -137,8 +152,12 @@ def test_each_kind_has_the_same_rows_from_any_start_under_any_name(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", NAMES[1:4])
-def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(tmp_path: Path, name: str) -> None:
-    path = make(tmp_path / name, pa.table({"text": [f"{i} {os.urandom(200).hex()}" for i in range(1000)]}))
+def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(
+    tmp_path: Path, name: str
+) -> None:
+    path = make(
+        tmp_path / name, pa.table({"text": [f"{i} {os.urandom(200).hex()}" for i in range(1000)]})
+    )
     content = path.read_bytes()
     path.write_bytes(content[:-2000])
     assert re.search("truncated after line|damaged after row 0", refused(path))
@@ -153,7 +172,10 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(tmp_path: P
     ("values", "message"),
     [
         (["a", None, "c"], ", row 2: the key 'text' must be a string, found NoneType"),
-        ([1, 2], ", row 1: the key 'text' must be a string, found int; name the field by data.text_key"),
+        (
+            [1, 2],
+            ", row 1: the key 'text' must be a string, found int; name the field by data.text_key",
+        ),
         (pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()), ", rows 1 to 2: not UTF-8"),
     ],
 )
@@ -166,7 +188,11 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b' [\n{"text": "a"}]', "is one JSON array; write each record on a line of its own: jq"),
+        (
+            "a.json",
+            b' [\n{"text": "a"}]',
+            "is one JSON array; write each record on a line of its own: jq",
+        ),
         ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),
         ("a.txt", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
         ("a.csv", b"text\na\n", "is a file of another kind"),
@@ -174,12 +200,16 @@ def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: s
         ("a.txt", b"", "the files are empty"),
     ],
 )
-def test_files_that_are_no_text_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_files_that_are_no_text_are_refused(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     assert message in refused(tmp_path / name)
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+@pytest.mark.parametrize(
+    ("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")]
+)
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
@@ -191,7 +221,10 @@ def test_a_missing_package_is_named_with_its_extra(
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf{one}\r\n\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
-    assert [(r.number, r.text) for r in iter_records(tmp_path)] == [(1, "{one}\r\n\ntwo\n"), (1, "three")]
+    assert [(r.number, r.text) for r in iter_records(tmp_path)] == [
+        (1, "{one}\r\n\ntwo\n"),
+        (1, "three"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +246,8 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, messa
 def test_ids_over_the_models_vocabulary_name_file_line_and_id(tmp_path: Path) -> None:
     path = write(tmp_path / "c4.jsonl", "a")
     tokenizer, training = load_tokenizer(), Training(dataset_path=str(path), seq_len=8)
-    with pytest.raises(DataError, match=f"{path}, line 1: token id 2049 is outside the model's vocabulary of 2049"):
+    with pytest.raises(
+        DataError, match=f"{path}, line 1: token id 2049 is outside the model's vocabulary of 2049"
+    ):
         build_dataset(training, Data(), tokenizer, vocab_size=2049)
     build_dataset(training, Data(), tokenizer, vocab_size=2050)

@@ -1,4 +1,6 @@
-"""The data state of a checkpoint, which may be damaged: each value is used, or refused by its name."""
+"""The data state of a checkpoint, which may be damaged: each value is used, or refused by
+its name.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _rows(names: list[str], kind: str) -> Rows:
     other = Numbers(total=500, lanes=4)
     other.seq_len = SEQ
     other.sequence = lambda index: stream.padding()  # type: ignore[method-assign]
-    return MixedRows({"stream": stream, "numbers": other}, {0: {"stream": 1, "numbers": 2}}, slots=4)
+    return MixedRows(
+        {"stream": stream, "numbers": other}, {0: {"stream": 1, "numbers": 2}}, slots=4
+    )
 
 
 def _loader(names: list[str], kind: str) -> TrainLoader:
@@ -41,7 +45,13 @@ def _loader(names: list[str], kind: str) -> TrainLoader:
 
 def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
-    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    entries = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, entry in entries:
         yield from _paths(entry, (*path, key))
 
@@ -70,7 +80,9 @@ def _state(names: list[str], kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["text", "stream", "best-fit", "mixture"])
 def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str], kind: str) -> None:
-    """Each value at each place: a row comes, or a DataError; nothing else, such as an IndexError."""
+    """Each value at each place: a row comes, or a DataError; nothing else, such as an
+    IndexError.
+    """
     state, refused = _state(names, kind), 0
     assert state["left_out"] == [[8, 16]]
     for path in _paths(state):
@@ -91,16 +103,26 @@ def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str],
     [
         (("left_out",), "5-1", "left_out = '5-1' is no list"),
         (("left_out", 0), "5-1", r"left_out\[0\] = '5-1' is no list"),
-        (("left_out", 0), [16, 8], r"left_out\[0\] = \[16, 8\] is no range of sequences before next_sequence = 40"),
+        (
+            ("left_out", 0),
+            [16, 8],
+            r"left_out\[0\] = \[16, 8\] is no range of sequences before next_sequence = 40",
+        ),
         (("rows", "cursors", 0, 3), -7, r"cursors\[0\], shard = -7 is no whole number from 0"),
-        (("rows", "cursors", 0, 3), 2, r"cursors\[0\], shard = 2 is no whole number from 0 below 2"),
+        (
+            ("rows", "cursors", 0, 3),
+            2,
+            r"cursors\[0\], shard = 2 is no whole number from 0 below 2",
+        ),
         (("rows", "cursors", 1, 0), 0, r"cursors\[1\], lane = 0 is there twice"),
         (("rows", "cursors", 0), [0, 1], r"cursors\[0\] = \[0, 1\] is no list of 7 values"),
         (("rows", "cursors", 2, 0), 4, r"cursors\[2\], lane = 4 is no whole number from 0 below 4"),
         (("rows", "revision"), "main/../../other", "revision = 'main/../../other' is no commit"),
     ],
 )
-def test_the_refusal_names_entry_and_value(names: list[str], path: tuple[Any, ...], value: Any, words: str) -> None:
+def test_the_refusal_names_entry_and_value(
+    names: list[str], path: tuple[Any, ...], value: Any, words: str
+) -> None:
     with pytest.raises(StateError, match=words):
         _loader(names, "stream").load_state_dict(_changed(_state(names, "stream"), path, value))
 
@@ -111,7 +133,10 @@ def test_a_place_behind_the_end_of_its_file_is_refused_and_one_within_is_warned_
     state = _state(names, "stream")
     loader = _loader(names, "stream")
     loader.load_state_dict(_changed(state, ("rows", "cursors", 0, 4), 5000))
-    with pytest.raises(StateError, match=r"lane 0 .*part-0\d.jsonl.gz has no record 5001 for it.*exclude_from_loading"):
+    with pytest.raises(
+        StateError,
+        match=r"lane 0 .*part-0\d.jsonl.gz has no record 5001 for it.*exclude_from_loading",
+    ):
         loader.next_step()
     for place, words in ((5, "document 5000 of a block of"), (6, "token 5000 of a document of")):
         loader = _loader(names, "stream")

@@ -1,4 +1,6 @@
-"""Streams: the order does not depend on ranks, each document is served once per epoch, and a resume is exact."""
+"""Streams: the order does not depend on ranks, each document is served once per epoch, and a resume
+is exact.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,14 @@ def write_shards(folder: Path, sizes: list[int]) -> list[str]:
 
 
 def make(names: list[str], **options) -> StreamRows:
-    defaults = {"seq_len": SEQ, "pad_id": 0, "seed": 3, "buffer": 12, "lanes": 4, "description": "test"}
+    defaults = {
+        "seq_len": SEQ,
+        "pad_id": 0,
+        "seed": 3,
+        "buffer": 12,
+        "lanes": 4,
+        "description": "test",
+    }
     return StreamRows(Shards(tuple(names), Columns()), encode, **{**defaults, **options})
 
 
@@ -52,14 +61,20 @@ def names(tmp_path: Path) -> list[str]:
     return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
 
 
-@pytest.mark.parametrize(("sizes", "lanes"), [([13, 20, 7, 16, 9, 18, 11], 4), ([40, 33], 5), ([50], 1)])
+@pytest.mark.parametrize(
+    ("sizes", "lanes"), [([13, 20, 7, 16, 9, 18, 11], 4), ([40, 33], 5), ([50], 1)]
+)
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_each_lane_serves_each_of_its_documents_once_per_epoch(tmp_path, sizes, lanes, shuffle) -> None:
+def test_each_lane_serves_each_of_its_documents_once_per_epoch(
+    tmp_path, sizes, lanes, shuffle
+) -> None:
     rows = make(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
     seen: Counter[int] = Counter()
     for lane in range(lanes):
         epochs, tokens, count = Counter(), [], 0
-        while epochs.total() < 3 * sum(sizes) // lanes:  # documents by their BOS; the token after it has the number
+        while (
+            epochs.total() < 3 * sum(sizes) // lanes
+        ):  # documents by their BOS; the token after it has the number
             tokens += rows.sequence(lane + lanes * count).tokens.tolist()
             count += 1
             epochs = Counter(b for a, b in zip(tokens, tokens[1:], strict=False) if a == 1)
@@ -87,17 +102,24 @@ def steps_of(names: list[str]) -> list[list[list[int]]]:
 
 
 def next_steps(loaders: list[TrainLoader]) -> list[list[int]]:
-    return sorted(row for one in loaders for batch in one.next_step() for row in batch.tokens.tolist())
+    return sorted(
+        row for one in loaders for batch in one.next_step() for row in batch.tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
     wanted = steps_of(names)[:4]
     for degree in (1, 2, 3, 4, 8):
-        loaders = [TrainLoader(make(names, workers=workers), SIZE, 1, rank, degree) for rank in range(degree)]
+        loaders = [
+            TrainLoader(make(names, workers=workers), SIZE, 1, rank, degree)
+            for rank in range(degree)
+        ]
         assert [next_steps(loaders) for _ in wanted] == wanted
         if 4 % degree == 0:  # then a rank opens only lanes of its own
-            assert {len(loader.dataset.state_dict()["cursors"]) for loader in loaders} == {4 // degree}
+            assert {len(loader.dataset.state_dict()["cursors"]) for loader in loaders} == {
+                4 // degree
+            }
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 8)])
@@ -106,9 +128,16 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
     loaders = [TrainLoader(make(names), SIZE, 1, rank, before) for rank in range(before)]
     for stop in range(STEPS):
         states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
-        state = {**states[0], "rows": loaders[0].dataset.merge_states([state["rows"] for state in states])}
-        assert len(state["rows"]["cursors"]) == (4 if stop else 0)  # each lane has a place, whichever rank read it
-        resumed = [TrainLoader(make(names, lanes=None), SIZE, 1, rank, after) for rank in range(after)]
+        state = {
+            **states[0],
+            "rows": loaders[0].dataset.merge_states([state["rows"] for state in states]),
+        }
+        assert len(state["rows"]["cursors"]) == (
+            4 if stop else 0
+        )  # each lane has a place, whichever rank read it
+        resumed = [
+            TrainLoader(make(names, lanes=None), SIZE, 1, rank, after) for rank in range(after)
+        ]
         for loader in resumed:
             loader.load_state_dict(state)
         assert [next_steps(resumed) for _ in wanted[stop : stop + 2]] == wanted[stop : stop + 2]
@@ -130,7 +159,9 @@ def opened(monkeypatch) -> list[tuple[int, int]]:
     """Shard and row of each read of a file that begins."""
     found: list[tuple[int, int]] = []
     records = Shards.records
-    monkeypatch.setattr(Shards, "records", lambda self, *place: found.append(place) or records(self, *place))
+    monkeypatch.setattr(
+        Shards, "records", lambda self, *place: found.append(place) or records(self, *place)
+    )
     return found
 
 
@@ -161,7 +192,11 @@ def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monke
 
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
     row = make(names, mask_documents=True).sequence(0)
-    assert row.documents is not None and row.documents[0] == 0 and set(np.diff(row.documents)) == {0, 1}
+    assert (
+        row.documents is not None
+        and row.documents[0] == 0
+        and set(np.diff(row.documents)) == {0, 1}
+    )
     borders = np.flatnonzero(np.diff(row.documents))
     assert all(row.labels[borders] == IGNORE) and all(row.tokens[borders] == 2)
 
@@ -170,7 +205,12 @@ def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names)
     state = make(names, lanes=4).state_dict()
     other = make(names, lanes=None, ranks=6)
     other.load_state_dict(state)
-    assert (other.lanes, default_lanes(6, 7), default_lanes(1, 1000), default_lanes(16, 8)) == (4, 6, 8, 16)
+    assert (other.lanes, default_lanes(6, 7), default_lanes(1, 1000), default_lanes(16, 8)) == (
+        4,
+        6,
+        8,
+        16,
+    )
     with pytest.raises(DataError, match="has 4 lanes, not 5"):
         make(names, lanes=5).load_state_dict(state)
 

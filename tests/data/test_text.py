@@ -38,8 +38,14 @@ def folder(tmp_path: Path) -> Path:
 
 def texts_of(rows: Rows, count: int) -> Counter[str]:
     """Decode the documents of the first rows of lane 0 that are whole."""
-    ids = [token for i in range(count) for token in rows.sequence(i * getattr(rows, "lanes", 1)).tokens.tolist()]
-    return Counter(TOKENIZER.decode(ids).replace("<|begin_of_text|>", "").split("<|end_of_text|>")[1:-1])
+    ids = [
+        token
+        for i in range(count)
+        for token in rows.sequence(i * getattr(rows, "lanes", 1)).tokens.tolist()
+    ]
+    return Counter(
+        TOKENIZER.decode(ids).replace("<|begin_of_text|>", "").split("<|end_of_text|>")[1:-1]
+    )
 
 
 def test_streamed_and_whole_text_have_the_same_documents(folder: Path) -> None:
@@ -54,7 +60,9 @@ def test_streamed_and_whole_text_have_the_same_documents(folder: Path) -> None:
             whole = read(Data(streaming=False), training)
             assert isinstance(streamed, StreamRows) and isinstance(whole, PackedDataset)
             assert set(texts_of(streamed, 2 * whole.sequences_per_epoch + 4)) == set(expected)
-            tokens = [token for text in expected for token in TOKENIZER.encode_document(text).tolist()]
+            tokens = [
+                token for text in expected for token in TOKENIZER.encode_document(text).tolist()
+            ]
             assert sorted(whole.corpus.tokens.tolist()) == sorted(tokens)
 
 
@@ -90,7 +98,9 @@ def test_only_one_rank_lists_files_and_the_others_read_the_same(folder: Path) ->
     assert read(Data(streaming=True), training).fingerprint != first.fingerprint
 
 
-def test_the_fingerprint_follows_files_and_columns_and_not_the_folder(folder: Path, tmp_path: Path) -> None:
+def test_the_fingerprint_follows_files_and_columns_and_not_the_folder(
+    folder: Path, tmp_path: Path
+) -> None:
     moved = shutil.copytree(folder, tmp_path / "moved")
     prints = [
         read(data, Training(dataset_path=str(path), seq_len=32)).fingerprint

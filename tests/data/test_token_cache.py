@@ -44,7 +44,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of threads of each tokenization, as they happen."""
     calls: list[int] = []
 
-    def counting(files: Any, tokenizer: Any, vocab_size: int, workers: int = 0, *rest: Any) -> Corpus:
+    def counting(
+        files: Any, tokenizer: Any, vocab_size: int, workers: int = 0, *rest: Any
+    ) -> Corpus:
         calls.append(workers)
         return tokenize(files, tokenizer, vocab_size, workers, *rest)
 
@@ -52,7 +54,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield calls
 
 
-def load(text: Path, cache: Path | str, vocab_size: int = TOKENIZER.vocab_size, workers: int | None = 0) -> Corpus:
+def load(
+    text: Path, cache: Path | str, vocab_size: int = TOKENIZER.vocab_size, workers: int | None = 0
+) -> Corpus:
     return load_corpus([text], TOKENIZER, vocab_size, workers=workers, cache=str(cache))
 
 
@@ -81,7 +85,9 @@ def test_a_second_start_reads_no_text(text: Path, cache: Path, counted: list[int
         found.tokens[0] = 1
 
 
-def test_another_text_vocabulary_or_time_is_another_file(text: Path, cache: Path, counted: list[int]) -> None:
+def test_another_text_vocabulary_or_time_is_another_file(
+    text: Path, cache: Path, counted: list[int]
+) -> None:
     load(text, cache)
     seen = text.stat()
     content = text.read_text()
@@ -116,10 +122,16 @@ def _flip(at: int) -> Callable[[Path], None]:
     ],
 )
 def test_a_damaged_file_is_replaced(
-    text: Path, cache: Path, counted: list[int], damage: Callable[[Path], None], logged: Callable[[], str]
+    text: Path,
+    cache: Path,
+    counted: list[int],
+    damage: Callable[[Path], None],
+    logged: Callable[[], str],
 ) -> None:
     plain = load(text, cache)
-    plain = Corpus(plain.tokens.copy(), plain.offsets.copy(), plain.pad_id, plain.fingerprint, plain.files)
+    plain = Corpus(
+        plain.tokens.copy(), plain.offsets.copy(), plain.pad_id, plain.fingerprint, plain.files
+    )
     (path,) = cache.iterdir()
     damage(path)
     assert same(load(text, cache), plain)
@@ -138,32 +150,45 @@ def test_paths_start_at_the_home_or_at_the_working_directory(
     assert is_mapped(load(text, "here/tokens")) and names(Path("here/tokens")) == [".tokens"]
     for unusable in ("~no-such-user/tokens", str(text / "below-a-file")):
         found = load(text, unusable)
-        assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size)) and not is_mapped(found)
+        assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size)) and not is_mapped(
+            found
+        )
         assert "data.token_cache:" in logged() and unusable in logged()
     assert os.listdir() == ["here"]
 
 
 def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_else(
-    text: Path, tmp_path: Path, counted: list[int], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    text: Path,
+    tmp_path: Path,
+    counted: list[int],
+    logged: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     for setting in ("off", "auto"):
         assert not is_mapped(load(text, setting))
-    assert list(temporary.iterdir()) == [] and not Path("off").exists() and not Path("auto").exists()
+    assert (
+        list(temporary.iterdir()) == [] and not Path("off").exists() and not Path("auto").exists()
+    )
     monkeypatch.setattr(token_cache, "AUTO_BYTES", text.stat().st_size)
     for _ in range(2):
         assert is_mapped(load(text, "auto"))
     (folder,) = temporary.iterdir()
-    assert folder.name == f"titanlite-tokens-{os.getuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (
+        folder.name == f"titanlite-tokens-{os.getuid()}"
+        and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    )
     assert len(counted) == 3
     theirs = folder.rename(tmp_path / "theirs")
     folder.symlink_to(theirs)  # others may put a link into a shared folder
     assert not is_mapped(load(text, "auto")) and "belongs to another user" in logged()
 
 
-def test_files_that_nobody_uses_are_removed_and_a_run_keeps_what_it_has_mapped(tmp_path: Path, cache: Path) -> None:
+def test_files_that_nobody_uses_are_removed_and_a_run_keeps_what_it_has_mapped(
+    tmp_path: Path, cache: Path
+) -> None:
     texts = [write_texts(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(3)]
     kept = load(texts[0], cache)
     before = kept.tokens.tolist()
@@ -197,7 +222,9 @@ def test_nobody_waits_forever_for_the_owner_of_the_lock(
     assert is_mapped(load(text, cache))  # the owner is gone
 
 
-def test_threads_follow_cores_and_ranks(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]):
+def test_threads_follow_cores_and_ranks(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     load(text, "off", workers=None)
@@ -213,7 +240,9 @@ def test_threads_follow_cores_and_ranks(text: Path, cache: Path, monkeypatch: py
 
 def test_sections_reach_the_cache(text: Path, cache: Path, counted: list[int]) -> None:
     data, size = Data(num_workers=2, token_cache=str(cache)), TOKENIZER.vocab_size
-    assert is_mapped(build_dataset(Training(dataset_path=str(text), seq_len=4), data, TOKENIZER, size).corpus)
+    assert is_mapped(
+        build_dataset(Training(dataset_path=str(text), seq_len=4), data, TOKENIZER, size).corpus
+    )
     held_out = Validation(dataset_path=str(text))
     assert is_mapped(TextReader(data, TOKENIZER, size).held_out(held_out, 4)[""].corpus)
     assert counted == [2]
@@ -238,7 +267,8 @@ tokenizer = load_tokenizer()
 if sys.argv[3] == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
 text = [Path(sys.argv[1])]
-corpus = token_cache.load_corpus(text, tokenizer, tokenizer.vocab_size, workers=0, cache=sys.argv[2])
+size = tokenizer.vocab_size
+corpus = token_cache.load_corpus(text, tokenizer, size, workers=0, cache=sys.argv[2])
 print("sum", int(corpus.tokens.sum()), type(corpus.tokens.base).__name__, flush=True)
 """
 

@@ -1,4 +1,6 @@
-"""Prepared tokens that were changed: found at the start, when a part is first read, and by `titanlite data verify`."""
+"""Prepared tokens that were changed: found at the start, when a part is first read, and by
+`titanlite data verify`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def prepared(folder: Path, masked: int = 2) -> Path:
 
 def flip(file: Path, place: int = 20) -> None:
     """Change a byte, and nothing else that a file system tells quickly."""
-    content, times = bytearray(file.read_bytes()), (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    content, times = (
+        bytearray(file.read_bytes()),
+        (file.stat().st_atime_ns, file.stat().st_mtime_ns),
+    )
     content[place] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=times)
@@ -88,14 +93,17 @@ def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path: Path, suffi
     assert settled(files) == 0, "the first part is whole"
     begin(files, 90, 110)
     with pytest.raises(
-        DataError, match=rf"part-1\.{suffix} is damaged: its content does not fit its hash .*first read at"
+        DataError,
+        match=rf"part-1\.{suffix} is damaged: its content does not fit its hash .*first read at",
     ):
         settled(files)
     with pytest.raises(DataError, match="data verify .*a` names all damaged parts"):
         files.read(0, 10)
 
 
-def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(tmp_path: Path, read: list[str]) -> None:
+def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
+    tmp_path: Path, read: list[str]
+) -> None:
     folder, records = prepared(tmp_path / "a", masked=0), tmp_path / "records"
     records.mkdir()
     files = opened(folder, records)
@@ -130,7 +138,9 @@ def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: 
     assert read == ["part-0.tokens", "part-0.offsets"] * 2
 
 
-def test_a_process_waits_for_another_one_that_reads_the_part(tmp_path: Path, read: list[str]) -> None:
+def test_a_process_waits_for_another_one_that_reads_the_part(
+    tmp_path: Path, read: list[str]
+) -> None:
     import fcntl
 
     folder, records = prepared(tmp_path / "a", masked=0), tmp_path / "records"
@@ -164,7 +174,10 @@ def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
     for number, (change, said) in enumerate(
         [
             ({"name": "../part-1"}, "names '../part-1', which is no part of this folder"),
-            ({"bytes": {"tokens": 202, "offsets": 32}}, "says 202 bytes of part-1.tokens for 100 tokens"),
+            (
+                {"bytes": {"tokens": 202, "offsets": 32}},
+                "says 202 bytes of part-1.tokens for 100 tokens",
+            ),
             ({"sources": [[7, 0, 0]]}, "index.json is damaged .IndexError"),
             ({"bytes": None}, "index.json is damaged .TypeError"),
         ]
@@ -183,13 +196,20 @@ def test_documents_of_megatron_are_in_order(tmp_path: Path) -> None:
     for place, number in ((-16, 99), (-16, -1), (-8, 99)):
         changed = bytearray(content)
         changed[len(content) + place :][:8] = b""
-        changed[len(content) + place : len(content) + place + 8] = np.array([number], dtype="<i8").tobytes()
+        changed[len(content) + place : len(content) + place + 8] = np.array(
+            [number], dtype="<i8"
+        ).tobytes()
         file.write_bytes(changed)
-        with pytest.raises(DataError, match="c4.idx is damaged: its documents are not in the order of its 6 sequences"):
+        with pytest.raises(
+            DataError,
+            match="c4.idx is damaged: its documents are not in the order of its 6 sequences",
+        ):
             opened(tmp_path / "c4", None)
 
 
-def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_the_parts_that_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = prepared(tmp_path / "a")
     flip(folder / "part-0.tokens", 5)
     rows = PackedDataset(opened(folder, None), seq_len=8, shuffle=False)  # type: ignore[arg-type]
@@ -209,12 +229,30 @@ def test_a_save_waits_for_the_parts_that_were_read(tmp_path: Path, monkeypatch: 
 def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> None:
     folder, out = prepared(tmp_path / "a", masked=0), tmp_path / "run"
     flip(folder / "part-1.tokens", 5)
-    words = ["debug_model.toml", "--training.dataset_path", str(folder), "--job.dump_folder", str(out)]
-    words += ["--training.steps=2", "--training.seq_len=16", "--model.overrides.n_layers=1", "--training.batch_size=8"]
-    words += ["--checkpoint.enable_checkpoint=true", "--checkpoint.interval=1", "--validation.enable=false"]
+    words = [
+        "debug_model.toml",
+        "--training.dataset_path",
+        str(folder),
+        "--job.dump_folder",
+        str(out),
+    ]
+    words += [
+        "--training.steps=2",
+        "--training.seq_len=16",
+        "--model.overrides.n_layers=1",
+        "--training.batch_size=8",
+    ]
+    words += [
+        "--checkpoint.enable_checkpoint=true",
+        "--checkpoint.interval=1",
+        "--validation.enable=false",
+    ]
     words += ["--data.token_cache", str(tmp_path / "cache")]
     done = python("-m", "titanlite", "train", *words)
-    assert done.returncode == 2 and "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
+    assert (
+        done.returncode == 2
+        and "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
+    )
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
     flip(folder / "part-1.tokens", 5)
     done = python("-m", "titanlite", "train", *words)
@@ -225,10 +263,15 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
 # The command
 
 
-def test_verify_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_all_that_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = prepared(tmp_path / "a")
     assert main(["data", "verify", str(folder)]) == 0
-    assert "3 parts, 300 tokens, 735 B" in (said := capsys.readouterr().out) and "hashes of all parts are right" in said
+    assert (
+        "3 parts, 300 tokens, 735 B" in (said := capsys.readouterr().out)
+        and "hashes of all parts are right" in said
+    )
     flip(folder / "part-0.tokens")
     flip(folder / "part-2.targets", 3)
     assert main(["data", "verify", str(folder)]) == 1
@@ -242,15 +285,23 @@ def test_verify_names_all_that_is_damaged(tmp_path: Path, capsys: pytest.Capture
     assert "No such file" in found["problems"]["part-1"]
 
 
-def test_verify_says_what_it_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_says_what_it_cannot_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare = write_prepared(tmp_path / "bare", LENGTHS)
     assert main(["data", "verify", str(bare)]) == 0
-    assert "sizes, offsets and ids are right; 3 parts have no hashes to compare" in capsys.readouterr().out
+    assert (
+        "sizes, offsets and ids are right; 3 parts have no hashes to compare"
+        in capsys.readouterr().out
+    )
     content = np.frombuffer((bare / "part-0.tokens").read_bytes(), dtype="<u2").copy()
     content[7] = 999
     (bare / "part-0.tokens").write_bytes(content.tobytes())
     assert main(["data", "verify", str(bare)]) == 1
-    assert "part-0.tokens holds the id 999, and index.json says that 300 is the highest" in capsys.readouterr().out
+    assert (
+        "part-0.tokens holds the id 999, and index.json says that 300 is the highest"
+        in capsys.readouterr().out
+    )
     np.save(tmp_path / "a.npy", np.arange(10, dtype=np.uint16))
     assert main(["data", "verify", str(tmp_path / "a.npy"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "numpy"
@@ -259,7 +310,9 @@ def test_verify_says_what_it_cannot_tell(tmp_path: Path, capsys: pytest.CaptureF
     assert "holds no token files" in capsys.readouterr().err
 
 
-def test_verify_compares_each_sequence_of_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_each_sequence_of_megatron(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = write_megatron(tmp_path / "c4", [[2]] * 1000)
     index = file.with_suffix(".idx")
     content = bytearray(index.read_bytes())
@@ -269,4 +322,7 @@ def test_verify_compares_each_sequence_of_megatron(tmp_path: Path, capsys: pytes
     index.write_bytes(content)
     opened(tmp_path / "c4", None)
     assert main(["data", "verify", str(file)]) == 1
-    assert "DAMAGED: " in (said := capsys.readouterr().out) and "c4.idx: the sequences do not lie end to end" in said
+    assert (
+        "DAMAGED: " in (said := capsys.readouterr().out)
+        and "c4.idx: the sequences do not lie end to end" in said
+    )

@@ -1,4 +1,6 @@
-"""Token files: the rows of prepared folders, of Megatron's files and of numpy's, each token a target once."""
+"""Token files: the rows of prepared folders, of Megatron's files and of numpy's, each token a
+target once.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,13 @@ LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
 TOTAL = sum(map(sum, LENGTHS))
 
 
-def write_prepared(folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0, **changes: Any) -> Path:
-    """Write a folder by the format's definition; token t of the corpus has id t + 1. masked: of each document."""
+def write_prepared(
+    folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0, **changes: Any
+) -> Path:
+    """Write a folder by the format's definition; token t of the corpus has id t + 1.
+
+    masked: of each document.
+    """
     folder.mkdir()
     parts, at = [], 0
     for number, documents in enumerate(lengths):
@@ -44,11 +51,33 @@ def write_prepared(folder: Path, lengths: list[list[int]] = LENGTHS, masked: int
             content["targets"] = np.packbits(targets, bitorder="little").tobytes()
         for suffix, data in content.items():
             (folder / f"part-{number}.{suffix}").write_bytes(data)
-        about = {"tokens": int(offsets[-1]), "documents": len(documents), "checksums": {}, "name": f"part-{number}"}
-        parts.append({**about, "bytes": {s: len(data) for s, data in content.items()}, "sources": [[number, 0, 5]]})
+        about = {
+            "tokens": int(offsets[-1]),
+            "documents": len(documents),
+            "checksums": {},
+            "name": f"part-{number}",
+        }
+        parts.append(
+            {
+                **about,
+                "bytes": {s: len(data) for s, data in content.items()},
+                "sources": [[number, 0, 5]],
+            }
+        )
         at += int(offsets[-1])
-    index = {"format": KIND, "version": 1, "dtype": "<u2", "tokenizer": TOKENIZER.fingerprint, "max_id": at}
-    index |= {"tokenizer_path": None, "vocab_size": SIZE, "options": {"text_key": "text"}, "parts": parts}
+    index = {
+        "format": KIND,
+        "version": 1,
+        "dtype": "<u2",
+        "tokenizer": TOKENIZER.fingerprint,
+        "max_id": at,
+    }
+    index |= {
+        "tokenizer_path": None,
+        "vocab_size": SIZE,
+        "options": {"text_key": "text"},
+        "parts": parts,
+    }
     index |= {"files": [f"{n}.jsonl" for n in range(len(lengths))], **changes}
     (folder / INDEX).write_text(json.dumps({**index, "fingerprint": fingerprint_of(index)}))
     return folder
@@ -58,13 +87,21 @@ def numbers_in(rows: PackedDataset, index: int) -> list[int]:
     return [number for number, _ in rows.documents_in(index)]
 
 
-def write_megatron(stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2") -> Path:
-    """Write `.bin` and `.idx` as Megatron-LM's IndexedDatasetBuilder does; documents: lengths of their sequences."""
+def write_megatron(
+    stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2"
+) -> Path:
+    """Write `.bin` and `.idx` as Megatron-LM's IndexedDatasetBuilder does; documents: lengths of
+    their sequences.
+    """
     lengths = np.array([n for document in documents for n in document], dtype="<i4")
     tokens = np.arange(1, lengths.sum() + 1).astype(dtype)
     pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * tokens.dtype.itemsize
     bounds = np.cumsum([0, *map(len, documents)], dtype="<i8")
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, code) + struct.pack("<QQ", len(lengths), len(bounds))
+    head = (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QB", 1, code)
+        + struct.pack("<QQ", len(lengths), len(bounds))
+    )
     stem.with_suffix(".bin").write_bytes(tokens.tobytes())
     arrays = lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes()
     stem.with_suffix(".idx").write_bytes(head + arrays)
@@ -80,19 +117,48 @@ def rows_of(path: Path, **settings: Any) -> PackedDataset:
 
 def test_the_order_never_changes() -> None:
     """A run resumed with a later version must read on where it stopped."""
-    assert [Permutation(10, epoch_key(0, 0))(i) for i in range(10)] == [6, 9, 8, 2, 0, 1, 7, 3, 5, 4]
-    assert [Permutation(10, epoch_key(0, 1))(i) for i in range(10)] == [6, 8, 3, 4, 2, 5, 1, 9, 7, 0]
-    assert [Permutation(10**12, epoch_key(7, 3))(i) for i in (0, 10**11)] == [364607967650, 633123525162]
+    assert [Permutation(10, epoch_key(0, 0))(i) for i in range(10)] == [
+        6,
+        9,
+        8,
+        2,
+        0,
+        1,
+        7,
+        3,
+        5,
+        4,
+    ]
+    assert [Permutation(10, epoch_key(0, 1))(i) for i in range(10)] == [
+        6,
+        8,
+        3,
+        4,
+        2,
+        5,
+        1,
+        9,
+        7,
+        0,
+    ]
+    assert [Permutation(10**12, epoch_key(7, 3))(i) for i in (0, 10**11)] == [
+        364607967650,
+        633123525162,
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 29, 1000, 4099])
 def test_each_place_has_its_own_element(count: int) -> None:
     for epoch in range(3):
-        assert sorted(map(Permutation(count, epoch_key(1, epoch)), range(count))) == list(range(count))
+        assert sorted(map(Permutation(count, epoch_key(1, epoch)), range(count))) == list(
+            range(count)
+        )
 
 
 def test_every_element_is_as_likely_at_every_place() -> None:
-    """Chi-square over 2,000 keys, 12 elements at 12 places: 121 degrees of freedom, 99.99 % are below 184."""
+    """Chi-square over 2,000 keys, 12 elements at 12 places: 121 degrees of freedom, 99.99 % are
+    below 184.
+    """
     table = np.zeros((12, 12))
     for key in range(2000):
         for place in range(12):
@@ -106,23 +172,34 @@ def test_every_element_is_as_likely_at_every_place() -> None:
 
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 599])
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_every_token_is_a_target_once_per_epoch(tmp_path: Path, seq_len: int, shuffle: bool) -> None:
-    rows = rows_of(write_prepared(tmp_path / "a"), seq_len=seq_len, shuffle=shuffle, epochs=3, seed=3)
+def test_every_token_is_a_target_once_per_epoch(
+    tmp_path: Path, seq_len: int, shuffle: bool
+) -> None:
+    rows = rows_of(
+        write_prepared(tmp_path / "a"), seq_len=seq_len, shuffle=shuffle, epochs=3, seed=3
+    )
     stream = list(range(1, TOTAL + 1)) * 3
     assert rows.total_sequences is not None
     order = sorted(range(rows.total_sequences), key=rows.window)
-    assert (order == list(range(rows.total_sequences))) == (not shuffle or rows.sequences_per_epoch == 1)
+    assert (order == list(range(rows.total_sequences))) == (
+        not shuffle or rows.sequences_per_epoch == 1
+    )
     inputs: list[int] = []
     targets: list[int] = []
     for row in map(rows.sequence, order):
-        assert row.tokens.shape == row.labels.shape == (seq_len,) and row.tokens.dtype == row.labels.dtype == np.int64
+        assert (
+            row.tokens.shape == row.labels.shape == (seq_len,)
+            and row.tokens.dtype == row.labels.dtype == np.int64
+        )
         inputs += row.tokens[row.labels != IGNORE].tolist()
         targets += row.labels[row.labels != IGNORE].tolist()
     assert (inputs, targets) == (stream[:-1], stream[1:])
     with pytest.raises(EndOfData, match=f"{rows.total_sequences:,} sequences? in 3 epochs$"):
         rows.sequence(rows.total_sequences)
     served = [[rows.window(e * rows.sequences_per_epoch + i) for i in range(20)] for e in range(2)]
-    assert seq_len > 64 or (np.diff(served, axis=0) == rows.sequences_per_epoch).all() == (not shuffle)
+    assert seq_len > 64 or (np.diff(served, axis=0) == rows.sequences_per_epoch).all() == (
+        not shuffle
+    )
 
 
 def test_documents_are_found_by_number(tmp_path: Path) -> None:
@@ -132,7 +209,10 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
     epoch = np.arange(2 * TOTAL) // TOTAL
     for n in range(rows.total_sequences or 0):
         span = slice(n * 7, n * 7 + 8)
-        expected = [pair[1] for pair in dict.fromkeys(zip(epoch[span].tolist(), owner[span].tolist(), strict=True))]
+        expected = [
+            pair[1]
+            for pair in dict.fromkeys(zip(epoch[span].tolist(), owner[span].tolist(), strict=True))
+        ]
         assert numbers_in(rows, n) == expected
         numbers = rows.sequence(n).documents
         assert numbers is not None and numbers.dtype == np.int32
@@ -149,7 +229,11 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
 
 def test_prompts_are_no_targets(tmp_path: Path) -> None:
     rows = rows_of(write_prepared(tmp_path / "a", masked=2), epochs=1)
-    targets = [label for n in range(rows.total_sequences or 0) for label in rows.sequence(n).labels.tolist()]
+    targets = [
+        label
+        for n in range(rows.total_sequences or 0)
+        for label in rows.sequence(n).labels.tolist()
+    ]
     starts = np.cumsum([0, *(length for part in LENGTHS for length in part)])[:-1]
     expected = set(range(2, TOTAL + 1)) - {int(start) + n for start in starts for n in (1, 2)}
     assert sorted(set(targets) - {IGNORE}) == sorted(expected)
@@ -163,7 +247,12 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
     for name in (bin_file, bin_file.with_suffix(".idx"), bin_file.with_suffix(""), tmp_path):
         assert is_tokens(str(name))
         rows = rows_of(name, seq_len=3, shuffle=False, epochs=1)
-        assert [rows.sequence(n).tokens.tolist() for n in range(4)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+        assert [rows.sequence(n).tokens.tolist() for n in range(4)] == [
+            [1, 2, 3],
+            [4, 5, 6],
+            [7, 8, 9],
+            [10, 11, 12],
+        ]
         assert np.diff(rows.corpus.offsets).tolist() == [5, 4, 0, 3]
         assert [numbers_in(rows, n) for n in range(4)] == [[0], [0, 1], [1, 2, 3], [3]]
     cut = bin_file.read_bytes()
@@ -182,7 +271,10 @@ def test_each_npy_file_is_one_document(tmp_path: Path) -> None:
     assert rows.sequence(1).tokens.tolist() == list(range(7, 14))
     assert (rows.documents, rows.documents_in(1)) == (2, [(0, 3), (1, 5)])
     np.save(tmp_path / "3.npy", np.zeros((2, 3)))
-    with pytest.raises(DataError, match=r"3.npy: expected one row of whole numbers, found float64 of shape \(2, 3\)"):
+    with pytest.raises(
+        DataError,
+        match=r"3.npy: expected one row of whole numbers, found float64 of shape \(2, 3\)",
+    ):
         rows_of(tmp_path)
 
 
@@ -207,7 +299,8 @@ def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
     ids[1_500] = -1
     np.save(tmp_path / "a.npy", ids)
     with pytest.raises(
-        DataError, match=r"a.npy, token 1,500 \(from 0\): id -1 is outside the model's vocabulary of 2304"
+        DataError,
+        match=r"a.npy, token 1,500 \(from 0\): id -1 is outside the model's vocabulary of 2304",
     ):
         rows_of(tmp_path / "a.npy")
     ids[1_500], ids[9_000] = 1, SIZE
@@ -215,7 +308,9 @@ def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "a.npy", shuffle=False)  # the sample at the start has missed it
     with pytest.raises(DataError, match=r"a.npy, token 9,000 \(from 0\): id 2304"):
         rows.sequence(9_000 // 7)
-    with pytest.raises(DataError, match=f"holds the id {TOTAL}, which is outside the model's vocabulary of {TOTAL}"):
+    with pytest.raises(
+        DataError, match=f"holds the id {TOTAL}, which is outside the model's vocabulary of {TOTAL}"
+    ):
         open_tokens(str(write_prepared(tmp_path / "a")), TOKENIZER, TOTAL)
 
 
@@ -233,15 +328,21 @@ def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path: Path) -> No
 def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     folder = write_prepared(tmp_path / "a")
     other = load_tokenizer(str(BUNDLED_SENTENCEPIECE))
-    prints = f"tokenizer {TOKENIZER.fingerprint[:16]} .*, and this config has {other.fingerprint[:16]}"
+    prints = (
+        f"tokenizer {TOKENIZER.fingerprint[:16]} .*, and this config has {other.fingerprint[:16]}"
+    )
     with pytest.raises(DataError, match=prints):
         open_tokens(str(folder), other, other.vocab_size)
 
     def build(**data: Any) -> Any:
-        return build_dataset(Training(dataset_path=str(folder), seq_len=7), Data(**data), TOKENIZER, SIZE)
+        return build_dataset(
+            Training(dataset_path=str(folder), seq_len=7), Data(**data), TOKENIZER, SIZE
+        )
 
     assert build(text_key="text").sequence(0).tokens.shape == (7,)
-    with pytest.raises(DataError, match="data.text_key: 'body' has no effect on .*, which is prepared with 'text'"):
+    with pytest.raises(
+        DataError, match="data.text_key: 'body' has no effect on .*, which is prepared with 'text'"
+    ):
         build(text_key="body")
     tokens = folder / "part-0.tokens"
     tokens.write_bytes(tokens.read_bytes()[:-1])
@@ -253,8 +354,13 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     index = json.loads((folder / INDEX).read_text())
     index["parts"][0]["tokens"] += 1
     (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(DataError, match="index.json is damaged .it does not fit its fingerprint.; remove the folder"):
+    with pytest.raises(
+        DataError,
+        match="index.json is damaged .it does not fit its fingerprint.; remove the folder",
+    ):
         build()
     (folder / INDEX).unlink()
-    with pytest.raises(DataError, match="a is not finished: it has no index.json; run `titanlite data prepare"):
+    with pytest.raises(
+        DataError, match="a is not finished: it has no index.json; run `titanlite data prepare"
+    ):
         build()

@@ -1,4 +1,6 @@
-"""tokenizer.json: the ids of `tokenizers` and transformers, which tokens are BOS and EOS, and errors."""
+"""tokenizer.json: the ids of `tokenizers` and transformers, which tokens are BOS and EOS, and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ import transformers
 
 from titanlite.data import DataError
 from titanlite.data.sources import BUNDLED, iter_records
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import (
+    BUNDLED_SENTENCEPIECE,
+    BUNDLED_TOKENIZER,
+    Tokenizer,
+    load_tokenizer,
+)
 from titanlite.data.tokenizer.files import hf_files
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
 
@@ -30,7 +37,11 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def documents() -> list[str]:
-    return [record.text for name in ("c4_test", "c4_validation") for record in iter_records(BUNDLED[name])][::16]
+    return [
+        record.text
+        for name in ("c4_test", "c4_validation")
+        for record in iter_records(BUNDLED[name])
+    ][::16]
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +51,18 @@ def llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("llama3") / "tokenizer.json"
     TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)
+        vocab_file=str(BUNDLED_TOKENIZER),
+        pattern=SPLIT_PATTERN,
+        extra_special_tokens=list(SPECIAL_TOKENS),
     ).converted().save(str(path))
     return path
 
 
 @pytest.fixture(scope="module")
 def llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as transformers writes it for Llama 2's kind, from the bundled sentencepiece model."""
+    """A folder as transformers writes it for Llama 2's kind, from the bundled sentencepiece
+    model.
+    """
     source, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("llama2")
     shutil.copy(BUNDLED_SENTENCEPIECE, source / "tokenizer.model")
     transformers.LlamaTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -74,24 +89,32 @@ def test_the_same_ranks_give_the_same_ids_as_tiktoken(llama3: Path, documents: l
         assert ours.decode(ids) == reference.decode(ids)
 
 
-def test_ids_are_those_of_transformers_and_of_sentencepiece(llama2: Path, documents: list[str]) -> None:
+def test_ids_are_those_of_transformers_and_of_sentencepiece(
+    llama2: Path, documents: list[str]
+) -> None:
     ours = load(llama2)
     assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2304, 1, 2)
     reference = transformers.AutoTokenizer.from_pretrained(llama2)
     sentencepiece = load(BUNDLED_SENTENCEPIECE)
     texts = [*documents, *TEXTS]
-    for text, expected in zip(texts, reference(texts, add_special_tokens=False)["input_ids"], strict=True):
+    for text, expected in zip(
+        texts, reference(texts, add_special_tokens=False)["input_ids"], strict=True
+    ):
         ids = ours.encode(text)
         assert ids == expected
         # transformers puts no second space before a first one: its own choice, in the file.
         if not text.startswith(" "):
             assert ids == sentencepiece.encode(text)
-            assert ours.decode([1, *ids, 2]) == sentencepiece.decode([1, *ids, 2]) == f"<s>{text}</s>"
+            assert (
+                ours.decode([1, *ids, 2]) == sentencepiece.decode([1, *ids, 2]) == f"<s>{text}</s>"
+            )
     text = "<s> is not </s> special <unk> here"
     ids = ours.encode(text)
     assert ids == sentencepiece.encode(text) and not {0, 1, 2} & set(ids)
     unguarded = tokenizers.Tokenizer.from_file(str(llama2 / "tokenizer.json"))
-    assert {1, 2} <= set(unguarded.encode(text, add_special_tokens=False).ids), "else this test shows nothing"
+    assert {1, 2} <= set(unguarded.encode(text, add_special_tokens=False).ids), (
+        "else this test shows nothing"
+    )
 
 
 def test_post_processor_truncation_and_padding_have_no_effect(llama3: Path, tmp_path: Path) -> None:
@@ -111,11 +134,15 @@ def test_post_processor_truncation_and_padding_have_no_effect(llama3: Path, tmp_
     assert ours.fingerprint == plain.fingerprint, "it is no part of the identity"
 
 
-@pytest.mark.parametrize("config", [None, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}])
+@pytest.mark.parametrize(
+    "config", [None, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}]
+)
 def test_transformers_reads_the_exported_files_of_every_family_with_the_same_ids(
     llama3: Path, tmp_path: Path, config: dict[str, str] | None
 ) -> None:
-    """Without a tokenizer_class it would take that of a Qwen, which splits and normalises text in its own way."""
+    """Without a tokenizer_class it would take that of a Qwen, which splits and normalises text in
+    its own way.
+    """
     ours = shutil.copy(llama3, tmp_path / "tokenizer.json")
     if config:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -125,14 +152,19 @@ def test_transformers_reads_the_exported_files_of_every_family_with_the_same_ids
         for name, content in hf_files(str(ours)).items():
             (folder / name).write_bytes(content)
         (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-        theirs, text = transformers.AutoTokenizer.from_pretrained(folder), "in 1811 a cafe\u0301  for 12345 "
+        theirs, text = (
+            transformers.AutoTokenizer.from_pretrained(folder),
+            "in 1811 a cafe\u0301  for 12345 ",
+        )
         assert theirs(text, add_special_tokens=False)["input_ids"] == load(ours).encode(text), kind
         assert (theirs.bos_token_id, theirs.eos_token_id) == (2048, 2049), kind
 
 
 def write_words(folder: Path, *words: str, **beside: Any) -> Path:
     """A tokenizer.json of whole words, without special tokens of its own, and files beside it."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0])
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.save(str(folder / "tokenizer.json"))
     for name, content in beside.items():
@@ -150,16 +182,34 @@ NAMED = {"bos_token": "B", "eos_token": "E"}
         ({}, "<s>", "</s>"),
         ({"tokenizer_config": NAMED}, "B", "E"),
         ({"special_tokens_map": NAMED}, "B", "E"),
-        ({"tokenizer_config": {k: {"content": v, "lstrip": False} for k, v in NAMED.items()}}, "B", "E"),
-        ({"tokenizer_config": NAMED, "special_tokens_map": {"bos_token": "a", "eos_token": "a"}}, "B", "E"),
+        (
+            {"tokenizer_config": {k: {"content": v, "lstrip": False} for k, v in NAMED.items()}},
+            "B",
+            "E",
+        ),
+        (
+            {"tokenizer_config": NAMED, "special_tokens_map": {"bos_token": "a", "eos_token": "a"}},
+            "B",
+            "E",
+        ),
         ({"tokenizer_config": {"bos_token": "B"}, "special_tokens_map": NAMED}, "B", "E"),
         ({"tokenizer_config": {"eos_token": "</s>", "model_max_length": 4}}, "<s>", "</s>"),
         ({"tokenizer_config": {"eos_token": "<|endoftext|>"}}, "<|endoftext|>", "<|endoftext|>"),
-        ({"tokenizer_config": {"bos_token": None, "eos_token": "<|endoftext|>"}}, "<|endoftext|>", "<|endoftext|>"),
-        ({"tokenizer_config": {"bos_token": None, "eos_token": "<|im_end|>"}}, "<|endoftext|>", "<|im_end|>"),
+        (
+            {"tokenizer_config": {"bos_token": None, "eos_token": "<|endoftext|>"}},
+            "<|endoftext|>",
+            "<|endoftext|>",
+        ),
+        (
+            {"tokenizer_config": {"bos_token": None, "eos_token": "<|im_end|>"}},
+            "<|endoftext|>",
+            "<|im_end|>",
+        ),
     ],
 )
-def test_files_that_name_bos_and_eos(tmp_path: Path, beside: dict[str, Any], bos: str, eos: str) -> None:
+def test_files_that_name_bos_and_eos(
+    tmp_path: Path, beside: dict[str, Any], bos: str, eos: str
+) -> None:
     tokenizer = load(write_words(tmp_path, *WORDS, **beside))
     assert (tokenizer.bos_id, tokenizer.eos_id) == (WORDS.index(bos), WORDS.index(eos))
     assert tokenizer.special_tokens == {bos: WORDS.index(bos), eos: WORDS.index(eos)}
@@ -171,11 +221,16 @@ def test_files_that_name_bos_and_eos(tmp_path: Path, beside: dict[str, Any], bos
     [
         ({}, "no file names its bos_token and eos_token"),
         ({"tokenizer_config": {"eos_token": "E"}}, "no file names its bos_token, and"),
-        ({"tokenizer_config": {"bos_token": None, "eos_token": "E"}}, "no file names its bos_token, and"),
+        (
+            {"tokenizer_config": {"bos_token": None, "eos_token": "E"}},
+            "no file names its bos_token, and",
+        ),
         ({"tokenizer_config": {"bos_token": "X"}}, "tokenizer_config.json names 'X' as bos_token"),
     ],
 )
-def test_unknown_bos_and_eos_are_refused(tmp_path: Path, beside: dict[str, Any], words: str) -> None:
+def test_unknown_bos_and_eos_are_refused(
+    tmp_path: Path, beside: dict[str, Any], words: str
+) -> None:
     refused(write_words(tmp_path, "?", "a", "B", "E", **beside), words)
 
 
@@ -196,7 +251,10 @@ def test_damaged_and_other_files_and_a_missing_library(
     content, path = llama3.read_bytes(), tmp_path / "tokenizer.json"
     other = json.dumps({**json.loads(content), "model": {"type": "Nonesuch"}}).encode()
     for damaged, words in (
-        *((content[:end], "is JSON that is damaged or cut short") for end in (1, 100, len(content) // 2, -2)),
+        *(
+            (content[:end], "is JSON that is damaged or cut short")
+            for end in (1, 100, len(content) // 2, -2)
+        ),
         (content.replace(b'"version"', b'"versi\xff"', 1), "damaged"),
         (json.dumps(NAMED).encode(), 'is JSON without a "model" part'),
         (other, f"is not a tokenizer.json that tokenizers {tokenizers.__version__} reads"),

@@ -1,4 +1,6 @@
-"""Tokenizer files of three kinds: which kind a path holds, the ids of the libraries, round trips and errors."""
+"""Tokenizer files of three kinds: which kind a path holds, the ids of the libraries, round trips
+and errors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ import tokenizers
 
 from titanlite.data import DataError
 from titanlite.data.sources import BUNDLED, iter_records
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, kind_of, load_tokenizer
+from titanlite.data.tokenizer import (
+    BUNDLED_SENTENCEPIECE,
+    BUNDLED_TOKENIZER,
+    kind_of,
+    load_tokenizer,
+)
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
 TIKTOKEN, SENTENCEPIECE = load_tokenizer(), load_tokenizer(family="llama2")
@@ -57,24 +64,42 @@ def train(path: Path, **options: object) -> Path:
     sentence = "the cat sat on the mat and the ﬁrst dog ran after that cat"
     settings = {"vocab_size": 40, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2}
     settings |= {"normalization_rule_name": "identity", **options}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([sentence] * 20), model_writer=model, **settings)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([sentence] * 20), model_writer=model, **settings
+    )
     path.write_bytes(model.getvalue())
     return path
 
 
 def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
     sizes = {}
-    for source in (BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE, write_json(tmp_path / "tokenizer.json")):
+    for source in (
+        BUNDLED_TOKENIZER,
+        BUNDLED_SENTENCEPIECE,
+        write_json(tmp_path / "tokenizer.json"),
+    ):
         path = tmp_path / f"{source.suffix[1:]}.bin"
         shutil.copy(source, path)
         tokenizer = load_tokenizer(str(path))
-        sizes[kind_of(path.read_bytes(), path)] = (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
-    assert sizes == {"tiktoken": (2304, 2048, 2049), "sentencepiece": (2304, 1, 2), "tokenizer.json": (4, 0, 1)}
+        sizes[kind_of(path.read_bytes(), path)] = (
+            tokenizer.vocab_size,
+            tokenizer.bos_id,
+            tokenizer.eos_id,
+        )
+    assert sizes == {
+        "tiktoken": (2304, 2048, 2049),
+        "sentencepiece": (2304, 1, 2),
+        "tokenizer.json": (4, 0, 1),
+    }
 
 
-def test_of_a_folder_the_json_is_read_before_the_model(tmp_path: Path, logged: Callable[[], str]) -> None:
+def test_of_a_folder_the_json_is_read_before_the_model(
+    tmp_path: Path, logged: Callable[[], str]
+) -> None:
     shutil.copy(BUNDLED_TOKENIZER, tmp_path / "llama.tiktoken")
-    with pytest.raises(DataError, match="holds no tokenizer.json or .* give the file itself: llama.tiktoken$"):
+    with pytest.raises(
+        DataError, match="holds no tokenizer.json or .* give the file itself: llama.tiktoken$"
+    ):
         load_tokenizer(str(tmp_path))
     shutil.copy(BUNDLED_SENTENCEPIECE, tmp_path / "tokenizer.model")
     assert load_tokenizer(str(tmp_path)).vocab_size == 2304
@@ -95,19 +120,33 @@ _LINES = BUNDLED_TOKENIZER.read_bytes().splitlines(keepends=True)
         (b"<!DOCTYPE html><html>", "is a web page"),
         (b"PK\x03\x04\0\0\0\0", "is a binary file of another kind"),
         *[
-            (b"".join([*_LINES[:99], line, b"\n", *_LINES[99:]]), "line 100: expected a base64 token")
+            (
+                b"".join([*_LINES[:99], line, b"\n", *_LINES[99:]]),
+                "line 100: expected a base64 token",
+            )
             for line in (b"hello world again", b"aGk=", b"aGk= x", b"a*k= 256", "é 3".encode())
         ],
-        (b"".join([*_LINES[:99], *_LINES[100:]]), "line 100: .* has rank 100, expected a new token of rank 99"),
-        (b"".join([*_LINES[:99], _LINES[0], *_LINES[100:]]), "line 100: .* has rank 0, expected a new token"),
+        (
+            b"".join([*_LINES[:99], *_LINES[100:]]),
+            "line 100: .* has rank 100, expected a new token of rank 99",
+        ),
+        (
+            b"".join([*_LINES[:99], _LINES[0], *_LINES[100:]]),
+            "line 100: .* has rank 0, expected a new token",
+        ),
         (b"".join(_LINES[:255]), "has no token .1 of 256 missing."),
         *[
-            (BUNDLED_SENTENCEPIECE.read_bytes()[:end], "is a sentencepiece model that is damaged or cut short")
+            (
+                BUNDLED_SENTENCEPIECE.read_bytes()[:end],
+                "is a sentencepiece model that is damaged or cut short",
+            )
             for end in (9, 1000, -1)
         ],
     ],
 )
-def test_other_and_damaged_files_are_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_other_and_damaged_files_are_refused(
+    tmp_path: Path, content: bytes | None, words: str
+) -> None:
     path = tmp_path / "tokenizer.model"
     if content is not None:
         path.write_bytes(content)
@@ -124,7 +163,9 @@ def test_a_sentencepiece_model_that_ends_between_two_pieces_is_refused(tmp_path:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
-def test_text_comes_back_and_never_becomes_a_special_token(tokenizer: TiktokenTokenizer, text: str) -> None:
+def test_text_comes_back_and_never_becomes_a_special_token(
+    tokenizer: TiktokenTokenizer, text: str
+) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not set(tokenizer.special_tokens.values()) & set(ids)
@@ -141,14 +182,29 @@ def test_text_comes_back_and_never_becomes_a_special_token(tokenizer: TiktokenTo
 @pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
 def test_odd_texts_and_foreign_ids(tokenizer: TiktokenTokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a�b"
-    for text in ("a" * 500_000, " " * 200_000, "!" * 200_000, "é" * 50_000, "word " * 100_000, "x\n" * 100_000):
+    for text in (
+        "a" * 500_000,
+        " " * 200_000,
+        "!" * 200_000,
+        "é" * 50_000,
+        "word " * 100_000,
+        "x\n" * 100_000,
+    ):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
-        assert tokenizer.encode_document(text).tolist() == [tokenizer.bos_id, *ids, tokenizer.eos_id]
-    with pytest.raises(DataError, match="token id 2304 at position 1 is outside the tokenizer's vocabulary of 2304"):
+        assert tokenizer.encode_document(text).tolist() == [
+            tokenizer.bos_id,
+            *ids,
+            tokenizer.eos_id,
+        ]
+    with pytest.raises(
+        DataError, match="token id 2304 at position 1 is outside the tokenizer's vocabulary of 2304"
+    ):
         tokenizer.decode([5, 2304])
     line = "And God said, Let there be light: and there was light.\n"
-    assert TIKTOKEN.encode(line * 1000) == TIKTOKEN.encode(line) * 1000, "ordinary text must not be cut"
+    assert TIKTOKEN.encode(line * 1000) == TIKTOKEN.encode(line) * 1000, (
+        "ordinary text must not be cut"
+    )
 
 
 def test_fingerprints_follow_the_ids(tmp_path: Path) -> None:
@@ -165,11 +221,19 @@ def test_metas_vocabulary_gets_llama3_ids(tmp_path: Path) -> None:
     """128,000 ranks, as in Meta's file, must give the ids published with Llama 3."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"%06d" % i for i in range(128_000 - 256)]
     path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    path.write_bytes(
+        b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    )
     tokenizer = load_tokenizer(str(path))
     assert tokenizer.vocab_size == 128_256
     names = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_3"]
-    names += ["start_header_id", "end_header_id", "reserved_special_token_4", "eot_id", "reserved_special_token_250"]
+    names += [
+        "start_header_id",
+        "end_header_id",
+        "reserved_special_token_4",
+        "eot_id",
+        "reserved_special_token_250",
+    ]
     published = [128000, 128001, 128002, 128005, 128006, 128007, 128008, 128009, 128255]
     assert [tokenizer.special_tokens[f"<|{name}|>"] for name in names] == published
     assert len(set(SPECIAL_TOKENS)) == 256 and len(RANKS) == 2048 and TIKTOKEN.vocab_size == 2304
@@ -181,11 +245,15 @@ def test_ids_are_those_of_the_library() -> None:
     pieces = [LIBRARY.id_to_piece(i) for i in range(259)]
     assert pieces == ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     for text in [*(record.text for record in iter_records(BUNDLED["c4_validation"])), *TEXTS]:
-        assert SENTENCEPIECE.encode(text, bos=True, eos=True) == LIBRARY.encode(text, add_bos=True, add_eos=True)
+        assert SENTENCEPIECE.encode(text, bos=True, eos=True) == LIBRARY.encode(
+            text, add_bos=True, add_eos=True
+        )
 
 
 def test_a_models_own_options_are_obeyed(tmp_path: Path) -> None:
-    """Another algorithm, normalisation, no dummy prefix, pieces of the user's, ids of BOS and EOS elsewhere."""
+    """Another algorithm, normalisation, no dummy prefix, pieces of the user's, ids of BOS and EOS
+    elsewhere.
+    """
     path = train(
         tmp_path / "other.model",
         model_type="unigram",
@@ -210,4 +278,6 @@ def test_a_models_own_options_are_obeyed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bos", "eos"])
 def test_a_model_without_bos_or_eos(tmp_path: Path, name: str) -> None:
-    assert f"has no {name.upper()} piece" in refused(train(tmp_path / "t.model", **{f"{name}_id": -1}))
+    assert f"has no {name.upper()} piece" in refused(
+        train(tmp_path / "t.model", **{f"{name}_id": -1})
+    )

@@ -1,4 +1,6 @@
-"""`train.py` that logs a hash of this rank's batch in each step, to the file batches.RANK in the folder of the run."""
+"""`train.py` that logs a hash of this rank's batch in each step, to the file batches.RANK in the
+folder of the run.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ from titanlite.tools.faults import before_steps
 
 
 def main() -> NoReturn:
-    (folder,) = (word.partition("=")[2] for word in sys.argv if word.startswith("--job.dump_folder="))
+    (folder,) = (
+        word.partition("=")[2] for word in sys.argv if word.startswith("--job.dump_folder=")
+    )
 
     def log(step: int, _: Any, batches: Any) -> None:
-        with contextlib.suppress(OSError), open(f"{folder}/batches.{os.environ['RANK']}", "a") as file:
+        with (
+            contextlib.suppress(OSError),
+            open(f"{folder}/batches.{os.environ['RANK']}", "a") as file,
+        ):
             file.write(json.dumps({"step": step, "batch": batch_hash(batches)}) + "\n")
 
     before_steps(log)

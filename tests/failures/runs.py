@@ -29,21 +29,32 @@ def flags(folder: Path, *more: str) -> list[str]:
     return [*TINY, f"--job.dump_folder={folder}", *more]
 
 
-def train(arguments: Sequence[str], ranks: int, console: Path, fault: Fault = NO_FAULT) -> tuple[list[int], str]:
-    """Train to the end, and log the batches of each step (see `batches`). Exit codes by rank, and the output."""
+def train(
+    arguments: Sequence[str], ranks: int, console: Path, fault: Fault = NO_FAULT
+) -> tuple[list[int], str]:
+    """Train to the end, and log the batches of each step (see `batches`).
+
+    Exit codes by rank, and the output.
+    """
     return drill_ranks.train(arguments, ranks, console, fault, main="tests.failures.logged")
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:
     """What metrics.jsonl has of each step, but for times and memory."""
     found = read_metrics(folder / "metrics.jsonl")
-    return [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens_seen"]) for row in found]
+    return [
+        (row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens_seen"]) for row in found
+    ]
 
 
 def batches(folder: Path, ranks: int) -> list[dict[int, str]]:
-    """Step -> hash of what it was trained on, by rank; of a step that was trained again, the last time."""
+    """Step -> hash of what it was trained on, by rank; of a step that was trained again, the last
+    time.
+    """
     files = [folder / f"batches.{rank}" for rank in range(ranks)]
-    return [{row["step"]: row["batch"] for row in read_lines(file)} for file in files]  # a kill may tear a line
+    return [
+        {row["step"]: row["batch"] for row in read_lines(file)} for file in files
+    ]  # a kill may tear a line
 
 
 def global_batches(folder: Path, ranks: int) -> dict[int, str]:
@@ -56,7 +67,10 @@ def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:
     """Tensors of the checkpoints of a step that are not the same bit for bit in the two runs."""
     sides = [Contents(folder / "checkpoint" / f"step-{step}") for folder in (left, right)]
     # Each save has an id of its own.
-    states = [{**side.manifest.train, "resume": side.manifest.train["resume"]["next_batch"]} for side in sides]
+    states = [
+        {**side.manifest.train, "resume": side.manifest.train["resume"]["next_batch"]}
+        for side in sides
+    ]
     assert states[0] == states[1]
     return [one.name for one in compare(*sides) if one.elements or not one.comparable]
 

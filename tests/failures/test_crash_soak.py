@@ -1,4 +1,6 @@
-"""The soak of random kills itself: a few kills, with each kind of saves that a busy machine can be asked for."""
+"""The soak of random kills itself: a few kills, with each kind of saves that a busy machine can be
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.processes import python
 
 @pytest.mark.soak
 def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path: Path) -> None:
-    """Copies in the background too, and an object store; foreground and background are the crash sweep's."""
+    """Copies in the background too, and an object store; foreground and background are the crash
+    sweep's.
+    """
     words = ["--kinds", "pinned", "store", "--kills=4", "--steps=24", "--interval=4", "--seed=3"]
     done = python("benchmarks/crash_soak.py", *words, f"--out={tmp_path / 'soak'}", timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""Killed at each event of a save: the next start resumes the newest published step, and the end is the same."""
+"""Killed at each event of a save: the next start resumes the newest published step, and the end is
+the same.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.soak)
         for case in [
-            *((1, "async", event, 0) for event in ("manifest begun", "published", "prune half way")),
+            *(
+                (1, "async", event, 0)
+                for event in ("manifest begun", "published", "prune half way")
+            ),
             (2, "disabled", "shard half", 1),
             (2, "async", "published", 0),
         ]
@@ -57,7 +62,9 @@ def test_killed_in_a_save(
     assert all(code in (-signal.SIGKILL, exit_codes.LOST_PEER) for code in codes), text
     newest = max(saved_steps(tmp_path))
     if event.startswith("prune"):
-        assert newest >= STRUCK, "an old one goes when a new one is known to be good, which may be a save later"
+        assert newest >= STRUCK, (
+            "an old one goes when a new one is known to be good, which may be a save later"
+        )
     else:
         assert newest == (STRUCK if event in PUBLISHED else STRUCK - INTERVAL)
 
@@ -65,8 +72,12 @@ def test_killed_in_a_save(
     assert codes == [exit_codes.DONE] * ranks, text
     assert re.findall(r"resumed from step (\d+)", text) == [str(newest)]
     assert "passed over" not in text, "a save that was not finished is no checkpoint"
-    assert rows(tmp_path) == rows(straight[ranks]), "each step once, with the numbers of the run without a fault"
-    assert batches(tmp_path, ranks) == batches(straight[ranks], ranks), "no sequence left out, none twice"
+    assert rows(tmp_path) == rows(straight[ranks]), (
+        "each step once, with the numbers of the run without a fault"
+    )
+    assert batches(tmp_path, ranks) == batches(straight[ranks], ranks), (
+        "no sequence left out, none twice"
+    )
     assert unequal(tmp_path, straight[ranks]) == []
     *_, before, start, end = read_entries(tmp_path)
     assert (start["event"], start["step"], end["state"]) == ("start", newest, "done")
@@ -75,4 +86,6 @@ def test_killed_in_a_save(
     assert lost <= (2 if mode == "async" else 1) * INTERVAL
     assert STEPS in saved_steps(tmp_path)
     left = {path.name for path in (tmp_path / "checkpoint").iterdir()}
-    assert left == {f"step-{step}" for step in saved_steps(tmp_path)}, "what the kill left is deleted"
+    assert left == {f"step-{step}" for step in saved_steps(tmp_path)}, (
+        "what the kill left is deleted"
+    )

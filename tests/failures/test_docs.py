@@ -9,7 +9,11 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def test_every_proof_in_the_table_is_a_test() -> None:
-    text = (TESTS.parent / "docs" / "reliability.md").read_text().partition("## Failures that are survived")[2]
+    text = (
+        (TESTS.parent / "docs" / "reliability.md")
+        .read_text()
+        .partition("## Failures that are survived")[2]
+    )
     rows = re.findall(r"^\| (\d+) \|.*$", text, re.MULTILINE)
     proofs = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", text)
     assert len(proofs) >= len(rows) and rows == [str(n) for n in range(1, 19)]

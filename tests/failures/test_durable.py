@@ -11,7 +11,9 @@ from titanlite.parallel.dist_env import DistEnv
 
 
 def _synced(world: DistEnv, folder: str) -> dict[str, int]:
-    """Name of a file -> its bytes when it was last synced on this rank, and the order of what must come in turn."""
+    """Name of a file -> its bytes when it was last synced on this rank, and the order of what must
+    come in turn.
+    """
     found: dict[str, int] = {}
     fsync, rename = os.fsync, os.replace
 
@@ -37,14 +39,21 @@ def _synced(world: DistEnv, folder: str) -> dict[str, int]:
     return found
 
 
-def test_every_file_is_synced_whole_and_before_the_manifest_gets_its_name(pool: Pools, tmp_path: Path) -> None:
+def test_every_file_is_synced_whole_and_before_the_manifest_gets_its_name(
+    pool: Pools, tmp_path: Path
+) -> None:
     first, second = pool(2).run(_synced, str(tmp_path / "saves"))
     folder = tmp_path / "saves" / "step-1"
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert sizes.keys() == {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"}
     synced = {name: size for one in (first, second) for name, size in one.items()}
-    assert synced["__0_0.distcp"] == sizes["__0_0.distcp"] and synced["__1_0.distcp"] == sizes["__1_0.distcp"]
+    assert (
+        synced["__0_0.distcp"] == sizes["__0_0.distcp"]
+        and synced["__1_0.distcp"] == sizes["__1_0.distcp"]
+    )
     assert synced[".metadata"] == sizes[".metadata"], "it has no other name before"
     assert synced["manifest.json.part"] == sizes["manifest.json"]
     order = [name for name in first if name.startswith(("folder step", "rename to manifest"))]
-    assert order == ["rename to manifest.json", "folder step-1"] and list(first)[-1] == "folder saves"
+    assert (
+        order == ["rename to manifest.json", "folder step-1"] and list(first)[-1] == "folder saves"
+    )

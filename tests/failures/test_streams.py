@@ -1,4 +1,6 @@
-"""Whole runs on streamed text: a hub with faults, a killed run, other numbers of ranks, a source that is lost."""
+"""Whole runs on streamed text: a hub with faults, a killed run, other numbers of ranks, a source
+that is lost.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_hub_with_faults_gives_the_run_that_local_files_give(
     hub.fail("*-0[0-9].jsonl.gz", status=429, retry_after=1, times=2)
     hub.fail("*-1[0-9].jsonl.gz", cut=40, times=2)
     hub.fail("*-2[0-9].jsonl.gz", stall=60, times=2)
-    codes, console = train(flags(remote, *STREAM, "--training.dataset=me/small"), 2, tmp_path / "console")
+    codes, console = train(
+        flags(remote, *STREAM, "--training.dataset=me/small"), 2, tmp_path / "console"
+    )
     assert codes == [0, 0] and "40 files at revision" in console, console
     assert [fault.times for fault in hub.faults] == [0, 0, 0]
     assert rows(remote) == rows(local) and global_batches(remote, 2) == global_batches(local, 2)
@@ -66,11 +70,15 @@ def test_a_hub_with_faults_gives_the_run_that_local_files_give(
 
 
 @pytest.mark.slow
-def test_a_killed_stream_resumes_exactly_and_on_other_ranks(repository: Path, tmp_path: Path) -> None:
+def test_a_killed_stream_resumes_exactly_and_on_other_ranks(
+    repository: Path, tmp_path: Path
+) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
     for folder, fault in ((straight, None), (killed, Fault("kill", "step", 6, 1))):
-        codes, console = train(flags(folder, *STREAM, text), 2, tmp_path / "console", *([fault] if fault else []))
+        codes, console = train(
+            flags(folder, *STREAM, text), 2, tmp_path / "console", *([fault] if fault else [])
+        )
         assert (codes == [0, 0]) == (fault is None), console
     assert saved(killed)[-1] == "step-4"
     wanted = global_batches(straight, 2)
@@ -99,10 +107,14 @@ def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other
     codes, console = train(flags(straight, *mixture), 2, tmp_path / "console")
     assert codes == [0, 0] and "sequences by source: " in console, console
     for ranks, steps in ((4, 4), (2, STEPS)):
-        codes, console = train(flags(moved, *mixture, f"--training.steps={steps}"), ranks, tmp_path / "console")
+        codes, console = train(
+            flags(moved, *mixture, f"--training.steps={steps}"), ranks, tmp_path / "console"
+        )
         assert codes == [0] * ranks, console
     wanted, found = global_batches(straight, 2), global_batches(moved, 2)
-    assert {step: found[step] for step in range(5, STEPS + 1)} == {step: wanted[step] for step in range(5, STEPS + 1)}
+    assert {step: found[step] for step in range(5, STEPS + 1)} == {
+        step: wanted[step] for step in range(5, STEPS + 1)
+    }
     rates = {row[0]: row[3] for row in rows(straight)}
     assert rates[6] < 0.7 * rates[5]
 
@@ -113,15 +125,21 @@ def test_a_mixture_with_an_end_keeps_the_length_of_the_run_after_a_resume(tmp_pa
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert train(flags(straight, *mixture), 1, tmp_path / "console")[0] == [0]
     for steps in (4, STEPS):
-        codes, console = train(flags(resumed, *mixture, f"--training.steps={steps}"), 1, tmp_path / "console")
+        codes, console = train(
+            flags(resumed, *mixture, f"--training.steps={steps}"), 1, tmp_path / "console"
+        )
         assert codes == [0], console
     assert rows(resumed) == rows(straight) and len(rows(straight)) == STEPS
-    codes, console = train(flags(resumed, *mixture, "--training.steps=90000"), 1, tmp_path / "console")
+    codes, console = train(
+        flags(resumed, *mixture, "--training.steps=90000"), 1, tmp_path / "console"
+    )
     assert codes == [exit_codes.CONFIG] and "the epochs of all sources end after step" in console
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [{"status": 503}, {"cut": 20}, {"stall": 60}], ids=["refuses", "truncates", "stalls"])
+@pytest.mark.parametrize(
+    "fault", [{"status": 503}, {"cut": 20}, {"stall": 60}], ids=["refuses", "truncates", "stalls"]
+)
 def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
     hub: HubServer, tmp_path: Path, fault: dict[str, Any]
 ) -> None:
@@ -132,7 +150,10 @@ def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(
     assert codes == [exit_codes.PREEMPTED] * 2, console
     (folder,) = saved(tmp_path)
     step = int(folder.removeprefix("step-"))
-    assert 0 < step < 2000 and f"stopped after step {step} by {hub.url}/datasets/me/small/train-" in console, console
+    assert (
+        0 < step < 2000
+        and f"stopped after step {step} by {hub.url}/datasets/me/small/train-" in console
+    ), console
 
 
 @pytest.mark.slow
@@ -143,8 +164,20 @@ def test_two_agents_train_on_c4_as_one_agent_with_two_ranks(tmp_path: Path) -> N
         for agents in (1, 2):
             folder, port = tmp_path / str(agents), free_port()
             rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
-            agent = [f"--nnodes={agents}", f"--nproc_per_node={2 // agents}", *rendezvous, "-m", "titanlite", "train"]
-            words = ["-m", "titanlite.torchrun", *agent, *flags(folder, *STREAM[:2], "--training.dataset=c4")]
+            agent = [
+                f"--nnodes={agents}",
+                f"--nproc_per_node={2 // agents}",
+                *rendezvous,
+                "-m",
+                "titanlite",
+                "train",
+            ]
+            words = [
+                "-m",
+                "titanlite.torchrun",
+                *agent,
+                *flags(folder, *STREAM[:2], "--training.dataset=c4"),
+            ]
             with ThreadPoolExecutor(agents) as pool:
                 variables = hub.environment(tmp_path / "home")
                 done = list(pool.map(lambda _: python(*words, env=variables), range(agents)))  # noqa: B023

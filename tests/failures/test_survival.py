@@ -28,7 +28,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, straight: Path) -> None:
+def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(
+    tmp_path: Path, straight: Path
+) -> None:
     codes, text = train(flags(tmp_path / "four", "--training.steps=4"), 4, tmp_path / "console")
     assert codes == [0] * 4, text
     expected = global_batches(straight, 2)
@@ -38,7 +40,9 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, str
         (folder / "checkpoint").symlink_to(tmp_path / "four" / "checkpoint")
         codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console")
         assert codes == [0] * ranks and "resumed from step 4" in text, text
-        assert global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
+        assert global_batches(folder, ranks) == {
+            step: expected[step] for step in range(5, STEPS + 1)
+        }
         losses = {row[0]: row[1] for row in rows(folder)}
         assert sorted(losses) == [5, 6, 7, 8]
         for row in rows(straight)[4:]:
@@ -61,10 +65,16 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, str
 def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int) -> None:
     """No file may grow beyond 64 KiB while step 4 is saved."""
     more = [f"--checkpoint.async_mode={mode}"]
-    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", 4, rank))
+    codes, text = train(
+        flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", 4, rank)
+    )
     assert codes == [0, 0], text
     (told,) = re.findall(r".*NO CHECKPOINT WAS WRITTEN.*", text)
-    assert "step 4: " in told and f"rank {rank}: [Errno 27] File too large: '{tmp_path}" in told and "step-4" in told
+    assert (
+        "step 4: " in told
+        and f"rank {rank}: [Errno 27] File too large: '{tmp_path}" in told
+        and "step-4" in told
+    )
     assert f"__{rank}_0.distcp" in told and "Training goes on" in told
     assert saved(tmp_path) == ["step-2", "step-6", "step-8"]
     assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
@@ -74,9 +84,13 @@ def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path, mode: str) -> None:
     more = [f"--checkpoint.async_mode={mode}"]
-    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", STEPS, 1))
+    codes, text = train(
+        flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", STEPS, 1)
+    )
     assert codes == [exit_codes.CHECKPOINT] * 2, text
-    assert re.search(r"error: saving .*step-8 failed: rank 1: .*File too large: .*__1_0.distcp", text), text
+    assert re.search(
+        r"error: saving .*step-8 failed: rank 1: .*File too large: .*__1_0.distcp", text
+    ), text
     assert saved(tmp_path) == ["step-2", "step-4", "step-6"], "what was half-written takes no space"
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
     assert codes == [0, 0] and "resumed from step 6" in text
@@ -95,9 +109,16 @@ FEATURES = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("first", ["on", "off"])
-def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_path: Path, first: str) -> None:
-    """One step at a learning rate of zero after the load: its checkpoint holds the weights that were loaded."""
-    length, switched = ["--training.batch_size=2", "--optimizer.weight_decay=0"], {"on": FEATURES, "off": []}
+def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(
+    tmp_path: Path, first: str
+) -> None:
+    """One step at a learning rate of zero after the load: its checkpoint holds the weights that
+    were loaded.
+    """
+    length, switched = (
+        ["--training.batch_size=2", "--optimizer.weight_decay=0"],
+        {"on": FEATURES, "off": []},
+    )
     then = "off" if first == "on" else "on"
     two = [*length, "--training.steps=2", *switched[first]]
     codes, text = train(flags(tmp_path, *two), 2, tmp_path / "console")
@@ -114,29 +135,44 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(tmp_path: Path, straight: Path) -> None:
+def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(
+    tmp_path: Path, straight: Path
+) -> None:
     more = ["--checkpoint.async_mode=async"]
-    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Fault("memory", "step", 6, 1))
+    codes, text = train(
+        flags(tmp_path, *more), 2, tmp_path / "console", Fault("memory", "step", 6, 1)
+    )
     assert codes == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], text
     report = text[text.index("error: [rank 1] out of memory") :]
     assert "in backward of step 6: CUDA out of memory. Tried to allocate 2.00 GiB.\n" in report
-    assert re.search(r"\nplanned for rank 1, .*\nparameters .*\n", report) and re.search(r"request +2.0 GiB\n", report)
+    assert re.search(r"\nplanned for rank 1, .*\nparameters .*\n", report) and re.search(
+        r"request +2.0 GiB\n", report
+    )
     assert re.search(r"\n  [a-z_.]+ = .* saves [\d.]+ .?.?B", report), report
-    newest = re.search(rf"With one of these keys the run resumes from step (\d) in {tmp_path}/checkpoint", report)
+    newest = re.search(
+        rf"With one of these keys the run resumes from step (\d) in {tmp_path}/checkpoint", report
+    )
     assert newest is not None and int(newest[1]) in (2, 4), "a save in flight is not waited for"
     assert "_run_out" in (tmp_path / "logs" / "rank_1.log").read_text(), "the traceback"
-    assert (end := read_entries(tmp_path)[-1])["exit_code"] == exit_codes.LOST_PEER and "rank 1" in end["reason"]
+    assert (end := read_entries(tmp_path)[-1])[
+        "exit_code"
+    ] == exit_codes.LOST_PEER and "rank 1" in end["reason"]
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
     assert codes == [0, 0] and f"resumed from step {newest[1]}" in text
     assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
 
 
 @pytest.mark.slow
-def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigterm(tmp_path: Path) -> None:
+def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigterm(
+    tmp_path: Path,
+) -> None:
     """As torchrun sends it when the first of the other ranks has ended."""
     fault = Fault("memory", "build", rank=1)
     with drill_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:
         ranks.processes[0].join(60)
         ranks.send(signal.SIGTERM, rank=1)
         assert ranks.wait() == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], ranks.output()
-        assert re.search(r"error: \[rank 1\] out of memory of the GPU, before .*\nplanned for rank 1", ranks.output())
+        assert re.search(
+            r"error: \[rank 1\] out of memory of the GPU, before .*\nplanned for rank 1",
+            ranks.output(),
+        )

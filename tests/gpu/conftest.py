@@ -1,7 +1,7 @@
 """The GPU tests: one process, one GPU, NCCL. Without a GPU all of them are skipped.
 
-On the null GPU (tests/nullgpu) kernels compute nothing. There a test marked `numbers` runs as well, and may fail at an
-assertion or at the guard, but at nothing else; the others have to pass.
+On the null GPU (tests/nullgpu) kernels compute nothing. There a test marked `numbers` runs as well,
+and may fail at an assertion or at the guard, but at nothing else; the others have to pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         elif NULL_GPU and item.get_closest_marker("numbers"):
-            read = pytest.mark.xfail(raises=(NumbersError, BadStepError), strict=False, reason="reads numbers")
+            read = pytest.mark.xfail(
+                raises=(NumbersError, BadStepError), strict=False, reason="reads numbers"
+            )
             item.add_marker(read)
 
 
@@ -49,6 +51,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[DistEnv]:
-    """A world of one rank on the GPU; one per process, since its process group is the default one."""
+    """A world of one rank on the GPU; one per process, since its process group is the
+    default one.
+    """
     with DistEnv.open(device_type="cuda") as opened:
         yield opened

@@ -1,4 +1,6 @@
-"""Attention as a GPU runs it: over ranks that share sequences without a mask in memory, and within documents."""
+"""Attention as a GPU runs it: over ranks that share sequences without a mask in memory, and within
+documents.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,16 @@ class Seen(TorchDispatchMode):
         return out
 
 
-def attend_in_parts(device: str, dtype: torch.dtype, kv_heads: int, compiled: bool) -> tuple[float, Seen]:
-    """Largest relative error of outputs and gradients of all ranks against plain attention in fp32."""
+def attend_in_parts(
+    device: str, dtype: torch.dtype, kv_heads: int, compiled: bool
+) -> tuple[float, Seen]:
+    """Largest relative error of outputs and gradients of all ranks against plain attention
+    in fp32.
+    """
     torch.manual_seed(0)
-    q, k, v, upstream = (torch.randn(2, n, SEQ, 64, device=device, dtype=dtype) for n in (8, kv_heads, kv_heads, 8))
+    q, k, v, upstream = (
+        torch.randn(2, n, SEQ, 64, device=device, dtype=dtype) for n in (8, kv_heads, kv_heads, 8)
+    )
     exact = [t.float().clone().requires_grad_() for t in (q, k, v)]
     expected = SdpaAttention()(*exact, None)
     expected.backward(upstream.float())
@@ -80,14 +88,17 @@ def relative_error(a: Any, b: Any) -> float:
 
 @pytest.mark.numbers
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "within"), [(torch.bfloat16, 8, 1e-2), (torch.bfloat16, 2, 1e-2), (torch.float32, 8, 1e-3)]
+    ("dtype", "kv_heads", "within"),
+    [(torch.bfloat16, 8, 1e-2), (torch.bfloat16, 2, 1e-2), (torch.float32, 8, 1e-3)],
 )
 def test_context_kernels_know_the_mask(dtype: torch.dtype, kv_heads: int, within: float) -> None:
     error, seen = attend_in_parts("cuda", dtype, kv_heads, compiled=False)
     assert error < within
     assert len(seen.attention) == 2 * DEGREE and not seen.boolean
     # A chunk that starts the sequence is the plain causal case, for which torch has more kernels.
-    plain = {f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")}
+    plain = {
+        f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")
+    }
     assert set(seen.attention) <= {*plain, "_efficient_attention_forward"}
 
 
@@ -101,18 +112,27 @@ def attend(attention: SdpaAttention, doc_ids: Tensor, dtype: torch.dtype) -> lis
     """Output and gradients, in float32 on the CPU."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 1024, 64) for heads in (8, 2, 2, 8)]
-    q, k, v, upstream = (torch.randn(shape, generator=generator).to(doc_ids.device, dtype) for shape in shapes)
+    q, k, v, upstream = (
+        torch.randn(shape, generator=generator).to(doc_ids.device, dtype) for shape in shapes
+    )
     leaves = [t.requires_grad_() for t in (q, k, v)]
     y = attention(*leaves, attention.prepare(doc_ids if doc_ids.any() else None))
     return [t.float().cpu() for t in (y.detach(), *torch.autograd.grad(y, leaves, upstream))]
 
 
 @pytest.mark.numbers
-@pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)]
+)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("window", "documents"), [(None, True), (20, True), (100, False)])
 def test_outputs_and_gradients_equal_those_of_the_cpu(
-    world: DistEnv, dtype: torch.dtype, within: float, compiled: bool, window: int | None, documents: bool
+    world: DistEnv,
+    dtype: torch.dtype,
+    within: float,
+    compiled: bool,
+    window: int | None,
+    documents: bool,
 ) -> None:
     many = (torch.rand(2, 1024, generator=torch.Generator().manual_seed(1)) < 0.02).cumsum(1)
     doc_ids = many if documents else torch.zeros(2, 1024, dtype=torch.int64)
@@ -121,7 +141,9 @@ def test_outputs_and_gradients_equal_those_of_the_cpu(
     if compiled:
         torch.compiler.reset()  # torch compiles one function for 8 dtypes and masks at most
         attention.compile(fullgraph=True, dynamic=False)
-    for found, exact in zip(attend(attention, doc_ids.to(world.device), dtype), expected, strict=True):
+    for found, exact in zip(
+        attend(attention, doc_ids.to(world.device), dtype), expected, strict=True
+    ):
         assert (found - exact).norm() / exact.norm() < within
 
 
@@ -136,9 +158,19 @@ def test_the_host_does_not_wait_for_the_mask(world: DistEnv) -> None:
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("compile", [None, Compile()])
-def test_losses_equal_those_of_documents_alone_to_the_rounding_of_bf16(world: DistEnv, compile: Compile | None) -> None:
+def test_losses_equal_those_of_documents_alone_to_the_rounding_of_bf16(
+    world: DistEnv, compile: Compile | None
+) -> None:
     by_operation = ActivationCheckpoint(mode="selective", selective_ac_option="op")
-    masked = Run(TOKENS, LABELS, WARM[:8], DOCUMENTS, training=Training(), activations=by_operation, compile=compile)
+    masked = Run(
+        TOKENS,
+        LABELS,
+        WARM[:8],
+        DOCUMENTS,
+        training=Training(),
+        activations=by_operation,
+        compile=compile,
+    )
     tokens, labels = alone(TOKENS, LABELS, DOCUMENTS)
     apart = replace(masked, tokens=tokens, labels=labels, documents=None, compile=None)
     losses = train_afresh(world, masked).losses

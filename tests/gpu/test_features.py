@@ -17,7 +17,17 @@ from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
 from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import MODES, TINY, Run, batches, build_tiny, changed, micro_batches, train, train_afresh
+from tests.training.harness import (
+    MODES,
+    TINY,
+    Run,
+    batches,
+    build_tiny,
+    changed,
+    micro_batches,
+    train,
+    train_afresh,
+)
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
@@ -33,12 +43,15 @@ RUN = Run(TOKENS, LABELS, WARM)
 COMPILED = Compile()
 
 PRECOMPUTED = Float8(
-    enable_float8_linear=True, enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True
+    enable_float8_linear=True,
+    enable_fsdp_float8_all_gather=True,
+    precompute_float8_dynamic_scale_for_fsdp=True,
 )
 
 #: Needs kernels of compute capability 8.9.
 FLOAT8_HARDWARE = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with float8"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a GPU with float8",
 )
 
 
@@ -46,16 +59,21 @@ FLOAT8_HARDWARE = pytest.mark.skipif(
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_float8_stays_within_the_spread_of_seeds(world: DistEnv, recipe: Any, compiled: bool) -> None:
+def test_float8_stays_within_the_spread_of_seeds(
+    world: DistEnv, recipe: Any, compiled: bool
+) -> None:
     long = replace(float8_runs.RUN, rates=RATES, compile=COMPILED if compiled else None)
     plain, *others = (train_afresh(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
-    ours = train_afresh(world, replace(long, float8=Float8(enable_float8_linear=True, recipe_name=recipe))).losses
+    ours = train_afresh(
+        world, replace(long, float8=Float8(enable_float8_linear=True, recipe_name=recipe))
+    ).losses
     assert 0 < distance(ours, plain) < 2 * spread(plain, others)
 
 
 def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes at the peak of a second pass over the run's first micro-batch, less what was there before; its gradients,
-    whole, by name."""
+    """Bytes at the peak of a second pass over the run's first micro-batch, less what was there
+    before; its gradients, whole, by name.
+    """
     model, _, rank = build_tiny(world, run)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
     for _ in range(2):
@@ -71,7 +89,9 @@ def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.T
 @pytest.mark.numbers
 def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
     """Peak memory over a forward and backward pass, less what was there before."""
-    args = replace(TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
+    args = replace(
+        TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256
+    )
     tokens, labels = batches(1, 8, 512, 192)
     peaks, gradients = {}, {}
     offload = ActivationCheckpoint(mode="none", offload=True)
@@ -82,7 +102,9 @@ def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
     assert peaks["none, offload"] < peaks["none"]
     for name, ours in gradients.items():
         for parameter, gradient in gradients["none"].items():
-            torch.testing.assert_close(ours[parameter], gradient, rtol=2e-2, atol=1e-3, msg=f"{name}: {parameter}")
+            torch.testing.assert_close(
+                ours[parameter], gradient, rtol=2e-2, atol=1e-3, msg=f"{name}: {parameter}"
+            )
 
 
 @pytest.mark.numbers
@@ -97,8 +119,12 @@ def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None
     assert counters["stats"]["unique_graphs"] == 2, "a block and the loss"
 
 
-def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: DistEnv) -> None:
-    section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2)
+def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(
+    tmp_path: Path, world: DistEnv
+) -> None:
+    section = Profiling(
+        enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2
+    )
     profiler = Profiler(section, 0, world.device)
     profiler.on_start(at_step(0))
     kept: list[torch.Tensor] = []
@@ -108,9 +134,19 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: P
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, dtype=torch.uint8, device=world.device)
     profiler.on_end(at_step(3), RunEnd("failed", 3, caught.value))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_2", "iteration_3_out_of_memory"]
-    snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
-    events = [event for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "iteration_2",
+        "iteration_3_out_of_memory",
+    ]
+    snapshot = pickle.loads(
+        (tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes()
+    )
+    events = [
+        event
+        for trace in snapshot["device_traces"]
+        for event in trace
+        if event["action"] == "alloc"
+    ]
     assert [event["size"] for event in events].count(2**22) >= 2
     names = [frame["name"] for event in events for frame in event["frames"]]
     assert names and not any("::" in name for name in names), "stacks of C++ are slow"
@@ -136,7 +172,9 @@ def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
 
 @pytest.mark.numbers
 def test_the_heads_gradient_in_chunks_is_that_of_float32(world: DistEnv) -> None:
-    x, weight = (torch.randn(rows, 32, device=world.device).mul(0.3).bfloat16() for rows in (64, 48))
+    x, weight = (
+        torch.randn(rows, 32, device=world.device).mul(0.3).bfloat16() for rows in (64, 48)
+    )
     labels = torch.arange(64, device=world.device)[None] % 48
     gradients = []
     for chunks, inputs in ((8, (x, weight)), (1, (x.float(), weight.float()))):
@@ -158,7 +196,9 @@ ROWWISE = changed(FLOAT8, recipe_name="rowwise")
     [(FLOAT8, False), (PRECOMPUTED, False), (PRECOMPUTED, True), (ROWWISE, True)],
     ids=["eager", "all-gather", "all-gather, compiled", "rowwise, compiled"],
 )
-def test_drift_is_measured_against_the_model_without_float8(world: DistEnv, plan: Float8, compiled: bool) -> None:
+def test_drift_is_measured_against_the_model_without_float8(
+    world: DistEnv, plan: Float8, compiled: bool
+) -> None:
     run = replace(float8_runs.RUN, float8=plan, compile=COMPILED if compiled else None)
     drift, exact, first, again = drift_of(world, run)
     assert drift.exact == pytest.approx(exact, abs=1e-3)
@@ -180,10 +220,14 @@ def deterministic() -> Iterator[None]:
 @FLOAT8_HARDWARE
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
-    "plan", [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE], ids=["tensorwise", "all-gather", "precomputed", "rowwise"]
+    "plan",
+    [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE],
+    ids=["tensorwise", "all-gather", "precomputed", "rowwise"],
 )
 def test_a_resume_in_float8_is_exact(world: DistEnv, tmp_path: Path, plan: Any) -> None:
-    straight, losses = resumed(world, replace(SAVED, training=float8_runs.RUN.training, float8=plan), str(tmp_path))
+    straight, losses = resumed(
+        world, replace(SAVED, training=float8_runs.RUN.training, float8=plan), str(tmp_path)
+    )
     assert losses == straight["losses"]
     pair = (Contents(tmp_path / folder / "step-6") for folder in ("parts", "straight"))
     assert not [one.name for one in compare(*pair) if one.elements or one.left != one.right]

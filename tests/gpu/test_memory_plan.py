@@ -1,4 +1,6 @@
-"""The plan beside the allocator of a GPU: the peak of a step, and the report of a run that is out of memory."""
+"""The plan beside the allocator of a GPU: the peak of a step, and the report of a run that is out
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,24 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.runtime import memory_report
 from titanlite.trainer import Trainer
 
-FLAGS = ["--model.overrides.dim=512", "--training.seq_len=1024", "--training.batch_size=8", "--no-validation.enable"]
+FLAGS = [
+    "--model.overrides.dim=512",
+    "--training.seq_len=1024",
+    "--training.batch_size=8",
+    "--no-validation.enable",
+]
 
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("ac", ["none", "full"])
-def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(world: DistEnv, tmp_path: Path, ac: str) -> None:
-    more = ["--training.steps=3", f"--activation_checkpoint.mode={ac}", f"--job.dump_folder={tmp_path}"]
+def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(
+    world: DistEnv, tmp_path: Path, ac: str
+) -> None:
+    more = [
+        "--training.steps=3",
+        f"--activation_checkpoint.mode={ac}",
+        f"--job.dump_folder={tmp_path}",
+    ]
     gc.collect()  # a trainer refers to itself
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()  # of other tests
@@ -31,19 +44,28 @@ def test_the_measured_peak_of_a_step_is_within_the_limit_of_its_plan(world: Dist
         Trainer(build(load_config("debug_model.toml", 1, [*FLAGS, *more]), world)).train()
     assert before < 2**26
     line = "".join(line for line in said if "GiB at the peak" in line)
-    found = re.fullmatch(r"memory of step 2: measured ([\d.]+) GiB at the peak, planned ([\d.]+) GiB \(.*%\)", line)
+    found = re.fullmatch(
+        r"memory of step 2: measured ([\d.]+) GiB at the peak, planned ([\d.]+) GiB \(.*%\)", line
+    )
     assert found and abs(float(found[1]) / float(found[2]) - 1) < 0.15, line
     assert any(
-        re.match(r"memory +planned [\d.]+ GiB of tensors, [\d.]+ with overhead, of [\d.]+ per GPU, in ", one)
+        re.match(
+            r"memory +planned [\d.]+ GiB of tensors, [\d.]+ with overhead, of [\d.]+ per GPU, in ",
+            one,
+        )
         for one in said
     )
 
 
-def test_a_run_without_memory_reports_the_figures_of_the_allocator(world: DistEnv, tmp_path: Path) -> None:
+def test_a_run_without_memory_reports_the_figures_of_the_allocator(
+    world: DistEnv, tmp_path: Path
+) -> None:
     more = ["--training.steps=3", "--training.batch_size=64", f"--job.dump_folder={tmp_path}"]
     run = load_config("debug_model.toml", 1, [*FLAGS, *more])
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(2**30 / torch.cuda.get_device_properties().total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        2**30 / torch.cuda.get_device_properties().total_memory
+    )
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             Trainer(build(run, world)).train()
@@ -51,6 +73,10 @@ def test_a_run_without_memory_reports_the_figures_of_the_allocator(world: DistEn
         report = memory_report(run, caught.value, "forward of step 1", 0, "cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    table = dict(re.findall(r"(allocated|reserved|request|of the GPU) +([\d.]+ [KMGT]iB)$", report, re.M))
+    table = dict(
+        re.findall(r"(allocated|reserved|request|of the GPU) +([\d.]+ [KMGT]iB)$", report, re.M)
+    )
     assert set(table) == {"allocated", "reserved", "request", "of the GPU"}, report
-    assert re.search(r"^  training.[a-z_]+ = .* saves [\d.]+ .iB, about \d+% slower", report, re.M), report
+    assert re.search(
+        r"^  training.[a-z_]+ = .* saves [\d.]+ .iB, about \d+% slower", report, re.M
+    ), report

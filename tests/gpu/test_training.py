@@ -1,4 +1,6 @@
-"""A step on a GPU: the numbers of the plain model, no wait for the device, no bad update, an exact resume."""
+"""A step on a GPU: the numbers of the plain model, no wait for the device, no bad update, an exact
+resume.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,15 @@ SHAPE, KINDS = (2 * ROWS + 5, 1000), ("normal", "trunc_normal", "uniform")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(world: DistEnv, kind: Any) -> None:
+def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(
+    world: DistEnv, kind: Any
+) -> None:
     sizes: list[int] = []
 
     class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func.overloadpacket.__name__ in ("normal_", "uniform_"):
                 sizes.append(args[0].numel())
             return func(*args, **(kwargs or {}))
@@ -78,12 +84,23 @@ BF16 = replace(RUN, training=Training())
 
 @pytest.mark.numbers
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_fp32_training_is_that_of_transformers_on_a_cpu(world: DistEnv, implementation: str) -> None:
+def test_fp32_training_is_that_of_transformers_on_a_cpu(
+    world: DistEnv, implementation: str
+) -> None:
     run = replace(RUN, implementation=implementation)
     spec = get_spec("llama3")
-    start = {name: weight.cpu() for name, weight in spec.to_hf(initial_weights(world, run), run.args).items()}
+    start = {
+        name: weight.cpu()
+        for name, weight in spec.to_hf(initial_weights(world, run), run.args).items()
+    }
     expected = train_reference(
-        spec.hf_config(run.args), start, TOKENS, LABELS, optimizer="AdamW", rates=WARM, max_norm=run.max_norm
+        spec.hf_config(run.args),
+        start,
+        TOKENS,
+        LABELS,
+        optimizer="AdamW",
+        rates=WARM,
+        max_norm=run.max_norm,
     )
     ours = train(world, run)
     assert ours.gradients, "no update"
@@ -91,23 +108,33 @@ def test_fp32_training_is_that_of_transformers_on_a_cpu(world: DistEnv, implemen
     clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
     for name, gradient in expected.gradients.items():
         assert relative(gradients[name].cpu(), gradient * clip) < 1e-5, name
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-5)
+    torch.testing.assert_close(
+        torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-5
+    )
 
 
 @pytest.mark.numbers
 def test_bf16_training_stays_within_the_spread_of_seeds(world: DistEnv) -> None:
-    """Mean distance of its losses from those of fp32: at most twice what another seed makes of them."""
-    plain, *others = (torch.tensor(train(world, replace(RUN, seed=seed)).losses) for seed in (7, 8, 9))
+    """Mean distance of its losses from those of fp32: at most twice what another seed makes of
+    them.
+    """
+    plain, *others = (
+        torch.tensor(train(world, replace(RUN, seed=seed)).losses) for seed in (7, 8, 9)
+    )
     spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
     assert 0 < (torch.tensor(train(world, BF16).losses) - plain).abs().mean() < 2 * spread
 
 
 def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
-    """torch raises at what waits, from the second step on; the guard's own look at the step before is left out."""
+    """torch raises at what waits, from the second step on; the guard's own look at the step before
+    is left out.
+    """
     model, optimizer, rank = build_tiny(world, BF16)
     guard = FiniteGuard(world.device)
     for step in range(1, 5):
-        data = to_device(micro_batches(BF16, step, rank, world.size), world.device)  # before: a copy may wait
+        data = to_device(
+            micro_batches(BF16, step, rank, world.size), world.device
+        )  # before: a copy may wait
         if step > 1:
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -120,14 +147,20 @@ def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
 @pytest.mark.numbers
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
-    """6 steps, saved at the third and gone on with, are the same bits; a save in the background copies in time."""
+    """6 steps, saved at the third and gone on with, are the same bits; a save in the background
+    copies in time.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
         straight = train_and_save(world, SAVED, str(tmp_path / "straight"), 1, 6, every=3)
-        first = train_and_save(world, SAVED, str(tmp_path / "parts"), 1, 3, every=3, async_mode=mode)
+        first = train_and_save(
+            world, SAVED, str(tmp_path / "parts"), 1, 3, every=3, async_mode=mode
+        )
         rest = train_and_save(world, SAVED, str(tmp_path / "parts"), 4, 6, every=3, async_mode=mode)
-        train_and_save(world, SAVED, str(tmp_path / "on"), 1, 6, every=3, async_mode=mode)  # steps beside a copy
+        train_and_save(
+            world, SAVED, str(tmp_path / "on"), 1, 6, every=3, async_mode=mode
+        )  # steps beside a copy
     finally:
         torch.use_deterministic_algorithms(False)
     assert [*first["losses"], *rest["losses"]] == straight["losses"]
@@ -159,7 +192,9 @@ def test_state_is_on_the_host_and_computation_on_the_device(world: DistEnv) -> N
     model, optimizer, take = stepper(world, OFFLOADED)
     assert model(TOKENS[0].to(world.device)).device.type == "cuda"
     gradients: list[torch.Tensor] = []
-    optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in model.parameters()))
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.extend(p.grad for p in model.parameters())
+    )
     take(1)
     parameters = _locals(list(model.parameters()))
     state = [t for entry in optimizer.state.values() for t in entry.values()]

@@ -1,4 +1,6 @@
-"""The examples in deploy/examples/: a model of train_configs/ and machines on which its TOML file fits as it is."""
+"""The examples in deploy/examples/: a model of train_configs/ and machines on which its TOML file
+fits as it is.
+"""
 
 from __future__ import annotations
 

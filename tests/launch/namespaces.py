@@ -1,4 +1,6 @@
-"""Several hosts on this machine: network namespaces on one switch, each with its host name and address."""
+"""Several hosts on this machine: network namespaces on one switch, each with its host name and
+address.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,26 @@ class Host:
         mounts: Mapping[str, str] | None = None,
         **more: Any,
     ) -> subprocess.Popen[str]:
-        """Start a program here; its process id is that of the result. It ends with the hosts at the latest.
+        """Start a program here; its process id is that of the result.
 
-        env: variables beside those of `tests.processes.environment`. mounts: path on this host -> folder that it shows.
+        It ends with the hosts at the latest.
+
+        env: variables beside those of `tests.processes.environment`. mounts: path on this host ->
+        folder that it shows.
         """
         binds = [word for path, folder in (mounts or {}).items() for word in (folder, path)]
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-ec", _ENTER, "-"]
+        enter = [
+            "ip",
+            "netns",
+            "exec",
+            self.namespace,
+            "unshare",
+            "--uts",
+            "bash",
+            "-ec",
+            _ENTER,
+            "-",
+        ]
         words = [*enter, self.name, self.hosts_file, *binds, "--", *words]
         variables = environment(GLOO_SOCKET_IFNAME=self.interface, **(env or {}))
         return subprocess.Popen([str(word) for word in words], env=variables, text=True, **more)
@@ -64,20 +80,29 @@ class Host:
 
 @contextmanager
 def hosts(count: int, name: str = "host") -> Iterator[list[Host]]:
-    """Make hosts NAME-1 to NAME-`count`, which resolve each other's names; at the end kill what runs there.
+    """Make hosts NAME-1 to NAME-`count`, which resolve each other's names; at the end kill what
+    runs there.
 
     Skips the test, with a warning, on a machine that cannot have them.
     """
     if lacks := _missing():
-        message = f"no network namespaces here: {', '.join(lacks)} (apt-get install iproute2; run as root)"
+        message = (
+            f"no network namespaces here: {', '.join(lacks)} (apt-get install iproute2; run as "
+            "root)"
+        )
         warnings.warn(message, stacklevel=1)
         pytest.skip(message)
     switch = f"titanlite-{os.getpid()}-0"
     made = []
     with tempfile.TemporaryDirectory(prefix="titanlite-hosts-") as folder:
         file = Path(folder) / "hosts"
-        machines = [Host(f"{name}-{i}", f"10.77.0.{i}", switch[:-1] + str(i), file) for i in range(1, count + 1)]
-        file.write_text("127.0.0.1 localhost\n" + "".join(f"{one.address} {one.name}\n" for one in machines))
+        machines = [
+            Host(f"{name}-{i}", f"10.77.0.{i}", switch[:-1] + str(i), file)
+            for i in range(1, count + 1)
+        ]
+        file.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{one.address} {one.name}\n" for one in machines)
+        )
         try:
             for namespace in (switch, *(one.namespace for one in machines)):
                 _ip("netns", "add", namespace)
@@ -86,7 +111,19 @@ def hosts(count: int, name: str = "host") -> Iterator[list[Host]]:
             _ip("-n", switch, "link", "set", "switch", "up")
             for i, one in enumerate(machines):
                 port, inside = f"port{i}", ("-n", one.namespace)
-                _ip(*inside, "link", "add", one.interface, "type", "veth", "peer", "name", port, "netns", switch)
+                _ip(
+                    *inside,
+                    "link",
+                    "add",
+                    one.interface,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    port,
+                    "netns",
+                    switch,
+                )
                 _ip("-n", switch, "link", "set", port, "master", "switch", "up")
                 _ip(*inside, "address", "add", f"{one.address}/24", "dev", one.interface)
                 _ip(*inside, "link", "set", "lo", "up")

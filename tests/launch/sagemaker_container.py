@@ -1,4 +1,6 @@
-"""The container of a SageMaker job on this machine: its folder /opt/ml, and the programs that AWS starts in it."""
+"""The container of a SageMaker job on this machine: its folder /opt/ml, and the programs that AWS
+starts in it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,20 @@ import pytest
 from tests.processes import ROOT
 
 TOOLKIT = (["sagemaker-training==5.1.4"], ["--no-deps", "sagemaker-pytorch-training==3.0.0"])
-SDK = (["sagemaker-core==2.27.0", "graphene<4", "nest_asyncio"], ["--no-deps", "sagemaker-train==1.27.0"])
+SDK = (
+    ["sagemaker-core==2.27.0", "graphene<4", "nest_asyncio"],
+    ["--no-deps", "sagemaker-train==1.27.0"],
+)
 
 
 def python_with(name: str, *packages: Sequence[str]) -> Path:
-    """Return the `bin` of a virtual environment with packages from PyPI beside those of here; it is kept for later."""
-    folder = Path(tempfile.gettempdir()) / f"titanlite-{name}-{sys.version_info.major}.{sys.version_info.minor}"
+    """Return the `bin` of a virtual environment with packages from PyPI beside those of here; it is
+    kept for later.
+    """
+    folder = (
+        Path(tempfile.gettempdir())
+        / f"titanlite-{name}-{sys.version_info.major}.{sys.version_info.minor}"
+    )
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--system-site-packages", folder], check=True)
@@ -41,11 +51,23 @@ def python_with(name: str, *packages: Sequence[str]) -> Path:
 
 
 def make_folder(
-    ml: Path, host: str, hosts: Sequence[str], hyperparameters: Mapping[str, Any], channels: Sequence[str] = ("train",)
+    ml: Path,
+    host: str,
+    hosts: Sequence[str],
+    hyperparameters: Mapping[str, Any],
+    channels: Sequence[str] = ("train",),
 ) -> Path:
     """Make /opt/ml of one host as SageMaker does."""
-    group = {"instance_group_name": "homogeneousCluster", "instance_type": "ml.c5.xlarge", "hosts": list(hosts)}
-    hyperparameters = {"sagemaker_program": "train.py", "sagemaker_submit_directory": "s3://none", **hyperparameters}
+    group = {
+        "instance_group_name": "homogeneousCluster",
+        "instance_type": "ml.c5.xlarge",
+        "hosts": list(hosts),
+    }
+    hyperparameters = {
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": "s3://none",
+        **hyperparameters,
+    }
     config = {
         "hyperparameters": {name: json.dumps(value) for name, value in hyperparameters.items()},
         "resourceconfig": {
@@ -63,7 +85,10 @@ def make_folder(
     for name, content in config.items():
         (ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
     shutil.copy(ROOT / "train.py", ml / "code")
-    texts = [json.dumps({"text": f"story {i} of a boy who counts {7 * i} sheep " * 5}) for i in range(100)]
+    texts = [
+        json.dumps({"text": f"story {i} of a boy who counts {7 * i} sheep " * 5})
+        for i in range(100)
+    ]
     (ml / "input" / "data" / "train" / "text.jsonl").write_text("\n".join(texts) + "\n")
     (ml / "code" / "run.toml").write_text(CONFIG)
     return ml

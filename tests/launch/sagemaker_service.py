@@ -1,4 +1,5 @@
-"""Run a job script of the SDK against moto, and write what SageMaker would get: job.json and the channels' files.
+"""Run a job script of the SDK against moto, and write what SageMaker would get: job.json and the
+channels' files.
 
 usage: sagemaker_service.py SCRIPT FOLDER
 """

@@ -1,4 +1,6 @@
-"""A real Slurm of four nodes on this machine: munge, slurmctld and their slurmd on loopback, in one folder."""
+"""A real Slurm of four nodes on this machine: munge, slurmctld and their slurmd on loopback, in one
+folder.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,11 @@ PreemptMode=REQUEUE
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=aside Nodes=n3,n4 MaxTime=INFINITE State=UP
-"""
-_NODE = "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN"
+"""  # noqa: E501
+_NODE = (
+    "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 "
+    "State=UNKNOWN"
+)
 #: Two of partition main, and two of aside for a job beside the others.
 _NODES = 4
 
@@ -65,7 +70,9 @@ class Cluster:
     def start(self, name: str, *words: str) -> None:
         """Start a daemon in the foreground."""
         with open(self.root / "log" / f"{name}.out", "ab") as out:
-            self.daemons[name] = subprocess.Popen(words, env=self.environment, stdout=out, stderr=out)
+            self.daemons[name] = subprocess.Popen(
+                words, env=self.environment, stdout=out, stderr=out
+            )
 
     def start_node(self, name: str) -> None:
         """Start the daemon of a node, such as n1."""
@@ -73,7 +80,9 @@ class Cluster:
 
     def run(self, *words: str) -> str:
         """Run a command of Slurm's; return its output."""
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -111,7 +120,9 @@ def cluster(root: Path) -> Iterator[Cluster]:
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     host, (port, *ports) = socket.gethostname(), _free_ports(1 + _NODES)
-    lines = [_NODE.format(number=number, host=host, port=one) for number, one in enumerate(ports, 1)]
+    lines = [
+        _NODE.format(number=number, host=host, port=one) for number, one in enumerate(ports, 1)
+    ]
     conf = root / "slurm.conf"
     conf.write_text(_CONF.format(root=root, host=host, port=port, nodes="\n".join(lines)))
     path = os.environ["PATH"] + ":/usr/sbin"
@@ -119,7 +130,9 @@ def cluster(root: Path) -> Iterator[Cluster]:
     try:
         munge = root / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        slurm.start("munged", "munged", "--foreground", "--force", f"--socket={munge / 'sock'}", *files)
+        slurm.start(
+            "munged", "munged", "--foreground", "--force", f"--socket={munge / 'sock'}", *files
+        )
         slurm.start("slurmctld", "slurmctld", "-D", "-i")
         for node in nodes:
             slurm.start_node(node)
@@ -142,14 +155,25 @@ def cluster(root: Path) -> Iterator[Cluster]:
 
 def _idle(slurm: Cluster) -> int:
     """Return the number of idle nodes, also while no daemon answers."""
-    words = ["sinfo", "--noheader", "--Node", "--states=idle", "--partition=main,aside", "--format=%N"]
-    done = subprocess.run(words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=60)
+    words = [
+        "sinfo",
+        "--noheader",
+        "--Node",
+        "--states=idle",
+        "--partition=main,aside",
+        "--format=%N",
+    ]
+    done = subprocess.run(
+        words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=60
+    )
     return len(done.stdout.split())
 
 
 def _jobs(slurm: Cluster) -> list[str]:
     words = ["squeue", "--noheader", "--format=%i"]
-    return subprocess.run(words, env=slurm.environment, capture_output=True, text=True, check=False).stdout.split()
+    return subprocess.run(
+        words, env=slurm.environment, capture_output=True, text=True, check=False
+    ).stdout.split()
 
 
 def missing() -> list[str]:

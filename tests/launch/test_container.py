@@ -1,4 +1,6 @@
-"""The image's entry point: as process 1 of a PID namespace, with real ranks, and as SageMaker starts it."""
+"""The image's entry point: as process 1 of a PID namespace, with real ranks, and as SageMaker
+starts it.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,28 @@ from titanlite.tools.container import sagemaker_job
 from titanlite.utils import read_lines
 
 NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-RUN = ["--training.steps=1000", "--training.seq_len=64", "--training.batch_size=2", "--metrics.log_freq=1"]
+RUN = [
+    "--training.steps=1000",
+    "--training.seq_len=64",
+    "--training.batch_size=2",
+    "--metrics.log_freq=1",
+]
 RUN += ["--checkpoint.enable_checkpoint", "--checkpoint.interval=1000", "--no-validation.enable"]
 
 
 def _start(*words: str, **variables: str) -> subprocess.Popen[str]:
     """Start the entry point as process 1 of a namespace."""
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*NAMESPACE, "true"], capture_output=True).returncode
+    ):
         warnings.warn(message := "no PID namespace can be made here", stacklevel=1)
         pytest.skip(message)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [*NAMESPACE, str(ROOT / "deploy" / "entrypoint.sh"), *words]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(PATH=path, **variables), stdout=-1, stderr=-2, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(PATH=path, **variables), stdout=-1, stderr=-2, text=True
+    )
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
@@ -53,8 +65,14 @@ def test_the_code_of_the_command_comes_back_and_no_zombie_stays() -> None:
 
 
 def test_sigusr1_reaches_processes_that_listen_and_kills_no_other() -> None:
-    listener = "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); print('ready', flush=True)"
-    shell = f'sleep 60 & python -c "{listener}; time.sleep(20)"; kill $! && echo sleeper was alive; exit 3'
+    listener = (
+        "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); print('ready', "
+        "flush=True)"
+    )
+    shell = (
+        f'sleep 60 & python -c "{listener}; time.sleep(20)"; kill $! && echo sleeper was alive; '
+        "exit 3"
+    )
     with _start("sh", "-c", shell) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
         _signal(process, signal.SIGUSR1)
@@ -64,7 +82,9 @@ def test_sigusr1_reaches_processes_that_listen_and_kills_no_other() -> None:
 
 def test_sigusr1_waits_for_a_process_that_listens() -> None:
     """As while Python starts, which takes seconds in a large image."""
-    listener = "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); time.sleep(20)"
+    listener = (
+        "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); time.sleep(20)"
+    )
     with _start("sh", "-c", f'echo starts; sleep 1; exec python -c "{listener}"') as process:
         assert process.stdout and process.stdout.readline() == "starts\n"
         _signal(process, signal.SIGUSR1)
@@ -72,13 +92,22 @@ def test_sigusr1_waits_for_a_process_that_listens() -> None:
     assert process.returncode == 1
 
 
-def test_a_sagemaker_job_becomes_a_torchrun_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sagemaker_job_becomes_a_torchrun_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NGPU", "8")
     command, variables = sagemaker_job(_opt_ml(tmp_path, ["algo-1", "algo-2"], "algo-2"))
     rest = command[command.index("--nnodes") :]
     assert rest == [
         *["--nnodes", "2", "--nproc_per_node", "8", "--node_rank", "1", "--master_addr", "algo-1"],
-        *["--master_port", "7777", "-m", "titanlite", "train", "--job.config_file=debug_model.toml"],
+        *[
+            "--master_port",
+            "7777",
+            "-m",
+            "titanlite",
+            "train",
+            "--job.config_file=debug_model.toml",
+        ],
         *["--job.description=two words", "--training.compile=false", "--training.steps=1000"],
     ]
     assert variables["SM_CHANNEL_TRAIN"] == f"{tmp_path}/input/data/train"
@@ -100,7 +129,9 @@ def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
 
 
 def _saves(process: subprocess.Popen[str], folder: Path, number: int) -> None:
-    """Stop a run after its third step: it saves a checkpoint, and the container ends with code 5."""
+    """Stop a run after its third step: it saves a checkpoint, and the container ends with
+    code 5.
+    """
     file, end = folder / "metrics.jsonl", time.monotonic() + 120
     while not file.exists() or not any(row.get("step", 0) >= 3 for row in read_lines(file)):
         assert time.monotonic() < end and process.poll() is None, process.communicate()[0]
@@ -115,7 +146,14 @@ def _saves(process: subprocess.Popen[str], folder: Path, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_container_leads_to_a_checkpoint(tmp_path: Path, number: int) -> None:
-    words = ["--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "titanlite", "train"]
+    words = [
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "-m",
+        "titanlite",
+        "train",
+    ]
     flags = ["debug_model.toml", *RUN, f"--job.dump_folder={tmp_path}"]
     with _start("python", "-m", "titanlite.torchrun", *words, *flags) as process:
         _saves(process, tmp_path, number)

@@ -1,4 +1,6 @@
-"""Values that look like code of a shell, of YAML, of Python or of Jinja stay values in every rendered job."""
+"""Values that look like code of a shell, of YAML, of Python or of Jinja stay values in every
+rendered job.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from titanlite.tools import launch_kubernetes, launch_local, launch_sagemaker, l
 from titanlite.tools.launch import Job, prepare
 
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
-#: Each of them ends or begins something in one of the languages; `touch` tells when a shell obeys one.
+#: Each of them ends or begins something in one of the languages; `touch` tells when a shell obeys
+#: one.
 FRAGMENTS = [
     "'",
     '"',
@@ -63,9 +66,23 @@ FRAGMENTS = [
     " ",
 ]
 HOSTILE = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=6).map("".join)
-#: Slurm reads no backslash in a folder, and ends the name of a folder of a container at a comma or a colon.
+#: Slurm reads no backslash in a folder, and ends the name of a folder of a container at a comma or
+#: a colon.
 FOLDER = HOSTILE.filter(lambda text: not set(text) & set("\\,:/"))
-CONTROL = ["\n", "\r", "\t", "\0", "\x1b", "\x7f", "\x85", "\u2028", "\u2029", "\u202e", "\u2066", "\u200f"]
+CONTROL = [
+    "\n",
+    "\r",
+    "\t",
+    "\0",
+    "\x1b",
+    "\x7f",
+    "\x85",
+    "\u2028",
+    "\u2029",
+    "\u202e",
+    "\u2066",
+    "\u200f",
+]
 #: The stand-in for Python and srun: what they were given, word by word.
 RECORD = 'printf "%s\\0" "$PROBE" "$@" >"$RECORD"\n'
 SRUN = 'while [ "$1" != bash ]; do shift; done\nexec "$@"\n'
@@ -73,20 +90,31 @@ PROPERTY = settings(
     max_examples=8,
     deadline=None,
     derandomize=True,
-    phases=[Phase.explicit, Phase.generate],  # each example starts programs: a failure is not made smaller
+    phases=[
+        Phase.explicit,
+        Phase.generate,
+    ],  # each example starts programs: a failure is not made smaller
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder and a Python whose names are hostile, and programs of Slurm that only tell their words."""
+    """A working folder and a Python whose names are hostile, and programs of Slurm that only tell
+    their words.
+    """
     here = tmp_path / "it's $(touch $PWNED) #"
     programs = tmp_path / "programs"
     for folder in (here, programs):
         folder.mkdir()
     node = "echo NodeList=node1 NodeAddr=10.0.0.1\n"
-    for name, body in {"python": RECORD, "srun": SRUN, "scontrol": node, "squeue": "", "sleep": ""}.items():
+    for name, body in {
+        "python": RECORD,
+        "srun": SRUN,
+        "scontrol": node,
+        "squeue": "",
+        "sleep": "",
+    }.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}")
         (programs / name).chmod(0o755)
     shutil.copy(programs / "python", here / 'py"th`on`')
@@ -98,7 +126,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def _quoted(value: Any) -> str:
     """Return a value as TOML has it; no variable of it is one to replace."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_quoted(name)} = {_quoted(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_quoted(name)} = {_quoted(item)}" for name, item in value.items())
+            + "}"
+        )
     if isinstance(value, str):
         codes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
         codes |= {c: f"\\u{ord(c):04x}" for c in CONTROL if c not in codes}
@@ -120,17 +152,31 @@ def _run(place: Path, script: str, *more: str) -> list[str]:
     file.write_text(script, encoding="utf-8")
     record.unlink(missing_ok=True)
     path = f"{place / 'programs'}:/usr/bin:/bin"
-    env = {"PATH": path, "PWNED": str(pwned), "RECORD": str(record), "SLURM_JOB_ID": "7", "SLURM_NODEID": "0"}
-    env |= {"SLURM_JOB_NODELIST": "node1", "SLURM_STEP_NODELIST": "node1", "SLURM_JOB_NUM_NODES": "1"}
+    env = {
+        "PATH": path,
+        "PWNED": str(pwned),
+        "RECORD": str(record),
+        "SLURM_JOB_ID": "7",
+        "SLURM_NODEID": "0",
+    }
+    env |= {
+        "SLURM_JOB_NODELIST": "node1",
+        "SLURM_STEP_NODELIST": "node1",
+        "SLURM_JOB_NUM_NODES": "1",
+    }
     env |= {"HOSTNAME": "x-worker-0", "HOME": "/root"}
-    done = subprocess.run(["bash", file, *more], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", file, *more], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert not pwned.exists()
     return record.read_text().split("\0")[:-1]
 
 
 def _slurm_options(script: str) -> dict[str, str]:
-    """Return the options of `#SBATCH` lines by the rules of Slurm: quotes, and backslashes within them."""
+    """Return the options of `#SBATCH` lines by the rules of Slurm: quotes, and backslashes within
+    them.
+    """
     found = {}
     for line in (line for line in script.splitlines() if line.startswith("#SBATCH ")):
         word, quote, escaped = "", "", False
@@ -154,7 +200,9 @@ def _slurm_options(script: str) -> dict[str, str]:
 
 
 def _as_pod(text: str) -> str:
-    """Return what a container gets of an argument or a variable: two dollars are one, a known `$(NAME)` its value."""
+    """Return what a container gets of an argument or a variable: two dollars are one, a known
+    `$(NAME)` its value.
+    """
 
     def value(match: re.Match[str]) -> str:
         assert match[1] not in ("POD_IP", "HOME"), f"{match[0]} is replaced in {text}"
@@ -181,9 +229,13 @@ def _walk(value: Any, name: str) -> Iterator[Any]:
 
 @PROPERTY
 @given(HOSTILE, FOLDER)
-def test_a_script_for_this_machine_starts_python_with_the_values(place: Path, value: str, folder: str) -> None:
+def test_a_script_for_this_machine_starts_python_with_the_values(
+    place: Path, value: str, folder: str
+) -> None:
     run = place / f"x{folder}"
-    script = launch_local.files(_job(place, {"environment": {"PROBE": value}}, str(run)))[launch_local.FILE]
+    script = launch_local.files(_job(place, {"environment": {"PROBE": value}}, str(run)))[
+        launch_local.FILE
+    ]
     words = _run(place, script)
     config = str(Path(os.path.abspath(run)) / "launch" / "config.toml")
     assert words == [value, "-m", "titanlite", "run", config, "--nproc", "1"]
@@ -211,11 +263,15 @@ def test_a_script_for_slurm_has_its_options_and_starts_python_with_the_values(
 def test_a_script_for_slurm_gives_a_container_its_values(place: Path, value: str) -> None:
     launch = {"environment": {"PROBE": value}, "image": value, "shared_dir": str(place)}
     script = launch_slurm.files(_job(place, launch, f"{place}/run"))[launch_slurm.FILE]
-    script = script.replace('srun "${options[@]}"', 'printf "%s\\n" "${options[@]}" >"$OPTIONS"; srun', 1)
+    script = script.replace(
+        'srun "${options[@]}"', 'printf "%s\\n" "${options[@]}" >"$OPTIONS"; srun', 1
+    )
     (place / "run" / "launch").mkdir(parents=True, exist_ok=True)
     _run(place, f"export OPTIONS={place}/options\n{script}")
     options = (place / "options").read_text().splitlines()
-    assert f"--container-image={value}" in options and f"--container-workdir={os.getcwd()}" in options
+    assert (
+        f"--container-image={value}" in options and f"--container-workdir={os.getcwd()}" in options
+    )
 
 
 def test_slurm_itself_reads_the_options(place: Path) -> None:
@@ -225,12 +281,16 @@ def test_slurm_itself_reads_the_options(place: Path) -> None:
     value, run = """a\\b 'c' "d" # e""", f"{place}/it's %j # x"
     script = place / "job.sbatch"
     script.write_text(
-        launch_slurm.files(_job(place, {"queue": value}, run, f"--launch.shared_dir={place}"))[script.name]
+        launch_slurm.files(_job(place, {"queue": value}, run, f"--launch.shared_dir={place}"))[
+            script.name
+        ]
     )
     config = place / "slurm.conf"
     config.write_text("ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\n")
     env = {**os.environ, "SLURM_CONF": str(config)}
-    process = subprocess.Popen(["sbatch", "-vvv", script], env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        ["sbatch", "-vvv", script], env=env, stderr=subprocess.PIPE, text=True
+    )
     said = []
     try:
         assert process.stderr
@@ -243,7 +303,9 @@ def test_slurm_itself_reads_the_options(place: Path) -> None:
         process.communicate()
     if not any("defined options" in line for line in said):
         pytest.skip(f"sbatch does not start here: {''.join(said)}")
-    options = dict(line.removeprefix("sbatch: ").rstrip("\n").split(" : ", 1) for line in said if " : " in line)
+    options = dict(
+        line.removeprefix("sbatch: ").rstrip("\n").split(" : ", 1) for line in said if " : " in line
+    )
     options = {name.strip(): text.strip() for name, text in options.items()}
     assert options["partition"] == value and options["chdir"] == os.getcwd()
     assert options["output"] == f"{place}/it's %%j # x/launch/slurm-%j.log"
@@ -252,12 +314,18 @@ def test_slurm_itself_reads_the_options(place: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @PROPERTY
 @given(HOSTILE, FOLDER)
-def test_manifests_for_kubernetes_have_the_values(place: Path, kind: str, value: str, folder: str) -> None:
+def test_manifests_for_kubernetes_have_the_values(
+    place: Path, kind: str, value: str, folder: str
+) -> None:
     def manifests(text: str, name: str) -> tuple[list[Any], Path]:
         run = Path(os.path.abspath(place / "fsx" / f"x{name}"))
         texts = {"image": text, "queue": text, "namespace": text, "token_secret": text}
         volumes = {"claim": str(place / "fsx")}
-        job = _job(place, {**texts, "kind": kind, "environment": {"PROBE": text}, "volumes": volumes}, str(run))
+        job = _job(
+            place,
+            {**texts, "kind": kind, "environment": {"PROBE": text}, "volumes": volumes},
+            str(run),
+        )
         files = launch_kubernetes.files(job)
         # The C loader where it is there: it is ten times as fast.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -267,10 +335,14 @@ def test_manifests_for_kubernetes_have_the_values(place: Path, kind: str, value:
     harmless, _ = manifests("plain", "plain")
     assert _shape(found) == _shape(harmless)
     assert {*_walk(found, "image")} == {value} and {*_walk(found, "namespace")} == {value}
-    assert {one.get("kueue.x-k8s.io/queue-name", value) for one in _walk(found, "labels")} == {value}
+    assert {one.get("kueue.x-k8s.io/queue-name", value) for one in _walk(found, "labels")} == {
+        value
+    }
     env = [one for variables in _walk(found, "env") for one in variables]
     assert {_as_pod(one["value"]) for one in env if one["name"] == "PROBE"} == {value}
-    assert {one["valueFrom"]["secretKeyRef"]["name"] for one in env if one["name"] == "HF_TOKEN"} == {value}
+    assert {
+        one["valueFrom"]["secretKeyRef"]["name"] for one in env if one["name"] == "HF_TOKEN"
+    } == {value}
     config = loads(next(_walk(found, "config.toml")))
     assert config["launch"]["environment"]["PROBE"].replace("$${", "${") == value
     assert config["job"]["dump_folder"].replace("$${", "${") == str(place / "fsx" / f"x{folder}")
@@ -285,7 +357,12 @@ def test_manifests_for_kubernetes_have_the_values(place: Path, kind: str, value:
 @given(HOSTILE, FOLDER)
 def test_the_script_for_sagemaker_has_the_values(place: Path, value: str, folder: str) -> None:
     def script(text: str, name: str) -> ast.Module:
-        launch = {"image": text, "role": text, "environment": {"PROBE": text}, "channels": {text: text}}
+        launch = {
+            "image": text,
+            "role": text,
+            "environment": {"PROBE": text},
+            "channels": {text: text},
+        }
         launch |= {"instance_type": "p5.48xlarge", "checkpoint_s3": f"s3://{text}"}
         job = _job(place, launch, str(place / f"x{name}"), "--checkpoint.folder=s3://bucket/run")
         return ast.parse(launch_sagemaker.files(job)[launch_sagemaker.FILE])
@@ -297,18 +374,25 @@ def test_the_script_for_sagemaker_has_the_values(place: Path, value: str, folder
 
     found = script(value, folder)
     given = {node.arg: node.value for node in ast.walk(found) if isinstance(node, ast.keyword)}
-    texts = {name: ast.literal_eval(given[name]) for name in ("training_image", "role", "source_dir", "environment")}
+    texts = {
+        name: ast.literal_eval(given[name])
+        for name in ("training_image", "role", "source_dir", "environment")
+    }
     assert texts["training_image"] == texts["role"] == texts["environment"]["PROBE"] == value
     assert texts["source_dir"] == os.path.abspath(place / f"x{folder}" / "launch")
     channels = next(
-        node.value for node in ast.walk(found) if isinstance(node, ast.Assign) and "channels" in ast.dump(node)
+        node.value
+        for node in ast.walk(found)
+        if isinstance(node, ast.Assign) and "channels" in ast.dump(node)
     )
     assert ast.literal_eval(channels) == {value: value}
     assert skeleton(found) == skeleton(script("plain", "plain"))
 
 
 @pytest.mark.parametrize("system", ["local", "slurm", "kubernetes", "sagemaker"])
-@pytest.mark.parametrize("key", ["job.dump_folder", "launch.queue", "launch.environment.PROBE", "launch.image"])
+@pytest.mark.parametrize(
+    "key", ["job.dump_folder", "launch.queue", "launch.environment.PROBE", "launch.image"]
+)
 def test_a_control_character_is_refused_with_its_key(place: Path, system: str, key: str) -> None:
     make = {
         "local": launch_local,
@@ -322,12 +406,22 @@ def test_a_control_character_is_refused_with_its_key(place: Path, system: str, k
             continue  # no folder of any name has one: refused long before
         hostile = f"x{character}touch $PWNED"
         folder = f"{place}/fsx/{hostile if key == 'job.dump_folder' else 'run'}"
-        launch: dict[str, Any] = {"image": "i", "volumes": {"claim": f"{place}/fsx"}, "shared_dir": str(place)}
+        launch: dict[str, Any] = {
+            "image": "i",
+            "volumes": {"claim": f"{place}/fsx"},
+            "shared_dir": str(place),
+        }
         launch |= {"instance_type": "p5.48xlarge", "checkpoint_s3": "s3://bucket/run"}
         name = key.split(".")[1]
         if key.startswith("launch."):
             launch[name] = {"PROBE": hostile} if name == "environment" else hostile
-        job = _job(place, launch, folder, "--checkpoint.folder=s3://bucket/run", "--no-checkpoint.enable_checkpoint")
+        job = _job(
+            place,
+            launch,
+            folder,
+            "--checkpoint.folder=s3://bucket/run",
+            "--no-checkpoint.enable_checkpoint",
+        )
         if key in unused.get(system, ()):
             assert all(hostile not in file for file in make[system].files(job).values())
             continue
@@ -343,7 +437,9 @@ def test_a_name_that_no_shell_can_set_is_refused(place: Path, name: str) -> None
         _job(place, {"environment": {name: "1"}}, f"{place}/run")
 
 
-def test_a_working_folder_with_a_line_end_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_folder_with_a_line_end_is_named(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = place / "a\ntouch pwned"
     folder.mkdir()
     monkeypatch.chdir(folder)

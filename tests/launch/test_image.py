@@ -1,4 +1,6 @@
-"""The Dockerfile's steps by buildah on a Debian of this machine's mirror: the image works, without its torch."""
+"""The Dockerfile's steps by buildah on a Debian of this machine's mirror: the image works, without
+its torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import pytest
 from tests.processes import ROOT
 from tests.tiny import TWO_LAYERS
 
-#: What only torch.compile needs takes minutes from a slow mirror; pip has to find the rest without the 3 GB of torch.
+#: What only torch.compile needs takes minutes from a slow mirror; pip has to find the rest without
+#: the 3 GB of torch.
 LEFT_OUT = (" g++ git libnuma1", " python3-dev")
 #: Of this machine, which may have a proxy.
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
@@ -29,18 +32,29 @@ ARGUMENTS = [
 @pytest.mark.soak
 def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
     if lacks := [name for name in ("buildah", "mmdebstrap") if shutil.which(name) is None]:
-        warnings.warn(message := f"no {' and '.join(lacks)} here: apt-get install buildah mmdebstrap", stacklevel=1)
+        warnings.warn(
+            message := f"no {' and '.join(lacks)} here: apt-get install buildah mmdebstrap",
+            stacklevel=1,
+        )
         pytest.skip(message)
 
     def buildah(*words: object, code: int = 0) -> str:
-        stores = ["--storage-driver=overlay", f"--root={tmp_path}/images", f"--runroot={tmp_path}/run"]
-        done = subprocess.run(["buildah", *stores, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        stores = [
+            "--storage-driver=overlay",
+            f"--root={tmp_path}/images",
+            f"--runroot={tmp_path}/run",
+        ]
+        done = subprocess.run(
+            ["buildah", *stores, *map(str, words)], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
         return done.stdout.strip()
 
     base, file = tmp_path / "base", tmp_path / "Dockerfile"
     base.mkdir()
-    (base / "Dockerfile").write_text("FROM scratch\nADD base.tar /\nCOPY ca.crt /\nENV PIP_CERT=/ca.crt\n")
+    (base / "Dockerfile").write_text(
+        "FROM scratch\nADD base.tar /\nCOPY ca.crt /\nENV PIP_CERT=/ca.crt\n"
+    )
     shutil.copy(CERTIFICATES, base / "ca.crt")
     command = ["mmdebstrap", "--quiet", "--variant=minbase", "bookworm", str(base / "base.tar")]
     assert subprocess.run(command, capture_output=True).returncode == 0
@@ -60,16 +74,35 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
             *start, "sh", "-c", "id -u; pwd; touch here; command -v titanlite; ls -A /opt/titanlite"
         ).split() == [*["1000", "/workspace", "/usr/local/bin/titanlite"]]
         assert "#SBATCH" in buildah(
-            *start, "titanlite", "launch", "slurm", "llama3_8b.toml", "--dry-run", "--launch.gpus_per_node=8"
+            *start,
+            "titanlite",
+            "launch",
+            "slurm",
+            "llama3_8b.toml",
+            "--dry-run",
+            "--launch.gpus_per_node=8",
         )
         assert buildah(*start, "sh", "-c", "exit 42", code=42) == ""
-        if buildah(*start, "python", "-c", "import sys; print(sys.version_info[:2])") == str(sys.version_info[:2]):
+        if buildah(*start, "python", "-c", "import sys; print(sys.version_info[:2])") == str(
+            sys.version_info[:2]
+        ):
             torch = find_spec("torch")
             assert torch and torch.origin
             packages = Path(torch.origin).parents[1]
-            start[1:1] = [f"--volume={packages}:/packages:ro", "--env=PYTHONPATH=/packages", "--env=OMP_NUM_THREADS=1"]
-            words = ["debug_model.toml", *TWO_LAYERS, "--training.steps=2", "--no-validation.enable"]
-            said = buildah(*start, "titanlite", "train", *words)  # one rank: torchrun misses the host name in a chroot
+            start[1:1] = [
+                f"--volume={packages}:/packages:ro",
+                "--env=PYTHONPATH=/packages",
+                "--env=OMP_NUM_THREADS=1",
+            ]
+            words = [
+                "debug_model.toml",
+                *TWO_LAYERS,
+                "--training.steps=2",
+                "--no-validation.enable",
+            ]
+            said = buildah(
+                *start, "titanlite", "train", *words
+            )  # one rank: torchrun misses the host name in a chroot
             assert "training done at step 2" in said and "/usr/local/lib/" in said
     finally:
         buildah("rm", "--all")

@@ -1,4 +1,6 @@
-"""Manifests of `titanlite launch kubernetes`: each field and type as the operators' own models have it."""
+"""Manifests of `titanlite launch kubernetes`: each field and type as the operators' own models have
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")
 
 
 def render(name: str, *flags: str) -> str:
-    """Return the manifests of an example. As examples show them, the config has no defaults: a new key changes none."""
+    """Return the manifests of an example.
+
+    As examples show them, the config has no defaults: a new key changes none.
+    """
     flags = (
         *EXAMPLES[name].flags(),
         f"--job.dump_folder=/fsx/runs/{name}",
@@ -47,12 +52,20 @@ def render(name: str, *flags: str) -> str:
 
 def examples() -> dict[str, str]:
     """Return all rendered examples by file name."""
-    kinds = {f"llama3_1_8b_{kind.lower()}": render("llama3_1_8b", f"--launch.kind={kind}") for kind in KINDS[1:]}
-    return {f"{name}.yaml": text for name, text in {**{name: render(name) for name in EXAMPLES}, **kinds}.items()}
+    kinds = {
+        f"llama3_1_8b_{kind.lower()}": render("llama3_1_8b", f"--launch.kind={kind}")
+        for kind in KINDS[1:]
+    }
+    return {
+        f"{name}.yaml": text
+        for name, text in {**{name: render(name) for name in EXAMPLES}, **kinds}.items()
+    }
 
 
 def _open_api(value: Any, kind: str, place: str) -> list[str]:
-    """Return misfits of a value and a type of kubeflow's or kubernetes' models, which name types in words."""
+    """Return misfits of a value and a type of kubeflow's or kubernetes' models, which name types in
+    words.
+    """
     import kubeflow.training.models
     import kubernetes.client.models
 
@@ -63,7 +76,11 @@ def _open_api(value: Any, kind: str, place: str) -> list[str]:
     if kind.startswith("list["):
         if not isinstance(value, list):
             return [f"{place}: {value!r} is not a list"]
-        return [bad for i, item in enumerate(value) for bad in _open_api(item, kind[5:-1], f"{place}[{i}]")]
+        return [
+            bad
+            for i, item in enumerate(value)
+            for bad in _open_api(item, kind[5:-1], f"{place}[{i}]")
+        ]
     if not isinstance(value, dict):
         return [f"{place}: {value!r} is not a table"]
     if kind.startswith("dict("):
@@ -74,7 +91,9 @@ def _open_api(value: Any, kind: str, place: str) -> list[str]:
     unknown = [f"{place}: no field {key}" for key in value.keys() - names.keys()]
     known = [(key, item) for key, item in value.items() if key in names]
     return unknown + [
-        bad for key, item in known for bad in _open_api(item, model.openapi_types[names[key]], f"{place}.{key}")
+        bad
+        for key, item in known
+        for bad in _open_api(item, model.openapi_types[names[key]], f"{place}.{key}")
     ]
 
 
@@ -83,8 +102,16 @@ def _lost(value: Any, kept: Any, place: str) -> list[str]:
     if isinstance(value, dict) and isinstance(kept, dict):
         return [bad for key in value for bad in _lost(value[key], kept.get(key), f"{place}.{key}")]
     if isinstance(value, list) and isinstance(kept, list) and len(value) == len(kept):
-        return [bad for i, pair in enumerate(zip(value, kept, strict=True)) for bad in _lost(*pair, f"{place}[{i}]")]
-    return [] if value == kept and type(value) is type(kept) else [f"{place}: {value!r} became {kept!r}"]
+        return [
+            bad
+            for i, pair in enumerate(zip(value, kept, strict=True))
+            for bad in _lost(*pair, f"{place}[{i}]")
+        ]
+    return (
+        []
+        if value == kept and type(value) is type(kept)
+        else [f"{place}: {value!r} became {kept!r}"]
+    )
 
 
 def _trainer(value: dict[str, Any]) -> list[str]:
@@ -101,7 +128,11 @@ def _trainer(value: dict[str, Any]) -> list[str]:
 def _hyperpod_model() -> Any:
     # One file of the package: the package itself imports much more.
     end = "training/config/hyperpod_pytorch_job_unified_config.py"
-    file = next(file for file in importlib.metadata.files("sagemaker-hyperpod") or [] if str(file).endswith(end))
+    file = next(
+        file
+        for file in importlib.metadata.files("sagemaker-hyperpod") or []
+        if str(file).endswith(end)
+    )
     described = importlib.util.spec_from_file_location("hyperpod_models", file.locate())
     assert described and described.loader
     sys.modules["hyperpod_models"] = module = importlib.util.module_from_spec(described)
@@ -137,7 +168,9 @@ def problems(text: str) -> list[str]:
 
 
 def _skip_without(kind: str) -> None:
-    package = {"PyTorchJob": "kubeflow-training", "TrainJob": "kubeflow-trainer-api"}.get(kind, "sagemaker-hyperpod")
+    package = {"PyTorchJob": "kubeflow-training", "TrainJob": "kubeflow-trainer-api"}.get(
+        kind, "sagemaker-hyperpod"
+    )
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -158,7 +191,12 @@ def test_examples_are_what_the_command_writes() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_field_is_one_of_the_operator(kind: str) -> None:
     _skip_without(kind)
-    flags = [f"--launch.kind={kind}", "--launch.namespace=ml", "--launch.queue=team", "--launch.time_limit=2-12"]
+    flags = [
+        f"--launch.kind={kind}",
+        "--launch.namespace=ml",
+        "--launch.queue=team",
+        "--launch.time_limit=2-12",
+    ]
     text = render("llama3_1_8b", *flags)
     assert problems(text) == []
     assert "activeDeadlineSeconds: 216000" in text and 'kueue.x-k8s.io/queue-name: "team"' in text
@@ -170,9 +208,15 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
         ("terminationGracePeriodSeconds: 150", 'terminationGracePeriodSeconds: "150"'),
         ("readOnly: true", 'readOnly: "yes"'),
         *{
-            "PyTorchJob": [("minReplicas: 2", "minReplica: 2"), ("maxRestarts: 0", 'maxRestarts: "0"')],
+            "PyTorchJob": [
+                ("minReplicas: 2", "minReplica: 2"),
+                ("maxRestarts: 0", 'maxRestarts: "0"'),
+            ],
             "TrainJob": [("failurePolicy:", "failPolicy:"), ("numNodes: 2", 'numNodes: "2"')],
-            "HyperPodPyTorchJob": [("runPolicy:", "runPolicies:"), ('nprocPerNode: "8"', "nprocPerNode: 8")],
+            "HyperPodPyTorchJob": [
+                ("runPolicy:", "runPolicies:"),
+                ('nprocPerNode: "8"', "nprocPerNode: 8"),
+            ],
         }[kind],
     ]:
         assert right in text and problems(text.replace(right, wrong)) != [], wrong
@@ -180,7 +224,11 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
 
 def test_the_config_map_holds_the_resolved_config() -> None:
     _skip_without("PyTorchJob")
-    flags = ["--job.config_file=llama3_1_8b.toml", "--launch.image=titanlite", "--launch.instance_type=p5.48xlarge"]
+    flags = [
+        "--job.config_file=llama3_1_8b.toml",
+        "--launch.image=titanlite",
+        "--launch.instance_type=p5.48xlarge",
+    ]
     job = prepare([*flags, "--job.dump_folder=/fsx/a", '--launch.volumes={"fsx.claim" = "/fsx/"}'])
     text = launch_kubernetes.files(job)[launch_kubernetes.CONFIG_FILE]
     assert problems(text) == []
@@ -208,8 +256,16 @@ def test_pods_ask_for_cpus_and_memory(kind: str) -> None:
     assert problems(text) == []
     wanted = {"requests": {"cpu": "90", "memory": "1000Gi"}, "limits": {"nvidia.com/gpu": "1"}}
     assert resources and all(one == wanted for one in resources)
-    on_cpus = render("llama3_2_1b", *asked, "--launch.cpu", "--launch.gpus_per_node=1", "--launch.memory_request=")
-    assert {str(one) for one in _resources(yaml.safe_load_all(on_cpus))} == {"{'requests': {'cpu': '90'}}"}
+    on_cpus = render(
+        "llama3_2_1b",
+        *asked,
+        "--launch.cpu",
+        "--launch.gpus_per_node=1",
+        "--launch.memory_request=",
+    )
+    assert {str(one) for one in _resources(yaml.safe_load_all(on_cpus))} == {
+        "{'requests': {'cpu': '90'}}"
+    }
 
 
 def _resources(value: Any) -> list[Any]:
@@ -217,7 +273,11 @@ def _resources(value: Any) -> list[Any]:
     if isinstance(value, dict):
         inside = [one for item in value.values() for one in _resources(item)]
         return [value["resources"], *inside] if "resources" in value else inside
-    return [one for item in value for one in _resources(item)] if not isinstance(value, str | int | None) else []
+    return (
+        [one for item in value for one in _resources(item)]
+        if not isinstance(value, str | int | None)
+        else []
+    )
 
 
 @pytest.mark.parametrize("key", ["cpu_request", "memory_request"])
@@ -227,12 +287,24 @@ def test_a_request_that_is_no_quantity_is_refused(key: str, value: str) -> None:
         render("llama3_1_8b", f"--launch.{key}={value}")
 
 
-#: Fields of a TrainJob's spec in versions 2.0 and 2.1 of the trainer. Later ones have further fields.
-TRAINER_2_0 = {"runtimeRef", "trainer", "initializer", "labels", "annotations", "suspend", "managedBy"}
+#: Fields of a TrainJob's spec in versions 2.0 and 2.1 of the trainer. Later ones have further
+#: fields.
+TRAINER_2_0 = {
+    "runtimeRef",
+    "trainer",
+    "initializer",
+    "labels",
+    "annotations",
+    "suspend",
+    "managedBy",
+}
 
 
 def test_a_train_job_with_a_time_limit_has_the_fields_of_trainer_2_0() -> None:
-    values = {one["kind"]: one.get("spec") for one in yaml.safe_load_all(_train_job("--launch.time_limit=2-12"))}
+    values = {
+        one["kind"]: one.get("spec")
+        for one in yaml.safe_load_all(_train_job("--launch.time_limit=2-12"))
+    }
     assert values["TrainJob"].keys() <= TRAINER_2_0
     job_set = values["TrainingRuntime"]["template"]["spec"]
     (node,) = job_set["replicatedJobs"]
@@ -249,12 +321,21 @@ def _train_job(*flags: str) -> str:
 def test_names_stay_texts_and_two_run_folders_have_two_jobs() -> None:
     flags = ["--launch.namespace=1234", "--launch.queue=on", "--launch.token_secret=null"]
     folders = ("/fsx/a/on", "/fsx/b/on")
-    jobs = [list(yaml.safe_load_all(render("mathstral_7b", *flags, f"--job.dump_folder={f}"))) for f in folders]
+    jobs = [
+        list(yaml.safe_load_all(render("mathstral_7b", *flags, f"--job.dump_folder={f}")))
+        for f in folders
+    ]
     names = [{value["metadata"]["name"] for value in values} for values in jobs]
-    assert len(names[0]) == len(names[1]) == 1 and names[0] != names[1] and all(min(n)[:3] == "on-" for n in names)
+    assert (
+        len(names[0]) == len(names[1]) == 1
+        and names[0] != names[1]
+        and all(min(n)[:3] == "on-" for n in names)
+    )
     job = jobs[0][1]["metadata"]
     assert (job["namespace"], job["labels"]) == ("1234", {"kueue.x-k8s.io/queue-name": "on"})
-    container = jobs[0][1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    container = jobs[0][1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"][
+        "containers"
+    ][0]
     assert container["envFrom"] == [{"secretRef": {"name": "null"}}]
     # One node needs no EFA.
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
@@ -271,13 +352,19 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
         return [subprocess.run(words, env=env, check=False).returncode for _ in range(count)]
 
     assert codes("a-worker-1", 4) == [7] * 4 and codes("a-worker-0", 2) == [7, 7]
-    (tmp_path / "run 1" / "metrics.jsonl").write_text('{"step": 1, "loss": 2}\n{"step": 12, "loss": 2}\n')
+    (tmp_path / "run 1" / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2}\n{"step": 12, "loss": 2}\n'
+    )
     # A new step counts anew, and so does a start after the end of the job.
     assert codes("a-worker-0", 4) == [7, 7, 1, 7]
 
 
 def test_relative_paths_of_data_are_named() -> None:
-    flags = ["--job.config_file=llama3_1_8b.toml", "--launch.gpus_per_node=8", "--launch.environment.A_TOKEN=1"]
+    flags = [
+        "--job.config_file=llama3_1_8b.toml",
+        "--launch.gpus_per_node=8",
+        "--launch.environment.A_TOKEN=1",
+    ]
     job = prepare([*flags, "--training.dataset_path=s3://bucket/text"])
     for system in (launch_kubernetes, launch_sagemaker):
         warnings = system.warnings(job)
@@ -297,8 +384,14 @@ def _pod(text: str) -> dict[str, Any]:
         (["--job.dump_folder=/runs/a"], "'/runs/a' is not on a volume of the pods (/fsx)"),
         (["--job.dump_folder=fsx/a"], "is not on a volume"),
         (["--checkpoint.folder=/tmp/a"], "checkpoint.folder: '/tmp/a' is not on a volume"),
-        (["--checkpoint.folder=${A}/a", "--launch.environment.A=/tmp"], "checkpoint.folder: '/tmp/a' is not on a vol"),
-        (["--training.dataset_path=/fsx/${NOT_THERE}", "--launch.token_secret="], "variable NOT_THERE"),
+        (
+            ["--checkpoint.folder=${A}/a", "--launch.environment.A=/tmp"],
+            "checkpoint.folder: '/tmp/a' is not on a vol",
+        ),
+        (
+            ["--training.dataset_path=/fsx/${NOT_THERE}", "--launch.token_secret="],
+            "variable NOT_THERE",
+        ),
         (["--launch.environment.WANDB_API_KEY=1"], "--from-literal=WANDB_API_KEY=…"),
         (['--launch.volumes={"fsx" = "fsx"}'], "is not a claim and a folder"),
         (["--training.tensor_parallel_degree=3"], "does not divide"),

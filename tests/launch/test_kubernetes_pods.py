@@ -68,13 +68,19 @@ class Operator:
             "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
             "PET_MAX_RESTARTS": elastic["maxRestarts"],
         }
-        words = [str(self.config) if word == "/etc/titanlite/config.toml" else word for word in container["args"]]
+        words = [
+            str(self.config) if word == "/etc/titanlite/config.toml" else word
+            for word in container["args"]
+        ]
         with (self.folder.parent / f"pod-{index}.log").open("a") as log:
             env = {name: str(value) for name, value in variables.items()}
             return self.machines[index].popen(words, env=env, cwd=ROOT, stdout=log, stderr=log)
 
     def run(self, *disturbances: Any) -> str:
-        """Run the job to its end; return its condition. disturbances: called one after another until they are true."""
+        """Run the job to its end; return its condition.
+
+        disturbances: called one after another until they are true.
+        """
         waiting, end = list(disturbances), time.monotonic() + 300
         while True:
             assert time.monotonic() < end, self.log()
@@ -129,8 +135,13 @@ def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
     assert plain.run() == "Succeeded" and plain.codes == [], plain.log()
     disturbed = Operator(machines, tmp_path / "b" / "run", SLOW)
     assert disturbed.run(kill_rank_of_second_pod, evict_first_pod) == "Succeeded", disturbed.log()
-    # Each disturbance ends both pods. A new one may also meet the torchrun that is about to end, and is replaced again.
-    assert set(disturbed.codes) == {138} and len(disturbed.codes) >= 4 and "SIGTERM: stopping" in disturbed.log()
+    # Each disturbance ends both pods. A new one may also meet the torchrun that is about to end,
+    # and is replaced again.
+    assert (
+        set(disturbed.codes) == {138}
+        and len(disturbed.codes) >= 4
+        and "SIGTERM: stopping" in disturbed.log()
+    )
     assert [row[0] for row in rows(disturbed.folder)] == list(range(1, STEPS + 1))
     assert unequal(plain.folder, disturbed.folder, STEPS) == []
 

@@ -1,4 +1,6 @@
-"""Scripts, Dockerfile and manifests, also the rendered examples, under shellcheck, hadolint and yamllint."""
+"""Scripts, Dockerfile and manifests, also the rendered examples, under shellcheck, hadolint and
+yamllint.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,22 @@ from tests.processes import ROOT
 LINTERS = {
     "shellcheck": (
         ["--external-sources", "--exclude=SC2015"],
-        ["*.sh", ".ci/run", "scripts/*.sh", "benchmarks/*.sh", "deploy/**/*.sh", "deploy/examples/**/*.sbatch"],
+        [
+            "*.sh",
+            ".ci/run",
+            "scripts/*.sh",
+            "benchmarks/*.sh",
+            "deploy/**/*.sh",
+            "deploy/examples/**/*.sbatch",
+        ],
     ),
     "hadolint": ([], ["deploy/Dockerfile"]),
     "yamllint": (
-        ["--strict", "-d", "{extends: default, rules: {line-length: disable, document-start: disable}}"],
+        [
+            "--strict",
+            "-d",
+            "{extends: default, rules: {line-length: disable, document-start: disable}}",
+        ],
         ["deploy/**/*.yaml", "deploy/**/*.yml"],
     ),
 }
@@ -37,10 +50,15 @@ def _lint(name: str, files: list[Path]) -> subprocess.CompletedProcess[str]:
     """Run a linter of this environment; an empty list passes."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if (program := shutil.which(name, path=path)) is None:
-        warnings.warn(message := f"{name} is not installed: pip install -c constraints.txt -e '.[dev]'", stacklevel=1)
+        warnings.warn(
+            message := f"{name} is not installed: pip install -c constraints.txt -e '.[dev]'",
+            stacklevel=1,
+        )
         pytest.skip(message)
     command = [program, *LINTERS[name][0], *map(str, files)] if files else ["true"]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.mark.parametrize("name", LINTERS)

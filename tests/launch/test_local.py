@@ -1,4 +1,6 @@
-"""`titanlite launch local` on two machines, which are network namespaces: a cut link and a killed agent."""
+"""`titanlite launch local` on two machines, which are network namespaces: a cut link and a killed
+agent.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def _example(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(os, "getcwd", lambda: "/shared/titanlite")
     monkeypatch.setattr(sys, "executable", "/shared/titanlite/.venv/bin/python")
     example = ["--job.config_file=llama3_8b.toml", "--launch.nodes=2", "--launch.gpus_per_node=8"]
-    return launch_local.files(prepare([*example, "--job.dump_folder=/shared/runs/8b"]))[launch_local.FILE]
+    return launch_local.files(prepare([*example, "--job.dump_folder=/shared/runs/8b"]))[
+        launch_local.FILE
+    ]
 
 
 def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +100,19 @@ def test_example(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _example(monkeypatch) == EXAMPLE.read_text()
 
 
-def test_the_third_failure_without_a_new_logged_step_is_the_last(tmp_path: Path, monkeypatch) -> None:
-    """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends with 7."""
+def test_the_third_failure_without_a_new_logged_step_is_the_last(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """A stand-in for Python logs the steps 1, 2 and 3 in its first three starts and always ends
+    with 7.
+    """
     folder = tmp_path / "run"
     count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
     _script(tmp_path, monkeypatch, f"{count}\nexit 7")
     done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
-    assert done.returncode == exit_codes.LOST_PEER and "after step 3 for the third time" in done.stderr
+    assert (
+        done.returncode == exit_codes.LOST_PEER and "after step 3 for the third time" in done.stderr
+    )
     assert (folder / "starts").read_text().count("start") == 5
 
 
@@ -113,7 +123,11 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Pa
     stand_in.write_text(f"#!/bin/bash\ncd {folder}\necho start >>starts\n{program}\n")
     stand_in.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(stand_in))
-    flags = ["--job.config_file=debug_model.toml", "--launch.gpus_per_node=1", f"--job.dump_folder={folder}"]
+    flags = [
+        "--job.config_file=debug_model.toml",
+        "--launch.gpus_per_node=1",
+        f"--job.dump_folder={folder}",
+    ]
     script = tmp_path / "run.sh"
     script.write_text(launch_local.files(prepare(flags))[launch_local.FILE])
     (folder / "launch").mkdir()
@@ -121,11 +135,21 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Pa
 
 
 def test_a_newer_checkpoint_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with metrics.log_freq = 100, where a start may log nothing. The only rank is killed each time."""
-    save = 'n=$(wc -l <starts); [ $n -gt 4 ] || echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" >>attempts.jsonl'
+    """As with metrics.log_freq = 100, where a start may log nothing.
+
+    The only rank is killed each time.
+    """
+    save = (
+        'n=$(wc -l <starts); [ $n -gt 4 ] || echo "{\\"saved_step\\": $n, \\"lost_steps\\": 0}" '
+        ">>attempts.jsonl"
+    )
     script = _script(tmp_path, monkeypatch, f"{save}\nexit 137")
     done = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert done.returncode == 137 and "restart 5 of" in done.stderr and "for the third time" in done.stderr
+    assert (
+        done.returncode == 137
+        and "restart 5 of" in done.stderr
+        and "for the third time" in done.stderr
+    )
     assert (tmp_path / "run" / "starts").read_text().count("start") == 6
 
 
@@ -150,7 +174,9 @@ def test_a_killed_only_rank_is_started_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with open(tmp_path / "output", "w") as out:
         words = ["bash", str(folder / "launch" / "run.sh")]
-        process = subprocess.Popen(words, stdout=out, stderr=out, env=environment(STEP_SECONDS="0.5"))
+        process = subprocess.Popen(
+            words, stdout=out, stderr=out, env=environment(STEP_SECONDS="0.5")
+        )
     end, file = time.monotonic() + 240, folder / "metrics.jsonl"
     while not file.exists() or not any(row.get("step", 0) >= 4 for row in read_lines(file)):
         assert time.monotonic() < end and process.poll() is None, (tmp_path / "output").read_text()
@@ -189,7 +215,9 @@ def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
         machines[1].cut()
         began = time.monotonic()
         assert run.end(both, 50) == [exit_codes.LOST_PEER] * 2, run.output()
-        assert time.monotonic() - began < 35  # 5 s of the collective, 15 s in which a rank may end by itself
+        assert (
+            time.monotonic() - began < 35
+        )  # 5 s of the collective, 15 s in which a rank may end by itself
     finally:
         machines[1].join()
     assert "a collective failed" in run.output()

@@ -1,4 +1,6 @@
-"""`titanlite launch sagemaker`: the script for the SDK, its regular expressions, and jobs that cannot work there."""
+"""`titanlite launch sagemaker`: the script for the SDK, its regular expressions, and jobs that
+cannot work there.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,22 @@ def _example() -> str:
 
 def test_the_stored_example_is_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert _example() == EXAMPLE.read_text(), "rewrite it: python -m tests.launch.test_sagemaker --write"
+    assert _example() == EXAMPLE.read_text(), (
+        "rewrite it: python -m tests.launch.test_sagemaker --write"
+    )
 
 
 def test_only_the_config_goes_to_the_container() -> None:
     patterns = ast.literal_eval(re.findall(r"ignore_patterns=(.*),", _example())[0])
-    names = ["config.toml", "config.yaml", "job.yaml", "local.sh", "job.sbatch", "sagemaker_job.py", "failures.log"]
+    names = [
+        "config.toml",
+        "config.yaml",
+        "job.yaml",
+        "local.sh",
+        "job.sbatch",
+        "sagemaker_job.py",
+        "failures.log",
+    ]
     assert set(names) - shutil.ignore_patterns(*patterns)("", names) == {"config.toml"}
 
 
@@ -60,7 +72,9 @@ def test_the_config_of_the_job_keeps_its_variables_and_the_command_its_folders(
     assert str(folder / "sagemaker_job.py") in capsys.readouterr().out
     assert 'dataset_path = "${SM_CHANNEL_TRAIN}"' in (folder / "config.toml").read_text()
     script = (folder / "sagemaker_job.py").read_text()
-    assert '"--job.dump_folder=/opt/ml/checkpoints"' in script and f'source_dir="{folder}"' in script
+    assert (
+        '"--job.dump_folder=/opt/ml/checkpoints"' in script and f'source_dir="{folder}"' in script
+    )
 
 
 def test_the_regular_expressions_find_the_figures_of_a_real_log(golden: GoldenRun) -> None:
@@ -69,17 +83,27 @@ def test_the_regular_expressions_find_the_figures_of_a_real_log(golden: GoldenRu
     for line in (line for attempt in golden.console() for line in attempt):
         for name, regex in launch_sagemaker.METRICS["titan"].items():
             found.setdefault(name, []).extend(float(text) for text in re.findall(regex, line))
-    assert set(found["step"]) == {float(step) for step in rows} and not found["mfu"]  # a CPU has no peak
+    assert (
+        set(found["step"]) == {float(step) for step in rows} and not found["mfu"]
+    )  # a CPU has no peak
     for row in (row for row in rows.values() if isinstance(row["loss"], float)):
         for name, key in {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}.items():
-            assert any(abs(row[key] - value) <= 0.005 * abs(row[key]) for value in found[name]), (name, row)
+            assert any(abs(row[key] - value) <= 0.005 * abs(row[key]) for value in found[name]), (
+                name,
+                row,
+            )
 
 
 def test_the_regular_expressions_find_the_figures_of_the_other_style() -> None:
     from datetime import datetime
 
-    line = aws_fsdp_line({"step": 12, "loss": 2.5, "samples_per_second": 3.25, "lr": 3e-4}, datetime.now())
-    found = {name: float(re.findall(regex, line)[0]) for name, regex in launch_sagemaker.METRICS["aws_fsdp"].items()}
+    line = aws_fsdp_line(
+        {"step": 12, "loss": 2.5, "samples_per_second": 3.25, "lr": 3e-4}, datetime.now()
+    )
+    found = {
+        name: float(re.findall(regex, line)[0])
+        for name, regex in launch_sagemaker.METRICS["aws_fsdp"].items()
+    }
     assert found == {"step": 12, "loss": 2.5, "samples_per_second": 3.25, "learning_rate": 3e-4}
 
 
@@ -94,12 +118,18 @@ def test_jobs_that_cannot_work_there_are_refused(monkeypatch: pytest.MonkeyPatch
     launch_sagemaker.files(prepare([*FLAGS, "--checkpoint.folder=/opt/ml/input/data/fsx/run"]))
     launch_sagemaker.files(prepare([*FLAGS, "--checkpoint.folder=${SM_CHANNEL_TRAIN}/run"]))
     one = [*FLAGS, "--launch.nodes=1", "--launch.max_restarts=0"]
-    script = launch_sagemaker.files(prepare([*one, "--checkpoint.folder=checkpoint"]))[launch_sagemaker.FILE]
-    assert "etry" not in script and "FI_PROVIDER" not in script  # no retries, and no EFA for one machine
+    script = launch_sagemaker.files(prepare([*one, "--checkpoint.folder=checkpoint"]))[
+        launch_sagemaker.FILE
+    ]
+    assert (
+        "etry" not in script and "FI_PROVIDER" not in script
+    )  # no retries, and no EFA for one machine
     for folder in ("/tmp/run", "../run"):
         with pytest.raises(ConfigError, match="ends with the machine"):
             launch_sagemaker.files(prepare([*one, f"--checkpoint.folder={folder}"]))
-    with pytest.raises(ConfigError, match="training.dataset_path: .* no environment variable NOT_THERE"):
+    with pytest.raises(
+        ConfigError, match="training.dataset_path: .* no environment variable NOT_THERE"
+    ):
         launch_sagemaker.files(prepare([*FLAGS, "--training.dataset_path=${NOT_THERE}/a"]))
     with pytest.raises(ConfigError, match="shorter than launch.time_limit"):
         launch_sagemaker.files(prepare([*FLAGS, "--launch.spot_wait=1-00"]))
@@ -110,7 +140,20 @@ def test_nothing_is_submitted_without_the_sdk_and_secrets_are_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config, secret = str(ROOT / "train_configs/llama3_1_8b.toml"), "--launch.environment.A_TOKEN=1"
-    assert main(["launch", "sagemaker", config, *FLAGS[2:], f"--job.dump_folder={tmp_path}", secret, "--submit"]) == 1
+    assert (
+        main(
+            [
+                "launch",
+                "sagemaker",
+                config,
+                *FLAGS[2:],
+                f"--job.dump_folder={tmp_path}",
+                secret,
+                "--submit",
+            ]
+        )
+        == 1
+    )
     said = capsys.readouterr().err
     assert "SDK of SageMaker 3 is not installed: nothing is submitted; start it with" in said
     assert "warning: DescribeTrainingJob shows launch.environment.A_TOKEN" in said

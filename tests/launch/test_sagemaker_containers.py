@@ -1,4 +1,6 @@
-"""Jobs in containers of SageMaker: the real toolkit starts train.py unchanged, the real SDK 3 takes our script."""
+"""Jobs in containers of SageMaker: the real toolkit starts train.py unchanged, the real SDK 3 takes
+our script.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _start(train: Path, host: namespaces.Host, ml: Path, **env: str) -> subproce
 
 
 @pytest.mark.soak
-def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[namespaces.Host], tmp_path: Path) -> None:
+def test_the_toolkit_starts_train_py_with_its_words(
+    train: Path, hosts: list[namespaces.Host], tmp_path: Path
+) -> None:
     ml = make_folder(tmp_path / "ml", "algo-1", ["algo-1"], _VALUES)
     assert _start(train, hosts[0], ml).wait(120) == 0, (ml / "log").read_text()
     assert (ml / "output" / "success").exists() and not (ml / "output" / "failure").exists()
@@ -71,7 +75,14 @@ def test_the_toolkit_starts_train_py_with_its_words(train: Path, hosts: list[nam
         f"--job.dump_folder={tmp_path}/run",
     ]
     variables = {"SM_CHANNEL_TRAIN": str(ml / "input/data/train")}
-    done = python("-m", "titanlite", "train", *flags, cwd=ml / "code", env={"PYTHONPATH": str(ROOT), **variables})
+    done = python(
+        "-m",
+        "titanlite",
+        "train",
+        *flags,
+        cwd=ml / "code",
+        env={"PYTHONPATH": str(ROOT), **variables},
+    )
     assert done.returncode == 0, done.stderr
     assert rows(ml / "checkpoints") == rows(tmp_path / "run") and len(rows(tmp_path / "run")) == 4
 
@@ -89,7 +100,9 @@ def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
     assert _start(train, hosts[0], other, **_TORCHRUN).wait(120) == 0, (other / "log").read_text()
     assert [row[0] for row in rows(other / "checkpoints")] == [1, 2, 3, 4, 5, 6]
     assert "mesh             dp_replicate 1 x dp_shard 2 = 2 ranks" in (other / "log").read_text()
-    wrong = make_folder(tmp_path / "wrong", "algo-1", ["algo-1"], {**_VALUES, "optimizer.lr": "fast"})
+    wrong = make_folder(
+        tmp_path / "wrong", "algo-1", ["algo-1"], {**_VALUES, "optimizer.lr": "fast"}
+    )
     assert _start(train, hosts[0], wrong).wait(60) == 1
     assert "optimizer.lr: expected a number" in (wrong / "output" / "failure").read_text()
 
@@ -116,9 +129,13 @@ def test_two_hosts_need_a_checkpoint_folder_that_both_see(
         for host, ml in zip(hosts, folders, strict=True):
             env, log = {"CURRENT_HOST": host.name, **_TORCHRUN}, (ml / "log").open("w")
             mounts = {opt_ml: str(ml)}
-            started.append(host.popen([train], env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT))
+            started.append(
+                host.popen([train], env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
+            )
         codes = [process.wait(180) for process in started]
-        assert codes == ([1, 1] if name == "local" else [0, 0]), (folders[0] / "log").read_text()[-3000:]
+        assert codes == ([1, 1] if name == "local" else [0, 0]), (folders[0] / "log").read_text()[
+            -3000:
+        ]
         return folders
 
     first, _ = run("local")
@@ -138,7 +155,10 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
 ) -> None:
     sdk = python_with("sagemaker-sdk", *SDK) / "python"
     names, job = [host.name for host in hosts], tmp_path / "job"
-    folders = [make_folder(tmp_path / host, host, names, {}, ["train", "code", "sm_drivers"]) for host in names]
+    folders = [
+        make_folder(tmp_path / host, host, names, {}, ["train", "code", "sm_drivers"])
+        for host in names
+    ]
     flags = {
         "job.dump_folder": job,
         "checkpoint.folder": "/opt/ml/input/data/fsx",
@@ -153,41 +173,71 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
         "launch.spot_wait": "6-00",
         "launch.channels.train": "s3://my-bucket/text",
     }
-    words = ["launch", "sagemaker", folders[0] / "code" / "run.toml", *(f"--{k}={v}" for k, v in flags.items())]
+    words = [
+        "launch",
+        "sagemaker",
+        folders[0] / "code" / "run.toml",
+        *(f"--{k}={v}" for k, v in flags.items()),
+    ]
     done = python("-m", "titanlite", *words)
     assert done.returncode == 0, done.stderr
     driver = ROOT / "tests" / "launch" / "sagemaker_service.py"
     done = subprocess.run(
-        [sdk, driver, job / "launch" / "sagemaker_job.py", tmp_path / "s3"], capture_output=True, text=True, timeout=120
+        [sdk, driver, job / "launch" / "sagemaker_job.py", tmp_path / "s3"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     request = json.loads((tmp_path / "s3" / "job.json").read_text())
-    assert request["ResourceConfig"]["InstanceCount"] == 2 and request["EnableManagedSpotTraining"] is True
-    assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 432000, "MaxWaitTimeInSeconds": 518400}
-    assert request["CheckpointConfig"] == {"S3Uri": "s3://my-bucket/run/run", "LocalPath": "/opt/ml/checkpoints"}
+    assert (
+        request["ResourceConfig"]["InstanceCount"] == 2
+        and request["EnableManagedSpotTraining"] is True
+    )
+    assert request["StoppingCondition"] == {
+        "MaxRuntimeInSeconds": 432000,
+        "MaxWaitTimeInSeconds": 518400,
+    }
+    assert request["CheckpointConfig"] == {
+        "S3Uri": "s3://my-bucket/run/run",
+        "LocalPath": "/opt/ml/checkpoints",
+    }
     algorithm = request["AlgorithmSpecification"]
     command = [*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"]]
     (tmp_path / "fsx").mkdir()
     started = []
     for host, ml in zip(hosts, folders, strict=True):
         for channel in ("code", "sm_drivers"):
-            (tmp_path / "s3" / channel).rename(ml / "input" / "data" / channel) if host is hosts[0] else None
+            (tmp_path / "s3" / channel).rename(ml / "input" / "data" / channel) if host is hosts[
+                0
+            ] else None
             source = folders[0] / "input" / "data" / channel
             if host is not hosts[0]:
                 subprocess.run(["cp", "-r", source, ml / "input" / "data"], check=True)
         (ml / "input" / "data" / "fsx").mkdir()
         mounts = {opt_ml: str(ml), f"{opt_ml}/input/data/fsx": str(tmp_path / "fsx")}
-        env = {"TRAINING_JOB_NAME": "job", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        env = {
+            "TRAINING_JOB_NAME": "job",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
         log = (ml / "log").open("w")
-        started.append(host.popen(command, env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT))
+        started.append(
+            host.popen(command, env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
+        )
     metrics = folders[0] / "checkpoints" / "metrics.jsonl"
     deadline = time.monotonic() + 90
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
-        assert time.monotonic() < deadline and started[0].poll() is None, (folders[0] / "log").read_text()[-3000:]
+        assert time.monotonic() < deadline and started[0].poll() is None, (
+            folders[0] / "log"
+        ).read_text()[-3000:]
         time.sleep(0.2)
-    for process in started:  # torchrun has become the first process of the container, which alone gets the signal
+    for process in (
+        started
+    ):  # torchrun has become the first process of the container, which alone gets the signal
         process.send_signal(signal.SIGTERM)
-    assert {process.wait(60) for process in started} == {exit_codes.PREEMPTED}, (folders[0] / "log").read_text()[-3000:]
+    assert {process.wait(60) for process in started} == {exit_codes.PREEMPTED}, (
+        folders[0] / "log"
+    ).read_text()[-3000:]
     end = read_entries(folders[0] / "checkpoints")[-1]
     assert end["exit_code"] == exit_codes.PREEMPTED
     step = max(row[0] for row in rows(folders[0] / "checkpoints"))

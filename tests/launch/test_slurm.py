@@ -1,4 +1,6 @@
-"""Jobs of `titanlite launch slurm`: as text, and on a real Slurm, where each disturbance ends with the same weights."""
+"""Jobs of `titanlite launch slurm`: as text, and on a real Slurm, where each disturbance ends with
+the same weights.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ ENDS = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if lacks := missing():
-        message = f"no Slurm here: {', '.join(lacks)} (apt-get install slurmctld slurmd slurm-client munge)"
+        message = (
+            f"no Slurm here: {', '.join(lacks)} (apt-get install slurmctld slurmd slurm-client "
+            "munge)"
+        )
         warnings.warn(message, stacklevel=1)
         pytest.skip(message)
     with cluster(tmp_path_factory.mktemp("slurm")) as one:
@@ -86,7 +91,9 @@ def _until_step(folder: Path, step: int, seconds: float = 120) -> None:
 
 def _completed(slurm: Cluster, folder: Path, job: str, undisturbed: Path) -> None:
     assert slurm.wait(job, *ENDS) == "COMPLETED", _log(folder, job)
-    assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))  # none is lost, none comes twice
+    assert [row[0] for row in rows(folder)] == list(
+        range(1, STEPS + 1)
+    )  # none is lost, none comes twice
     assert unequal(undisturbed, folder, STEPS) == []
 
 
@@ -99,10 +106,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def limited(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Submit a job that reaches its time limit while other tests run: Slurm looks for such jobs each 30 s."""
+    """Submit a job that reaches its time limit while other tests run: Slurm looks for such jobs
+    each 30 s.
+    """
     folder = tmp_path_factory.mktemp("limited") / "run"
-    # The notice may come up to a minute sooner than asked for, and a start takes long on a busy machine.
-    limits = ["--launch.time_limit=2:00", "--launch.notice_seconds=29", "--launch.environment.STEP_SECONDS=6"]
+    # The notice may come up to a minute sooner than asked for, and a start takes long on a busy
+    # machine.
+    limits = [
+        "--launch.time_limit=2:00",
+        "--launch.notice_seconds=29",
+        "--launch.environment.STEP_SECONDS=6",
+    ]
     return folder, _submit(slurm, folder, *limits, "--launch.queue=aside")
 
 
@@ -112,14 +126,18 @@ def test_a_preempted_job_goes_on_later(slurm: Cluster, undisturbed: Path, tmp_pa
     folder = tmp_path / "run"
     job = _submit(slurm, folder)
     _until_step(folder, 3)
-    other = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 1", "-o/dev/null").strip()
+    other = slurm.run(
+        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap=sleep 1", "-o/dev/null"
+    ).strip()
     slurm.wait(other, "COMPLETED")
     _completed(slurm, folder, job, undisturbed)
     assert "SIGTERM: stopping" in _log(folder, job) and slurm.field(job, "Restarts") == "1"
 
 
 @pytest.mark.slow
-def test_a_lost_node_leads_to_a_new_start(slurm: Cluster, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_lost_node_leads_to_a_new_start(
+    slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     job = _submit(slurm, folder, "--checkpoint.interval=2")
     _until_step(folder, 3)
@@ -162,11 +180,17 @@ def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_tasks_of_a_job_array_do_one_run_after_the_other(slurm: Cluster, undisturbed: Path, tmp_path: Path) -> None:
-    """The first task is asked to stop: it alone waits for a further start, while the second one goes on."""
+def test_the_tasks_of_a_job_array_do_one_run_after_the_other(
+    slurm: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The first task is asked to stop: it alone waits for a further start, while the second one
+    goes on.
+    """
     folder = tmp_path / "run"
     _launch(slurm, folder, "--launch.environment.STEP_SECONDS=0.2")
-    job = slurm.run("sbatch", "--parsable", "--array=0-1%1", str(folder / "launch" / "job.sbatch")).strip()
+    job = slurm.run(
+        "sbatch", "--parsable", "--array=0-1%1", str(folder / "launch" / "job.sbatch")
+    ).strip()
     _until_step(folder, 3)
     slurm.run("scancel", "--batch", "--signal=USR1", f"{job}_0")
     slurm.wait(f"{job}_1", "COMPLETED")
@@ -176,14 +200,21 @@ def test_the_tasks_of_a_job_array_do_one_run_after_the_other(slurm: Cluster, und
 
 
 @pytest.mark.slow
-def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(slurm: Cluster, tmp_path: Path) -> None:
+def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
+    slurm: Cluster, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     _launch(slurm, folder)
     script = folder / "launch" / "job.sbatch"
     for_gpus = tmp_path / "gpus.sbatch"  # as edited for a cluster that does not know its GPUs
-    lines = _render(*RUN, *LAUNCH, "--no-launch.cpu", f"--job.dump_folder={folder}").splitlines(keepends=True)
+    lines = _render(*RUN, *LAUNCH, "--no-launch.cpu", f"--job.dump_folder={folder}").splitlines(
+        keepends=True
+    )
     for_gpus.write_text("".join(line for line in lines if not line.startswith("#SBATCH --gpus")))
-    slurm.environment |= {"SLURM_GPUS_ON_NODE": "0", "SLURM_NTASKS": "7"}  # 7: of a job that submits this one
+    slurm.environment |= {
+        "SLURM_GPUS_ON_NODE": "0",
+        "SLURM_NTASKS": "7",
+    }  # 7: of a job that submits this one
     try:
         jobs = {
             slurm.run("sbatch", "--parsable", "--partition=aside", *words).strip(): said
@@ -197,7 +228,10 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(slur
         del slurm.environment["SLURM_GPUS_ON_NODE"], slurm.environment["SLURM_NTASKS"]
     for job, said in jobs.items():
         assert slurm.wait(job, *ENDS) == "FAILED" and said in _log(folder, job)
-        assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0" and slurm.field(job, "Restarts") == "0"
+        assert (
+            slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0"
+            and slurm.field(job, "Restarts") == "0"
+        )
         assert "srun" not in _log(folder, job)
 
 
@@ -209,15 +243,23 @@ def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_pat
     for start, delay in enumerate((0.0, 1.0, 2.0)):
         slurm.wait(job, "RUNNING")
         end = time.monotonic() + 60
-        while f"restart {start}," not in (_log(folder, job) if start or _has_log(folder, job) else ""):
+        while f"restart {start}," not in (
+            _log(folder, job) if start or _has_log(folder, job) else ""
+        ):
             assert time.monotonic() < end, f"start {start} does not come"
             time.sleep(0.05)
         time.sleep(delay)
         slurm.run("scancel", "--batch", "--signal=USR1", job)
         slurm.wait(job, "PENDING", *ENDS)
-    assert slurm.wait(job, *ENDS) == "FAILED" and slurm.field(job, "ExitCode") == f"{exit_codes.PREEMPTED}:0"
+    assert (
+        slurm.wait(job, *ENDS) == "FAILED"
+        and slurm.field(job, "ExitCode") == f"{exit_codes.PREEMPTED}:0"
+    )
     log = _log(folder, job)
-    assert slurm.field(job, "Restarts") == "2" and log.count("with code 5") + log.count("before the ranks") == 3
+    assert (
+        slurm.field(job, "Restarts") == "2"
+        and log.count("with code 5") + log.count("before the ranks") == 3
+    )
     assert "after no step, for the third time" in log and "launch.notice_seconds" in log
     assert not (folder / "metrics.jsonl").exists()
 
@@ -275,10 +317,16 @@ def _render(*flags: str) -> str:
 
 
 def _example(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Render an example as on a cluster whose shared folder has a checkout and its virtual environment."""
+    """Render an example as on a cluster whose shared folder has a checkout and its virtual
+    environment.
+    """
     monkeypatch.setattr(Path, "cwd", lambda: Path("/fsx/titanlite"))
     monkeypatch.setattr(sys, "executable", "/fsx/titanlite/.venv/bin/python")
-    flags = ["--launch.shared_dir=/fsx", f"--job.dump_folder=/fsx/runs/{name}", "--launch.time_limit=2-0"]
+    flags = [
+        "--launch.shared_dir=/fsx",
+        f"--job.dump_folder=/fsx/runs/{name}",
+        "--launch.time_limit=2-0",
+    ]
     return _render(*EXAMPLES[name].flags(), *flags)
 
 
@@ -289,10 +337,21 @@ def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> None:
-    flags = [*EXAMPLES["llama3_1_8b"].flags(), "--job.dump_folder=/fsx/runs/8b", "--launch.shared_dir=/fsx"]
-    text = _render(*flags, "--launch.image=/fsx/my image.sqsh", "--launch.environment.NCCL_DEBUG=it's on")
+    flags = [
+        *EXAMPLES["llama3_1_8b"].flags(),
+        "--job.dump_folder=/fsx/runs/8b",
+        "--launch.shared_dir=/fsx",
+    ]
+    text = _render(
+        *flags, "--launch.image=/fsx/my image.sqsh", "--launch.environment.NCCL_DEBUG=it's on"
+    )
     mounts, image, variables = (re.search(f"^{pattern}", text, re.M) for pattern in _CONTAINER)
-    assert mounts and set(mounts[1].split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"} and image and variables
+    assert (
+        mounts
+        and set(mounts[1].split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"}
+        and image
+        and variables
+    )
     assert "exec python -m" in text and "export NCCL_DEBUG='it'\"'\"'s on'" in text
 
 
@@ -301,7 +360,11 @@ _FOLDERS = [
     *("--job.dump_folder=/fsx/run", "--checkpoint.enable_checkpoint"),
 ]
 _IMAGE = "--launch.image=/fsx/my image.sqsh"
-_CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' ", r"variables=\S*,NCCL_DEBUG ")
+_CONTAINER = (
+    r"mounts=(.*)",
+    r"options.*--container-image='/fsx/my image.sqsh' ",
+    r"variables=\S*,NCCL_DEBUG ",
+)
 
 
 @pytest.mark.parametrize(
@@ -309,15 +372,43 @@ _CONTAINER = (r"mounts=(.*)", r"options.*--container-image='/fsx/my image.sqsh' 
     [
         (["--launch.instance_type=p5.48xl"], "launch.instance_type", "p5.48xlarge"),
         ([], "launch.gpus_per_node", "not known"),
-        (["--launch.instance_type=ml.p5.48xlarge", "--launch.gpus_per_node=16"], "launch.gpus_per_node", "has 8 GPU"),
+        (
+            ["--launch.instance_type=ml.p5.48xlarge", "--launch.gpus_per_node=16"],
+            "launch.gpus_per_node",
+            "has 8 GPU",
+        ),
         (["--launch.environment.HF_TOKEN=(removed)"], "launch.environment.HF_TOKEN", "secret"),
         (["--launch.environment.A-B=1"], "launch.environment.A-B", "digits"),
-        (["--experimental.enable_compiled_autograd"], "experimental.enable_compiled_autograd", "not built yet"),
-        (["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"], "tensor_parallel_degree", "divide"),
-        (["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"], "job.dump_folder", "/fsx: not all machines"),
-        ([*_FOLDERS, "--checkpoint.folder=/tmp/x"], "checkpoint.folder", "outside of launch.shared_dir"),
-        ([*_FOLDERS, "--launch.shared_dir=", _IMAGE, "--checkpoint.folder=/x"], "checkpoint.folder", "the container's"),
-        (["--launch.gpus_per_node=8", "--launch.time_limit=0:03:59"], "launch.notice_seconds", "120 s"),
+        (
+            ["--experimental.enable_compiled_autograd"],
+            "experimental.enable_compiled_autograd",
+            "not built yet",
+        ),
+        (
+            ["--launch.gpus_per_node=8", "--training.tensor_parallel_degree=3"],
+            "tensor_parallel_degree",
+            "divide",
+        ),
+        (
+            ["--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"],
+            "job.dump_folder",
+            "/fsx: not all machines",
+        ),
+        (
+            [*_FOLDERS, "--checkpoint.folder=/tmp/x"],
+            "checkpoint.folder",
+            "outside of launch.shared_dir",
+        ),
+        (
+            [*_FOLDERS, "--launch.shared_dir=", _IMAGE, "--checkpoint.folder=/x"],
+            "checkpoint.folder",
+            "the container's",
+        ),
+        (
+            ["--launch.gpus_per_node=8", "--launch.time_limit=0:03:59"],
+            "launch.notice_seconds",
+            "120 s",
+        ),
     ],
 )
 def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str) -> None:
@@ -329,7 +420,9 @@ def test_variables_of_a_job() -> None:
     flags = ["--job.config_file=llama3_8b.toml", "--launch.instance_type=ml.p5.48xlarge"]
     text = _render(*flags, "--launch.environment.TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60")
     assert re.findall("SHUTDOWN_TIMEOUT=(.*)", text) == ["60"] and "export FI_" not in text
-    assert "gpus-per-node=8" in text and "export FI_EFA_USE_DEVICE_RDMA=1" in _render(*flags, "--launch.nodes=2")
+    assert "gpus-per-node=8" in text and "export FI_EFA_USE_DEVICE_RDMA=1" in _render(
+        *flags, "--launch.nodes=2"
+    )
 
 
 def test_a_time_limit_is_read_as_slurm_does() -> None:
@@ -338,18 +431,30 @@ def test_a_time_limit_is_read_as_slurm_does() -> None:
     assert {text: limit_seconds(text) for text in seconds} == seconds
 
 
-def test_a_dry_run_prints_the_job_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["llama3_8b.toml", f"--job.dump_folder={tmp_path / 'run'}", "--launch.gpus_per_node=8", "--launch.nodes=2"]
+def test_a_dry_run_prints_the_job_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [
+        "llama3_8b.toml",
+        f"--job.dump_folder={tmp_path / 'run'}",
+        "--launch.gpus_per_node=8",
+        "--launch.nodes=2",
+    ]
     assert cli.main(["launch", "slurm", *flags, "--dry-run"]) == exit_codes.DONE
     said = capsys.readouterr()
     assert "#SBATCH --nodes=2\n" in said.out and not (tmp_path / "run").exists()
     assert said.err == ""
     launch = tmp_path / "run" / "launch"
     launch.mkdir(parents=True, mode=0o755)
-    assert cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"]) == exit_codes.DONE
+    assert (
+        cli.main(["launch", "slurm", *flags, "--no-checkpoint.enable_checkpoint"])
+        == exit_codes.DONE
+    )
     assert "begins at step 0" in capsys.readouterr().err
     assert (launch / "job.sbatch").stat().st_mode & 0o777 == 0o600
-    assert launch.stat().st_mode & 0o777 == 0o700  # Slurm's log in it has the mode of the submitting shell at first
+    assert (
+        launch.stat().st_mode & 0o777 == 0o700
+    )  # Slurm's log in it has the mode of the submitting shell at first
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

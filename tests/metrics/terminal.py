@@ -61,7 +61,8 @@ class Terminal:
     def read(self) -> bytes:
         """Return the text sent since; the screen shows it.
 
-        A mark follows the text through the terminal: when the mark arrives, so have all bytes before it.
+        A mark follows the text through the terminal: when the mark arrives, so have all bytes
+        before it.
         """
         self.stream.flush()
         os.write(self.end, _MARK)
@@ -76,7 +77,10 @@ class Terminal:
     def rows(self) -> list[str]:
         """Return all rows that can be seen or scrolled back to, without empty rows at the end."""
         self.read()
-        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
+        above = [
+            "".join(row[x].data for x in range(self.screen.columns))
+            for row in self.screen.history.top
+        ]
         rows = [row.rstrip() for row in [*above, *self.screen.display]]
         while rows and not rows[-1]:
             rows.pop()

@@ -25,8 +25,18 @@ from titanlite.utils import Table, logger, render
 
 FIGURES = {
     **{"step": 1990, "loss": 3.437, "grad_norm": 1.23456, "lr": 3e-4, "tps": 6785.2, "mfu": 39.73},
-    **{"reserved_gib": 68.57, "reserved_percent": 86.69, "memory_gib": 60.0, "memory_percent": 75.0},
-    **{"tokens_seen": 12_345_678, "seconds_left": 5025.4, "samples_per_second": 9.41, "waits_percent": 5.0},
+    **{
+        "reserved_gib": 68.57,
+        "reserved_percent": 86.69,
+        "memory_gib": 60.0,
+        "memory_percent": 75.0,
+    },
+    **{
+        "tokens_seen": 12_345_678,
+        "seconds_left": 5025.4,
+        "samples_per_second": 9.41,
+        "waits_percent": 5.0,
+    },
 }
 ANSI = re.compile(r"\033\[\d+m")
 
@@ -47,14 +57,20 @@ def console() -> Iterator[logging.Logger]:
 
 def test_step_lines_are_those_that_other_tools_read() -> None:
     known = "step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
-    assert titan_line(FIGURES) == f"{known}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  left: 1:23:45"
+    assert (
+        titan_line(FIGURES)
+        == f"{known}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  left: 1:23:45"
+    )
     cpu = ("step", "loss", "grad_norm", "lr", "tps", "tokens_seen", "memory_gib", "memory_percent")
     first = {**{name: FIGURES[name] for name in cpu}, "step": 1, "waits_percent": 12.3}
     short = "step:  1  loss:  3.4370  memory: 60.00GiB(75.00%)  tps: 6,785"
-    assert titan_line(first) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  data: 12%"
+    assert (
+        titan_line(first) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  data: 12%"
+    )
     figures = {**FIGURES, "step": 90, "loss": 7.24291, "lr": 1e-5}
     assert aws_fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10)) == (
-        "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, lr: 0.000010"
+        "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, "
+        "lr: 0.000010"
     )
 
 
@@ -75,9 +91,14 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
     console.debug("quiet")
     console.info("hello")
     console.warning("disk full")
-    stamps, texts = zip(*((line[:19], line[20:]) for line in out.getvalue().splitlines()), strict=True)
+    stamps, texts = zip(
+        *((line[:19], line[20:]) for line in out.getvalue().splitlines()), strict=True
+    )
     assert list(texts) == shown
-    assert abs((datetime.now() - datetime.strptime(stamps[0], "%Y-%m-%d %H:%M:%S")).total_seconds()) < 60
+    assert (
+        abs((datetime.now() - datetime.strptime(stamps[0], "%Y-%m-%d %H:%M:%S")).total_seconds())
+        < 60
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +140,8 @@ def test_colours_only_where_wanted(
         assert "training.steps" in stream.getvalue() and "\033" not in stream.getvalue()
 
 
-#: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may stay.
+#: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may
+#: stay.
 HOSTILE = "a\x1b]0;owned\x07b\x1b[31mc\rd\x9b2Je\x7f\tf\r\ng é"
 HARMLESS = "a\\x1b]0;owned\\x07b\\x1b[31mc\\x0dd\\x9b2Je\\x7f\tf\r\ng é"
 
@@ -137,9 +159,15 @@ def test_the_log_holds_no_control_characters_but_our_colours(
     shown = stream.getvalue()
     painted = f"\033[31mERROR: {HARMLESS}\033[0m" if color else f"ERROR: {HARMLESS}"
     assert f"reading {HARMLESS}\n" in shown and f"{painted}\n" in shown
-    assert len(ANSI.findall(shown)) == (20 if color else 0), "the error's and the nine fields', on and off"
+    assert len(ANSI.findall(shown)) == (20 if color else 0), (
+        "the error's and the nine fields', on and off"
+    )
     log = (tmp_path / "logs" / "rank_0.log").read_bytes().decode()
-    assert HARMLESS.replace("\\x1b[31m", "") in log and titan_line(FIGURES) in log and "\x1b" not in log
+    assert (
+        HARMLESS.replace("\\x1b[31m", "") in log
+        and titan_line(FIGURES) in log
+        and "\x1b" not in log
+    )
 
 
 def test_commands_show_foreign_names_without_control_characters(
@@ -161,12 +189,18 @@ def test_commands_show_foreign_names_without_control_characters(
 
 
 def test_lines_fold_between_words_below_their_own_text() -> None:
-    line = "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens per epoch, shuffled, twice"
+    line = (
+        "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens per "
+        "epoch, shuffled, twice"
+    )
     assert folded(line, 20, 80).splitlines() == [
         "2026-11-24 02:40:39 data             c4_test: 2,336 documents, 2,368,073 tokens",
         "                                     per epoch, shuffled, twice",
     ]
-    sentence = "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the schedule has 3 steps"
+    sentence = (
+        "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the schedule has "
+        "3 steps"
+    )
     assert folded(sentence, 20, 80).splitlines() == [
         "2026-11-24 02:40:39 WARNING: the warmup of 10 steps is shortened to 3: the",
         "                    schedule has 3 steps",
@@ -175,12 +209,17 @@ def test_lines_fold_between_words_below_their_own_text() -> None:
     path = f"2026-11-24 02:40:39 {'x' * 90} is a path"
     assert folded(path, 20, 80).split() == path.split(), "a long word stays whole"
     narrow = folded(line, 20, 30).splitlines()
-    assert " ".join(" ".join(narrow).split()) == " ".join(line.split()) and max(map(len, narrow)) <= 30
+    assert (
+        " ".join(" ".join(narrow).split()) == " ".join(line.split()) and max(map(len, narrow)) <= 30
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 60])
 def test_a_terminal_shows_no_cut_words(console: logging.Logger, columns: int) -> None:
-    text = "devices          2 x CPU (AMD EPYC), 23.5 GiB of memory, shared; some more words that need a second line"
+    text = (
+        "devices          2 x CPU (AMD EPYC), 23.5 GiB of memory, shared; some more words that "
+        "need a second line"
+    )
     terminal = pseudo.Terminal(columns, 20)
     try:
         setup_console(0, None, terminal.stream)
@@ -206,8 +245,9 @@ import logging, sys, types
 {before}
 from titanlite import DistEnv, Trainer, build, load_config
 with DistEnv.open() as world:
-    flags = ["--training.steps=2", "--training.seq_len=32", "--training.batch_size=1", "--metrics.log_freq=1"]
-    flags += ["--model.overrides.n_layers=1", "--model.overrides.dim=64", "--job.dump_folder={folder}"]
+    flags = ["--training.steps=2", "--training.seq_len=32", "--training.batch_size=1"]
+    flags += ["--metrics.log_freq=1", "--model.overrides.n_layers=1", "--model.overrides.dim=64"]
+    flags += ["--job.dump_folder={folder}"]
     Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
 """
 #: What a notebook's server may have done: a handler for warnings, and its own module.

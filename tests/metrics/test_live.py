@@ -56,7 +56,9 @@ def _show(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, steps: int = 60) 
     return view
 
 
-def test_lines_scroll_above_a_table_and_a_progress_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_scroll_above_a_table_and_a_progress_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step that leaves the table becomes such a line; at the end the table stays."""
     view = _show(terminal, monkeypatch, steps=15)
     for step in range(1, 13):
@@ -67,20 +69,40 @@ def test_lines_scroll_above_a_table_and_a_progress_line(terminal: Terminal, monk
     rows = texts(terminal.rows())
     assert rows[:6] == [*step_lines(1, 2, 3, 4), "WARNING: careful", "a library's line"]
     assert re.split(r"\s{2,}", rows[6].strip()) == TITLES
-    assert [row.split()[0] for row in rows[7:15]] == [str(step) for step in range(5, 13)] and ROWS == 8
-    assert rows[14].split() == ["12", "6.8800", "1.5000", "3.00e-04", "5,123", "0.43", "GiB", "(12%)"]
-    assert rows[15].startswith("14/15") and "93%" in rows[15] and rows[15].endswith("left 32.0s") and len(rows) == 16
+    assert [row.split()[0] for row in rows[7:15]] == [
+        str(step) for step in range(5, 13)
+    ] and ROWS == 8
+    assert rows[14].split() == [
+        "12",
+        "6.8800",
+        "1.5000",
+        "3.00e-04",
+        "5,123",
+        "0.43",
+        "GiB",
+        "(12%)",
+    ]
+    assert (
+        rows[15].startswith("14/15")
+        and "93%" in rows[15]
+        and rows[15].endswith("left 32.0s")
+        and len(rows) == 16
+    )
     view.tick(15)
     view.close()
     logger.info("training done")
     log_step(15)
     rows = texts(terminal.rows())
     assert rows[15].startswith("15/15 ") and " took " in rows[15]
-    assert rows[16:] == ["training done", *step_lines(15)], "after the view, step lines are lines again"
+    assert rows[16:] == ["training done", *step_lines(15)], (
+        "after the view, step lines are lines again"
+    )
     assert sys.stdout is terminal.stream
 
 
-def test_it_is_drawn_only_when_a_drawing_is_due(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_drawn_only_when_a_drawing_is_due(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     view = _show(terminal, monkeypatch)
     monkeypatch.setattr(live, "_SECONDS_BETWEEN", 1e6)
     log_step(1)
@@ -108,7 +130,9 @@ def test_a_view_without_figures_leaves_nothing_and_one_on_a_closed_terminal_rais
     view.close()
 
 
-@pytest.mark.parametrize("why", ["file", "dumb", "no TERM", "no size", "CI", "KUBERNETES_SERVICE_HOST", "rank 1"])
+@pytest.mark.parametrize(
+    "why", ["file", "dumb", "no TERM", "no size", "CI", "KUBERNETES_SERVICE_HOST", "rank 1"]
+)
 def test_plain_lines_and_no_view_where_nobody_looks(
     why: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,13 +153,34 @@ def test_plain_lines_and_no_view_where_nobody_looks(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flag", ["", "--no-metrics.enable_progress", "--metrics.log_style=aws_fsdp"])
+@pytest.mark.parametrize(
+    "flag", ["", "--no-metrics.enable_progress", "--metrics.log_style=aws_fsdp"]
+)
 def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -> None:
-    """Plain `torchrun train.py`: workers inherit the terminal, and rank 0 shows the view, if that is wanted."""
-    flags = ["--job.config_file=debug_model.toml", *TWO_LAYERS, "--training.batch_size=1", "--training.steps=12"]
-    flags += ["--training.global_batch_size=8", "--validation.freq=6", "--validation.steps=1", "--metrics.log_freq=2"]
+    """Plain `torchrun train.py`: workers inherit the terminal, and rank 0 shows the view, if that
+    is wanted.
+    """
+    flags = [
+        "--job.config_file=debug_model.toml",
+        *TWO_LAYERS,
+        "--training.batch_size=1",
+        "--training.steps=12",
+    ]
+    flags += [
+        "--training.global_batch_size=8",
+        "--validation.freq=6",
+        "--validation.steps=1",
+        "--metrics.log_freq=2",
+    ]
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": terminal.end, "stderr": terminal.end}
-    command = [sys.executable, *TORCHRUN, "train.py", *flags, f"--job.dump_folder={tmp_path}", *filter(None, [flag])]
+    command = [
+        sys.executable,
+        *TORCHRUN,
+        "train.py",
+        *flags,
+        f"--job.dump_folder={tmp_path}",
+        *filter(None, [flag]),
+    ]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), **streams) as process:
         process.wait(timeout=600)
     assert process.returncode == 0
@@ -144,7 +189,11 @@ def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -
         pattern = r"I \[train.py:103\] Batch \d+ Loss" if "fsdp" in flag else r"step: +\d+  loss: "
         assert sum(bool(re.search(pattern, row)) for row in rows) == 7
         return
-    assert rows[-1] == "training done at step 12" and rows[-2].startswith("12/12 ") and " took " in rows[-2]
+    assert (
+        rows[-1] == "training done at step 12"
+        and rows[-2].startswith("12/12 ")
+        and " took " in rows[-2]
+    )
     assert [int(row.split()[0]) for row in rows[-9:-2]] == [1, 2, 4, 6, 8, 10, 12]
     for kept in ("a fresh run", "validation at 6: loss", "validation at 12: loss", "model "):
         assert sum(row.startswith(kept) for row in rows) == 1, kept

@@ -1,4 +1,6 @@
-"""The first module whose output, or whose gradient, is not finite is named, with the ranks and the micro-batch."""
+"""The first module whose output, or whose gradient, is not finite is named, with the ranks and the
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +59,16 @@ def _poison(model: torch.nn.Module, where: str) -> None:
     elif where == "inside":
         plain: Any = attention.forward
         factor = lambda: INFINITY if second() else 1.0  # noqa: E731
-        attention.forward = lambda x, rotation, mask: plain(x, lambda t: rotation(t) * factor(), mask)  # type: ignore[method-assign]
+        attention.forward = lambda x, rotation, mask: plain(
+            x, lambda t: rotation(t) * factor(), mask
+        )  # type: ignore[method-assign]
     elif where == "gradient of an input":
         forward = w2.forward
         w2.forward = lambda x: forward(Scale.apply(x, NAN) if second() else x)  # type: ignore[method-assign]
     elif where == "gradient inside":
-        w2.register_forward_pre_hook(lambda module, args: (Scale.apply(args[0], NAN),) if second() else args)
+        w2.register_forward_pre_hook(
+            lambda module, args: (Scale.apply(args[0], NAN),) if second() else args
+        )
     elif where == "weights":
         weight: Any = model.get_parameter(f"{W2}.weight").detach()
         weight.to_local()[0, 0] = INFINITY
@@ -74,12 +80,17 @@ def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Findin
     if world.rank == world.size - 1:
         _poison(model, where)
         if where == "loss":
-            keywords["loss_function"] = lambda logits, labels: cross_entropy_sum(logits, labels) * INFINITY
+            keywords["loss_function"] = lambda logits, labels: (
+                cross_entropy_sum(logits, labels) * INFINITY
+            )
     if where == "norm":
         keywords["loss_function"] = lambda logits, labels: cross_entropy_sum(logits, labels) * 1e22
     before = {name: full(p) for name, p in model.named_parameters()}
     finding = diagnose_nonfinite(model, micro_batches(run, 0, rank, world.size), **keywords)
-    assert all(torch.equal(full(p), before[name]) or where == "weights" for name, p in model.named_parameters())
+    assert all(
+        torch.equal(full(p), before[name]) or where == "weights"
+        for name, p in model.named_parameters()
+    )
     assert all(p.grad is None for p in model.parameters())
     return finding, str(finding)
 
@@ -110,7 +121,10 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
         replace(
             RUN,
             training=changed(
-                RUN.training, mixed_precision_param="bfloat16", reshard_after_forward="always", gradient_sync="every"
+                RUN.training,
+                mixed_precision_param="bfloat16",
+                reshard_after_forward="always",
+                gradient_sync="every",
             ),
         ),
         replace(RUN, replicas=2),
@@ -125,7 +139,9 @@ def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) ->
 
 
 def _sums_overflow(world: DistEnv) -> Finding:
-    """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what float32 holds."""
+    """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what
+    float32 holds.
+    """
     run = replace(RUN, accumulation=1)
     model, _, _ = build_tiny(world, run)
     data = micro_batches(run, 0, 0, world.size)  # the same on both ranks
@@ -134,7 +150,9 @@ def _sums_overflow(world: DistEnv) -> Finding:
     peak = max(full(p.grad).abs().max().item() for p in model.parameters() if p.grad is not None)
     factor = 1.2 * torch.finfo(torch.float32).max / peak
     return diagnose_nonfinite(
-        model, data, loss_function=lambda logits, labels: cross_entropy_sum(Scale.apply(logits, factor), labels)
+        model,
+        data,
+        loss_function=lambda logits, labels: cross_entropy_sum(Scale.apply(logits, factor), labels),
     )
 
 
@@ -144,7 +162,9 @@ def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
 
 
 def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
-    """Weights so large that a product inside a block overflows, after a step as usual; then train on without them."""
+    """Weights so large that a product inside a block overflows, after a step as usual; then train
+    on without them.
+    """
     model, _, take = stepper(world, run)
     first, kept = take(1).loss.item(), {}
     for name in ("w1", "w3"):
@@ -158,7 +178,13 @@ def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
 
 
 @pytest.mark.parametrize(
-    "run", [RUN, pytest.param(replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled")]
+    "run",
+    [
+        RUN,
+        pytest.param(
+            replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled"
+        ),
+    ],
 )
 def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
     for finding, learns in pool(2).run(_overflow, run):
@@ -185,6 +211,9 @@ def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -
     first, second = pool(2).run(_stopped, str(tmp_path))
     assert first == second
     assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
-    assert f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)" in first
+    assert (
+        f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)"
+        in first
+    )
     end = read_entries(tmp_path)[-1]
     assert (end["event"], end["state"], end["reason"]) == ("end", "stopped", first)

@@ -1,4 +1,6 @@
-"""Traces on a cycle, per rank, of the step they say, with nothing lost when the disk does not play along."""
+"""Traces on a cycle, per rank, of the step they say, with nothing lost when the disk does not play
+along.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ def test_the_profiled_step_is_recorded_by_every_rank(golden: GoldenRun) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["iteration_20"]
     for rank in range(2):
         trace = json.loads((folder / "iteration_20" / f"rank{rank}_trace.json").read_text())
-        operations = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
-        # Each of the 2 blocks has 7 linears, and there is the head: 15 products forward, 30 backward.
+        operations = [
+            event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"
+        ]
+        # Each of the 2 blocks has 7 linears, and there is the head: 15 products forward, 30
+        # backward.
         # 8 sequences in micro-batches of 2 on 2 ranks: twice.
         assert operations.count("aten::mm") == 2 * 45
         assert operations.count("c10d::allreduce_") == 2 + 1, "the step's two, and the logger's"
@@ -33,7 +38,11 @@ def test_the_profiled_step_is_recorded_by_every_rank(golden: GoldenRun) -> None:
 def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path) -> None:
     folder = str(tmp_path)
     config = Profiling(
-        enable_profiling=True, save_traces_folder=folder, profile_freq=4, profiler_warmup=1, profiler_active=3
+        enable_profiling=True,
+        save_traces_folder=folder,
+        profile_freq=4,
+        profiler_warmup=1,
+        profiler_active=3,
     )
     profiler = Profiler(config, 0, torch.device("cpu"))
     profiler.on_start(at_step(0))
@@ -63,8 +72,12 @@ def _said_of_one_cycle(folder: Path) -> list[str]:
     return [line for line in said if str(folder) in line]
 
 
-def test_a_trace_that_torch_could_not_write_is_told_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises nothing for a folder that is gone: it is removed between its making and the export."""
+def test_a_trace_that_torch_could_not_write_is_told_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises nothing for a folder that is gone: it is removed between its making and the
+    export.
+    """
     export = torch.profiler.profile.export_chrome_trace
 
     def without_folder(profiler: torch.profiler.profile, path: str) -> object:
@@ -77,7 +90,9 @@ def test_a_trace_that_torch_could_not_write_is_told_as_missing(tmp_path: Path, m
 
 
 def test_a_trace_that_the_disk_cut_short_is_told_and_removed(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: torch writes so many bytes and raises nothing."""
+    """A limit on the size of files stands for a full disk: torch writes so many bytes and raises
+    nothing.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))

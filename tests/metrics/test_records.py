@@ -27,7 +27,10 @@ def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
-    assert rows == [{"step": 1, "loss": 7.5, "note": "x"}, {"step": 2, "loss": "nan", "norm": "inf", "low": "-inf"}]
+    assert rows == [
+        {"step": 1, "loss": 7.5, "note": "x"},
+        {"step": 2, "loss": "nan", "norm": "inf", "low": "-inf"},
+    ]
     assert read_metrics(path) == rows
 
 
@@ -75,7 +78,12 @@ def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Pa
         log.truncate_after(3)
         gone.parent.mkdir()
         log.write({"step": 5})
-    assert len(said) == 2 and str(full) in said[0] and "No space left" in said[0] and str(gone) in said[1]
+    assert (
+        len(said) == 2
+        and str(full) in said[0]
+        and "No space left" in said[0]
+        and str(gone) in said[1]
+    )
     assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
 
 
@@ -84,14 +92,31 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder))
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list() -> None:
-    row = {"step": 1, "loss": 2.0, "time": 3.0, "validation_tokens": 4, "grad_norm": 5.0, "grad_norm/layers.7": 6.0}
-    assert tags(row) == {"loss_metrics/global_avg_loss": 2.0, "grad_norm": 5.0, "grad_norm/layers.7": 6.0}
+    row = {
+        "step": 1,
+        "loss": 2.0,
+        "time": 3.0,
+        "validation_tokens": 4,
+        "grad_norm": 5.0,
+        "grad_norm/layers.7": 6.0,
+    }
+    assert tags(row) == {
+        "loss_metrics/global_avg_loss": 2.0,
+        "grad_norm": 5.0,
+        "grad_norm/layers.7": 6.0,
+    }
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    cells = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    cells = [
+        [cell.strip() for cell in line.split(" | ")]
+        for line in page.splitlines()
+        if line.startswith("| `")
+    ]
     told = {key.strip("| `"): tag.strip("`") for key, tag, *_ in cells}
     assert {key: told.get(key) for key in TAGS} == dict(TAGS)
 
@@ -109,11 +134,16 @@ def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path: P
     assert second.folder == first.folder != tmp_path / "20200101-0000"
     assert time.strptime(first.folder.name, "%Y%m%d-%H%M")
     found = scalars(first.folder)
-    assert found == {"lr": [(s, 1.0 if s < 4 else 2.0) for s in range(1, 8)], "mfu(%)": [(s, 40.0) for s in (1, 2, 3)]}
+    assert found == {
+        "lr": [(s, 1.0 if s < 4 else 2.0) for s in range(1, 8)],
+        "mfu(%)": [(s, 40.0) for s in (1, 2, 3)],
+    }
 
 
 @pytest.mark.parametrize("where", ["a file", "no package", "at a row", "at its end"])
-def test_an_error_of_tensorboard_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_an_error_of_tensorboard_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     def fail(*_: Any) -> None:

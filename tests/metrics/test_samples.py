@@ -1,4 +1,6 @@
-"""Prompts sampled during training: every parallel layout writes the same text, and training does not notice."""
+"""Prompts sampled during training: every parallel layout writes the same text, and training does
+not notice.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 
 STEPS = ["--training.steps=4", "--checkpoint.interval=2"]
-PROMPTS = ["--sample.prompts=['In the beginning', 'And']", "--sample.freq=2", "--sample.max_tokens=9"]
+PROMPTS = [
+    "--sample.prompts=['In the beginning', 'And']",
+    "--sample.freq=2",
+    "--sample.max_tokens=9",
+]
 
 
 def _both(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
@@ -26,7 +32,9 @@ def _both(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     found = _run(world, folder, *flags, *PROMPTS, "--sample.freq=1")
     assert _losses(bare["rows"]) == _losses(found["rows"]), "to the last bit"
     file = Path(folder) / "samples.jsonl"
-    found["samples"] = [json.loads(line) for line in file.read_text().splitlines()] if world.rank == 0 else []
+    found["samples"] = (
+        [json.loads(line) for line in file.read_text().splitlines()] if world.rank == 0 else []
+    )
     return found
 
 
@@ -35,7 +43,10 @@ LAYOUTS = {
     "tensor": ["--training.tensor_parallel_degree=2"],
     "compiled": ["--training.compile", "--compile.backend=aot_eager"],
     "context": ["--experimental.context_parallel_degree=2"],
-    "replicas": ["--training.data_parallel_replicate_degree=2", "--activation_checkpoint.mode=full"],
+    "replicas": [
+        "--training.data_parallel_replicate_degree=2",
+        "--activation_checkpoint.mode=full",
+    ],
 }
 
 
@@ -44,20 +55,31 @@ def on_one(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return pool(1).run(_both, str(tmp_path_factory.mktemp("one")))[0]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.slow] * (n != "fsdp")) for n in LAYOUTS]
+)
 def test_samples_do_not_touch_training_and_are_equal_in_every_layout(
     pool: Pools, on_one: dict[str, Any], tmp_path: Path, layout: str
 ) -> None:
     found = pool(2).run(_both, str(tmp_path), *LAYOUTS[layout])[0]
     rows, prompts = found["samples"], ("In the beginning", "And")
-    assert [(row["step"], row["prompt"]) for row in rows] == [(s, p) for s in (1, 2) for p in prompts]
-    assert all(row["tokens"] == 9 or row["finish"] == "stop" for row in rows) and len({row["text"] for row in rows}) > 1
+    assert [(row["step"], row["prompt"]) for row in rows] == [
+        (s, p) for s in (1, 2) for p in prompts
+    ]
+    assert (
+        all(row["tokens"] == 9 or row["finish"] == "stop" for row in rows)
+        and len({row["text"] for row in rows}) > 1
+    )
     assert rows == on_one["samples"]
-    assert not any("compiled" in line and "again" in line for line in found["said"]), "the samples run uncompiled"
+    assert not any("compiled" in line and "again" in line for line in found["said"]), (
+        "the samples run uncompiled"
+    )
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_one_sample_of_each_step_and_tensorboard_has_the_text(pool: Pools, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_one_sample_of_each_step_and_tensorboard_has_the_text(
+    pool: Pools, tmp_path: Path
+) -> None:
     pool(2).run(_run, str(tmp_path), *STEPS, *PROMPTS)
     rows = (tmp_path / "samples.jsonl").read_text()
     shutil.rmtree(tmp_path / "checkpoint" / "step-4")
@@ -73,7 +95,9 @@ def _refused(world: DistEnv, folder: str) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_sampled_is_refused_before_the_model_is_built(pool: Pools, tmp_path: Path) -> None:
+def test_what_cannot_be_sampled_is_refused_before_the_model_is_built(
+    pool: Pools, tmp_path: Path
+) -> None:
     (said,) = pool(1).run(_refused, str(tmp_path))
     assert "sample.prompts" in said and "lower sample.max_tokens" in said
     with pytest.raises(ConfigError, match=r"sample\.prompts.*pipeline_parallel_degree"):

@@ -1,4 +1,6 @@
-"""The loss of each source of a mixture is the mean over its own targets, however the work is divided."""
+"""The loss of each source of a mixture is the mean over its own targets, however the work is
+divided.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from titanlite.parallel.dist_env import DistEnv
 BATCH, STEPS = 12, 4
 FLAGS = [
     *TWO_LAYERS,
-    "--data.source=[{name='sft_test', weight=2}, {name='c4_test'}]",  # prompts: rows differ in their targets
+    # prompts: rows differ in their targets
+    "--data.source=[{name='sft_test', weight=2}, {name='c4_test'}]",
     "--training.seq_len=32",
     "--training.batch_size=3",
     f"--training.global_batch_size={BATCH}",
@@ -69,7 +72,11 @@ COMPILED = ["--training.compile", "--compile.backend=aot_eager", "--compile.comp
         pytest.param([*COMPILED, "--training.batch_size=6"], marks=pytest.mark.slow),
         pytest.param([f"--{PARALLEL[0]}=2", "--training.loss_chunks=2"], marks=pytest.mark.slow),
         [f"--{PARALLEL[1]}=2", "--training.loss_chunks=4", "--training.batch_size=6"],
-        ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
+        [
+            "--experimental.pipeline_parallel_degree=2",
+            "--training.batch_size=4",
+            "--training.loss_chunks=3",
+        ],
     ],
 )
 def test_it_is_the_mean_over_its_own_targets(
@@ -81,7 +88,9 @@ def test_it_is_the_mean_over_its_own_targets(
     assert abs(by_hand["loss/c4_test"] - by_hand["loss/sft_test"]) > 1e-3 and len(found) == 2
 
 
-def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(pool: Pools, tmp_path: Path) -> None:
+def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(
+    pool: Pools, tmp_path: Path
+) -> None:
     flags = [
         "--optimizer.lr=1e-2",
         "--metrics.log_freq=1",
@@ -92,7 +101,9 @@ def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(pool: Po
     (tmp_path / "whole/checkpoint/step-4").rename(tmp_path / "gone")
     again = pool(1).run(_run, str(tmp_path / "whole"), *flags)[0]
     keys = ("loss", "grad_norm", "loss/c4_test", "loss/sft_test", "share/sft_test")
-    assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
+    assert [[row[key] for key in keys] for row in again] == [
+        [row[key] for key in keys] for row in whole
+    ]
     losses = RowLosses(lambda x, y: (x * y).sum(), 4)
     x = torch.arange(24.0).view(3, 8, 1).requires_grad_()
     y = torch.ones(3, 8, 1)

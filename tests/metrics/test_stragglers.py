@@ -17,7 +17,8 @@ from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
 
 CPU = torch.device("cpu")
-#: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and not to the other.
+#: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and
+#: not to the other.
 SLOW = 0.3
 
 
@@ -39,23 +40,33 @@ def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize(("slow_rank", "where"), [(1, "compute"), pytest.param(1, "data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("slow_rank", "where"), [(1, "compute"), pytest.param(1, "data", marks=pytest.mark.slow)]
+)
 def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, where: str) -> None:
     pool(2).run(_train, str(tmp_path), slow_rank, where)
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"] > 1]
     assert len(rows) == 5
-    right = [row for row in rows if row["slowest_rank"] == slow_rank and row["fastest_rank"] == 1 - slow_rank]
+    right = [
+        row
+        for row in rows
+        if row["slowest_rank"] == slow_rank and row["fastest_rank"] == 1 - slow_rank
+    ]
     assert len(right) >= 4
     lags = sorted(row["lag_seconds"] for row in rows)
     assert 0.5 * SLOW < lags[2] < 2 * SLOW
     assert sorted(row["lag_percent"] for row in rows)[2] > 20
-    waited = sorted(row["data_seconds"] for row in rows)[2]  # of rank 0, which does not wait for its own data
+    waited = sorted(row["data_seconds"] for row in rows)[
+        2
+    ]  # of rank 0, which does not wait for its own data
     assert waited < 0.5 * SLOW
 
 
 def test_ranks_are_compared_with_the_median() -> None:
     figures, _ = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
-    assert figures == pytest.approx({"slowest_rank": 2, "fastest_rank": 3, "lag_seconds": 0.5, "lag_percent": 50})
+    assert figures == pytest.approx(
+        {"slowest_rank": 2, "fastest_rank": 3, "lag_seconds": 0.5, "lag_percent": 50}
+    )
     assert StragglerDetector(CPU).compare([1.0], [0.0], 1.0) == ({}, "")
 
 
@@ -70,7 +81,11 @@ def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> N
 
 def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
     detector = StragglerDetector(CPU)
-    behind, other, fine = ([1.0, 1.3], [0.0, 0.1]), ([1.3, 1.0], [0.0, 0.0]), ([1.1, 1.0], [0.0, 0.0])
+    behind, other, fine = (
+        ([1.0, 1.3], [0.0, 0.1]),
+        ([1.3, 1.0], [0.0, 0.0]),
+        ([1.1, 1.0], [0.0, 0.0]),
+    )
     said = [detector.compare(*behind, 2.0)[1] for _ in range(LOGS_IN_A_ROW + 100)]
     assert [number for number, text in enumerate(said, 1) if text] == [5, 55, 105]
     assert "rank 1 is behind" in said[4] and "40 % more" in said[4]

@@ -10,7 +10,13 @@ import torch
 
 from tests.metrics.runs import burn
 from titanlite.metrics import throughput
-from titanlite.metrics.throughput import Throughput, device_name, read_memory, reset_peak, total_memory_bytes
+from titanlite.metrics.throughput import (
+    Throughput,
+    device_name,
+    read_memory,
+    reset_peak,
+    total_memory_bytes,
+)
 from titanlite.plan.hardware import peak_flops
 
 CPU = torch.device("cpu")
@@ -25,7 +31,14 @@ PEAKS = {
     989.0: ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
     2250.0: ("NVIDIA B200",),
     0.0: (
-        *("NVIDIA A10", "NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H800"),
+        *(
+            "NVIDIA A10",
+            "NVIDIA L40",
+            "NVIDIA RTX A1000",
+            "NVIDIA GH200 480GB",
+            "NVIDIA GB200",
+            "NVIDIA H800",
+        ),
         *("NVIDIA H20", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "AMD Instinct MI300X"),
     ),
 }
@@ -76,7 +89,11 @@ def test_rates_count_data_waits_and_leave_pauses_and_the_first_step_out(clock: C
             **{"seconds_per_step": 2.0, "data_seconds": 0.5, "data_percent": 25},
         }
     )
-    assert (found.steps, found.samples_per_second, found.seconds_left) == (4, 2.0, pytest.approx(95 * 2.0))
+    assert (found.steps, found.samples_per_second, found.seconds_left) == (
+        4,
+        2.0,
+        pytest.approx(95 * 2.0),
+    )
 
 
 def test_a_single_slow_step_does_not_enter_the_time_left(clock: Clock) -> None:
@@ -109,7 +126,12 @@ def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated() -> No
     assert (after["memory_gib"] - before["memory_gib"]) * 1024 == pytest.approx(200, abs=20)
     assert 0.05 < before["memory_gib"] < total / 2**30
     percent = pytest.approx(100 * after["memory_gib"] * 2**30 / total)
-    assert after == {"memory_gib": after["memory_gib"], "memory_percent": percent, "alloc_retries": 0, "ooms": 0}
+    assert after == {
+        "memory_gib": after["memory_gib"],
+        "memory_percent": percent,
+        "alloc_retries": 0,
+        "ooms": 0,
+    }
     del block
 
 
@@ -120,7 +142,9 @@ def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
     del block
     peak = read_memory(device)
     assert peak["reserved_gib"] >= peak["memory_gib"] >= 1.0
-    assert peak["memory_percent"] == pytest.approx(100 * peak["memory_gib"] * 2**30 / total_memory_bytes(device))
+    assert peak["memory_percent"] == pytest.approx(
+        100 * peak["memory_gib"] * 2**30 / total_memory_bytes(device)
+    )
     reset_peak(device)
     after = read_memory(device)
     assert after["memory_gib"] < 0.1 and after["reserved_gib"] >= 1.0
@@ -140,7 +164,9 @@ def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:
         rate.enter("work")
         rate.step_done()
     work, data = rate.own_seconds()
-    assert 0.05 <= work < 0.15, "neither data nor pauses nor waiting count as work, and it is per step"
+    assert 0.05 <= work < 0.15, (
+        "neither data nor pauses nor waiting count as work, and it is per step"
+    )
     assert data == pytest.approx(0.05)
     rate.read(2)
     rate.step_done()

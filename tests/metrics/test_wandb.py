@@ -35,7 +35,9 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _chunks(data: bytes) -> Iterator[bytes]:
-    """The records of wandb's file of an offline run: in blocks of 32 KiB, as LevelDB logs are made."""
+    """The records of wandb's file of an offline run: in blocks of 32 KiB, as LevelDB logs
+    are made.
+    """
     record, at = b"", 7
     while at + 7 <= len(data):
         left = 32768 - at % 32768
@@ -60,10 +62,16 @@ def offline(folder: Path) -> dict[str, Any]:
         record = messages.Record.FromString(chunk)
         kind = record.WhichOneof("record_type")
         if kind == "run":
-            found |= {name: getattr(record.run, name) for name in ("run_id", "display_name", "project", "notes")}
+            found |= {
+                name: getattr(record.run, name)
+                for name in ("run_id", "display_name", "project", "notes")
+            }
             found["config"] |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
         elif kind == "history":
-            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            row = {
+                "/".join(i.nested_key) or i.key: json.loads(i.value_json)
+                for i in record.history.item
+            }
             found["history"][int(row.pop("_step"))] = row
         elif kind == "exit":
             found["exit"] = record.exit.exit_code
@@ -74,7 +82,12 @@ def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
     flags = [*TINY, f"--training.steps={steps}", "--metrics.enable_wandb"]
-    flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
+    flags += [
+        "--validation.freq=2",
+        "--metrics.log_freq=2",
+        "--metrics.layer_norms=1",
+        "--job.description=a test",
+    ]
     train_rows(world, folder, *flags)
     del os.environ["WANDB_PROJECT"]
 
@@ -94,8 +107,13 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
         for step, row in run["history"].items()
     }
     assert shown == rows
-    assert {"loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm/layers.1"} <= set(shown[4])
-    assert run["config"]["training"]["steps"] == 4 and run["config"]["model"]["overrides"]["n_layers"] == 2
+    assert {"loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm/layers.1"} <= set(
+        shown[4]
+    )
+    assert (
+        run["config"]["training"]["steps"] == 4
+        and run["config"]["model"]["overrides"]["n_layers"] == 2
+    )
     written = loads((folder / "config.toml").read_text())
     assert {name: run["config"][name] for name in written} == written
     assert run["display_name"] == "my run" and run["notes"] == "a test"
@@ -107,7 +125,11 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
 class Backend(types.ModuleType):
     """Stands in for wandb where the library itself cannot be made to fail."""
 
-    def __init__(self, log: Callable[..., Any] = lambda *_, **__: None, init: Callable[[], Any] = lambda: None):
+    def __init__(
+        self,
+        log: Callable[..., Any] = lambda *_, **__: None,
+        init: Callable[[], Any] = lambda: None,
+    ):
         super().__init__("wandb")
         self.begun: list[dict[str, Any]] = []
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -142,14 +164,20 @@ def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(
     assert first["id"] == resumed["id"] != fresh["id"]
     assert resumed["resume"] == "allow" and "resume" not in first and "resume" not in fresh
     assert (tmp_path / ID_FILE).read_text().strip() == fresh["id"]
-    assert first["config"] == {"a": {"b": 1}} and first["notes"] == "words" and first["name"] == tmp_path.name
+    assert (
+        first["config"] == {"a": {"b": 1}}
+        and first["notes"] == "words"
+        and first["name"] == tmp_path.name
+    )
     assert first["project"] == "titanlite" and first["dir"] == str(tmp_path)
     assert first["settings"].silent and first["settings"].console == "off"
     for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     WandbWriter(tmp_path, {}, first_step=11).close()
     given = backend.begun[-1]
-    assert given["id"] == "theirs" and not {"project", "name", "notes", "dir", "resume"} & set(given)
+    assert given["id"] == "theirs" and not {"project", "name", "notes", "dir", "resume"} & set(
+        given
+    )
     assert (tmp_path / ID_FILE).read_text().strip() == "theirs"
 
 
@@ -181,15 +209,22 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["missing", "a folder of its name"])
-def test_without_the_package_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:
-    """wandb leaves a folder `wandb` in the working directory, which Python finds as a package without a file."""
+def test_without_the_package_the_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
+) -> None:
+    """wandb leaves a folder `wandb` in the working directory, which Python finds as a package
+    without a file.
+    """
     if folder:
         (tmp_path / "wandb").mkdir()
         monkeypatch.delitem(sys.modules, "wandb", raising=False)
         monkeypatch.setattr(sys, "path", [str(tmp_path)])
     else:
         monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"metrics\.enable_wandb.*needs the package wandb.*\n?.*titanlite\[wandb\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"metrics\.enable_wandb.*needs the package wandb.*\n?.*titanlite\[wandb\]",
+    ):
         load_config("debug_model.toml", 1, ["--metrics.enable_wandb"])
     if not folder:
         assert not load_config("debug_model.toml", 1).metrics.enable_wandb

@@ -41,8 +41,12 @@ QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
 LONG = 90.0
 
-AT_FORWARD = RankState(0, "node1", 11, 5, 1, "forward", 8.0, ("c10d.py:1 all_reduce", "step.py:2 train_step"), True)
-IN_DATA = RankState(1, "node2", 12, 5, 0, "data", 8.1, ("loader.py:9 read", "trainer.py:3 train_one"))
+AT_FORWARD = RankState(
+    0, "node1", 11, 5, 1, "forward", 8.0, ("c10d.py:1 all_reduce", "step.py:2 train_step"), True
+)
+IN_DATA = RankState(
+    1, "node2", 12, 5, 0, "data", 8.1, ("loader.py:9 read", "trainer.py:3 train_one")
+)
 
 
 def _ranks(state: RankState, *ranks: int) -> list[RankState]:
@@ -52,28 +56,57 @@ def _ranks(state: RankState, *ranks: int) -> list[RankState]:
 @pytest.mark.parametrize(
     ("states", "named", "words"),
     [
-        ([AT_FORWARD, IN_DATA], [1], "rank 1 (node2, process 12) has been in data of step 5 for 8.1 s, at loader.py:9"),
+        (
+            [AT_FORWARD, IN_DATA],
+            [1],
+            "rank 1 (node2, process 12) has been in data of step 5 for 8.1 s, at loader.py:9",
+        ),
         # At the same place, one of them not in a collective.
         (
-            [AT_FORWARD, replace(AT_FORWARD, rank=1, in_collective=False, stack=("hook.py:3 slow",))],
+            [
+                AT_FORWARD,
+                replace(AT_FORWARD, rank=1, in_collective=False, stack=("hook.py:3 slow",)),
+            ],
             [1],
             "in forward of step 5 for 8.0 s, at hook.py:3 slow: the others wait",
         ),
         # Behind, but waiting itself: for the one that is ahead and busy.
         ([AT_FORWARD, replace(IN_DATA, step=6)], [1], "in data of step 6"),
         ([AT_FORWARD, *_ranks(AT_FORWARD, 1)], [], "none of the ranks holds the others up"),
-        ([*_ranks(IN_DATA, 0, 1), *_ranks(AT_FORWARD, 2, 3, 4)], [0, 1], "ranks 0, 1 have been in data of step 5"),
+        (
+            [*_ranks(IN_DATA, 0, 1), *_ranks(AT_FORWARD, 2, 3, 4)],
+            [0, 1],
+            "ranks 0, 1 have been in data of step 5",
+        ),
         # A rank that is mute is blamed before one that is behind.
-        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=True), 2)], [2], "not answer, last seen in forward of step 5"),
-        ([AT_FORWARD, *(RankState(rank, silent=True) for rank in (1, 2))], [1, 2], "ranks 1, 2 do not answer"),
+        (
+            [IN_DATA, *_ranks(replace(AT_FORWARD, silent=True), 2)],
+            [2],
+            "not answer, last seen in forward of step 5",
+        ),
+        (
+            [AT_FORWARD, *(RankState(rank, silent=True) for rank in (1, 2))],
+            [1, 2],
+            "ranks 1, 2 do not answer",
+        ),
         ([AT_FORWARD, replace(IN_DATA, end="left")], [1], "has left the loop, in data of step 5"),
-        ([AT_FORWARD, replace(IN_DATA, end="raised", text="OSError: disk")], [1], "at loader.py:9 read: OSError: disk"),
+        (
+            [AT_FORWARD, replace(IN_DATA, end="raised", text="OSError: disk")],
+            [1],
+            "at loader.py:9 read: OSError: disk",
+        ),
         # Collectives that failed on the others are the effect.
         ([replace(AT_FORWARD, end="lost"), IN_DATA], [1], "in data of step 5 for 8.1 s"),
-        ([replace(IN_DATA, rank=0)], [0], "rank 0 (node2, process 12) has been in data of step 5 for 8.1 s, at loader"),
+        (
+            [replace(IN_DATA, rank=0)],
+            [0],
+            "rank 0 (node2, process 12) has been in data of step 5 for 8.1 s, at loader",
+        ),
     ],
 )
-def test_a_rank_that_waits_is_not_the_culprit(states: list[RankState], named: list[int], words: str) -> None:
+def test_a_rank_that_waits_is_not_the_culprit(
+    states: list[RankState], named: list[int], words: str
+) -> None:
     culprits, sentence = verdict(states)
     assert [state.rank for state in culprits] == named
     assert words in sentence
@@ -148,12 +181,18 @@ def _watching(**keywords: Any) -> Iterator[tuple[HangWatchdog, list[str]]]:
     """A watchdog that looks often and ends nobody, and what is logged."""
     shorter = {"_POLL_SECONDS": 0.1, "_OWN_REASON_SECONDS": 0.5}
     keywords.setdefault("end", None)
-    with mock.patch.multiple(watchdog, **shorter), listening() as said, HangWatchdog(QUICK, **keywords) as dog:
+    with (
+        mock.patch.multiple(watchdog, **shorter),
+        listening() as said,
+        HangWatchdog(QUICK, **keywords) as dog,
+    ):
         yield dog, said
 
 
 def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
-    """Three steps of phases and collectives; `slow` is called where the second one reads its data."""
+    """Three steps of phases and collectives; `slow` is called where the second one reads
+    its data.
+    """
     for step in range(1, 4):
         dog.phase("data", step)
         if step == 2:
@@ -198,12 +237,21 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     head, columns, zero, one, sentence = report.splitlines()
     assert re.fullmatch(r"no progress for \d+ s:", head)
     assert columns.split() == ["rank", "host", "step", "phase", "seconds", "at"]
-    assert zero.split()[:4] == ["0", host, "2", "forward"] and "distributed_c10d.py" in zero and "all_reduce < " in zero
+    assert (
+        zero.split()[:4] == ["0", host, "2", "forward"]
+        and "distributed_c10d.py" in zero
+        and "all_reduce < " in zero
+    )
     assert zero.endswith(" _loop"), "where our code is, not torch's"
-    assert one.split()[:4] == ["1", host, "2", "data"] and "test_watchdog.py" in one and "read_shard" in one
+    assert (
+        one.split()[:4] == ["1", host, "2", "data"]
+        and "test_watchdog.py" in one
+        and "read_shard" in one
+    )
     assert float(zero.split()[4]) >= 1.0 and float(one.split()[4]) >= 1.0
     assert re.match(
-        rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ", sentence
+        rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ",
+        sentence,
     )
     assert sentence.endswith(": the others wait")
     assert any(text.startswith("rank 0 goes on") for text in said) and not others
@@ -234,7 +282,9 @@ def _stop(world: DistEnv) -> list[str]:
 def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
     report = _reports(pool(2).run(_stop)[0])[0]
     assert re.search(r"^ +1 +\S+ +2 +data +[\d.]+ +no answer$", report, re.MULTILINE)
-    assert re.search(r"\nrank 1 \(\S+, process \d+\) does not answer, last seen in data of step 2: ", report)
+    assert re.search(
+        r"\nrank 1 \(\S+, process \d+\) does not answer, last seen in data of step 2: ", report
+    )
 
 
 def test_one_process_alone_is_watched_too() -> None:
@@ -251,7 +301,10 @@ def test_one_process_alone_is_watched_too() -> None:
 def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], str]:
     """Return how this rank ends, its errors and the verdict when NCCL has failed on all ranks."""
     ends: list[int] = []
-    with _watching(end=ends.append) as (dog, said), mock.patch.object(watchdog, "nccl_failure", lambda: failure):
+    with (
+        _watching(end=ends.append) as (dog, said),
+        mock.patch.object(watchdog, "nccl_failure", lambda: failure),
+    ):
         dog.phase("data" if world.rank else "forward", 1)
         _until(lambda: ends)
     dist.barrier()
@@ -259,7 +312,9 @@ def _fail_in_nccl(world: DistEnv, failure: str) -> tuple[list[int], list[str], s
 
 
 def test_a_failure_that_nccl_has_noticed_ends_ranks_that_wait_for_their_device(pool: Pools) -> None:
-    for ends, said, sentence in pool(2).run(_fail_in_nccl, "NCCL reports TIMEOUT in the group mesh_tp"):
+    for ends, said, sentence in pool(2).run(
+        _fail_in_nccl, "NCCL reports TIMEOUT in the group mesh_tp"
+    ):
         assert ends == [exit_codes.LOST_PEER]
         assert said[-1] == "NCCL reports TIMEOUT in the group mesh_tp: this rank ends"
         assert "wait for a device" in sentence
@@ -293,15 +348,20 @@ def test_an_error_of_one_rank_is_reported_on_rank_0(pool: Pools) -> None:
     host = re.escape(socket.gethostname())
     first, last = text.splitlines()
     assert re.match(
-        rf"rank 1 \({host}, process \d+\) raised in data of step 2, at metrics/test_watchdog.py:\d+ ", first
+        rf"rank 1 \({host}, process \d+\) raised in data of step 2, at metrics/test_watchdog.py:\d+ ",  # noqa: E501
+        first,
     )
     assert first.endswith("read_shard: all ranks end. Its traceback is in runs/logs/rank_1.log")
     assert last == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
-    assert len(peers) == 1 and peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (") and took < LONG
+    assert (
+        len(peers) == 1 and peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (") and took < LONG
+    )
     assert not silent and not none
 
 
-def _raise_together(world: DistEnv, kind: type[BaseException], values: tuple[Any, ...], late: float) -> list[str]:
+def _raise_together(
+    world: DistEnv, kind: type[BaseException], values: tuple[Any, ...], late: float
+) -> list[str]:
     with pytest.raises(kind), _watching(end=os._exit) as (dog, said):
         dog.phase("data", 1)
         dist.barrier()
@@ -327,7 +387,9 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
     trainer = _trainer(world, folder, *flags)
-    (dog,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
+    (dog,) = (
+        callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog)
+    )
     fetch = trainer.parts.loader.next_step
     phases: list[str] = []
     note = dog.phase
@@ -341,12 +403,20 @@ def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
 
 
 def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=4", "--stall.deadline_seconds=1", "--validation.freq=2", "--checkpoint.interval=2"]
+    flags = [
+        "--training.steps=4",
+        "--stall.deadline_seconds=1",
+        "--validation.freq=2",
+        "--checkpoint.interval=2",
+    ]
     (phases, *reports), (same, *_) = pool(2).run(_train, str(tmp_path), *flags)
     step = "data forward forward backward forward backward optimizer log"
     late = f"{step} {step} validate save"
     assert phases == same == f"{late} {late} end"
-    assert "rank 1 (" in reports[-1] and "has been in data of step 3 for" in reports[-1].splitlines()[-1]
+    assert (
+        "rank 1 (" in reports[-1]
+        and "has been in data of step 3 for" in reports[-1].splitlines()[-1]
+    )
 
 
 # Whole runs under torchrun
@@ -384,11 +454,19 @@ main.main(sys.argv[3:])
 
 
 def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Run two ranks, of which rank 1 fails in its third step. Return also the seconds from then to the end."""
+    """Run two ranks, of which rank 1 fails in its third step.
+
+    Return also the seconds from then to the end.
+    """
     script, struck = tmp_path / "faulty.py", tmp_path / "struck"
     script.write_text(_FAULTY)
     launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
-    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
+    flags = [
+        "--job.config_file=debug_model.toml",
+        *TINY,
+        f"--job.dump_folder={tmp_path}/run",
+        "--training.steps=9",
+    ]
     done = python(*launch, script, kind, struck, *flags)
     return done, time.time() - float(struck.read_text())
 
@@ -407,9 +485,15 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
     assert re.search(r"rank +: 1 ", root), "torchrun blames the rank that raised"
     end = read_entries(tmp_path / "run")[-1]
-    assert (end["event"], end["state"], end["exit_code"], end["step"]) == ("end", "failed", exit_codes.LOST_PEER, 2)
+    assert (end["event"], end["state"], end["exit_code"], end["step"]) == (
+        "end",
+        "failed",
+        exit_codes.LOST_PEER,
+        2,
+    )
     assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
-    # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's patience takes over 30.
+    # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's
+    # patience takes over 30.
     assert seconds < 28
 
 
@@ -419,7 +503,9 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert done.returncode == exit_codes.LOST_PEER and seconds < 60
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     culprit = r"rank 1 \(\S+, process \d+\) does not answer, last seen in "
-    assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), "the run's last words"
+    assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), (
+        "the run's last words"
+    )
     assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
     report = log[log.index("a collective failed:\n") :].splitlines()
     assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"]

@@ -51,10 +51,24 @@ def table(heads: list[str], lines: list[list[str]]) -> str:
 
 
 def shape_table() -> str:
-    heads = ["name", "flavor", "dim", "layers", "heads", "kv heads", "head dim", "ffn", "vocab", "RoPE theta"]
+    heads = [
+        "name",
+        "flavor",
+        "dim",
+        "layers",
+        "heads",
+        "kv heads",
+        "head dim",
+        "ffn",
+        "vocab",
+        "RoPE theta",
+    ]
     return table(
         [*heads, "scaling", "window", "tied"],
-        [[f"`{family}`", ", ".join(f"`{name}`" for name in names), *cells(a)] for family, names, a in shapes()],
+        [
+            [f"`{family}`", ", ".join(f"`{name}`" for name in names), *cells(a)]
+            for family, names, a in shapes()
+        ],
     )
 
 
@@ -79,10 +93,20 @@ def size_table() -> str:
             continue
         spec = SPECS[family]
         count, active = spec.count_parameters(args), count_active_parameters(args)
-        files = next((f"`{WEIGHTS[family][name]}`" for name in names if name in WEIGHTS.get(family, {})), "")
+        files = next(
+            (f"`{WEIGHTS[family][name]}`" for name in names if name in WEIGHTS.get(family, {})), ""
+        )
         counts = f"{count:,}" + (f" ({active:,} active)" if active < count else "")
         memory = [f"{width * count / 1e9:,.1f} GB" for width in (2, 16)]
-        lines.append([f"`{family}` `{names[0]}`", counts, *memory, f"{spec.flops_per_token(args, 8192):,}", files])
+        lines.append(
+            [
+                f"`{family}` `{names[0]}`",
+                counts,
+                *memory,
+                f"{spec.flops_per_token(args, 8192):,}",
+                files,
+            ]
+        )
     heads = ["model", "parameters", "weights in bf16", "weights, gradients, AdamW"]
     return table([*heads, "FLOPs per token at 8192", "published weights"], lines)
 
@@ -96,7 +120,9 @@ PARTS: dict[tuple[Path, str], Callable[[], str]] = {
 
 
 def written(page: Path, mark: str) -> re.Match[str]:
-    match = re.search(rf"(<!-- {mark}: [^>]* -->\n)(.*?)(<!-- /{mark} -->)", page.read_text(), re.DOTALL)
+    match = re.search(
+        rf"(<!-- {mark}: [^>]* -->\n)(.*?)(<!-- /{mark} -->)", page.read_text(), re.DOTALL
+    )
     assert match, f"{page} has no part {mark}"
     return match
 
@@ -118,8 +144,12 @@ def test_the_examples_run() -> None:
 def test_a_family_is_one_file_that_a_path_can_name() -> None:
     spec = get_spec(f"{SHOWN}:SPEC")
     assert spec.name == "qwen3" and spec.flavors.keys() == SPECS["qwen3"].flavors.keys()
-    assert {human_count(spec.count_parameters(a)) for a in spec.flavors.values() if a.vocab_size} == {
-        human_count(SPECS["qwen3"].count_parameters(a)) for a in SPECS["qwen3"].flavors.values() if a.vocab_size
+    assert {
+        human_count(spec.count_parameters(a)) for a in spec.flavors.values() if a.vocab_size
+    } == {
+        human_count(SPECS["qwen3"].count_parameters(a))
+        for a in SPECS["qwen3"].flavors.values()
+        if a.vocab_size
     }
 
 

@@ -1,4 +1,6 @@
-"""Documents in one row compute what each computes alone: logits, losses, gradients, in every way to run a block."""
+"""Documents in one row compute what each computes alone: logits, losses, gradients, in every way to
+run a block.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,17 @@ LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
 
 def numbers(lengths: list[list[int]]) -> Tensor:
     """doc_ids [rows, seq] for documents of these lengths."""
-    return torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+    return torch.stack(
+        [torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths]
+    )
 
 
 def documents(lengths: list[list[int]], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The tensors [rows, seq, …], cut into documents [1, tokens, …]."""
     rows = zip(*(t.unsqueeze(1) for t in tensors), lengths, strict=True)
-    return [part for *row, sizes in rows for part in zip(*(t.split(sizes, 1) for t in row), strict=True)]
+    return [
+        part for *row, sizes in rows for part in zip(*(t.split(sizes, 1) for t in row), strict=True)
+    ]
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:
@@ -43,18 +49,28 @@ def nll(logits: Tensor, labels: Tensor) -> Tensor:
 
 def by_operation(model: nn.Module) -> None:
     names = [f"layers.{i}" for i in range(2)]
-    apply_ac(model, names, ActivationCheckpoint(mode="selective", selective_ac_option="op"), torch.device("cpu"))
+    apply_ac(
+        model,
+        names,
+        ActivationCheckpoint(mode="selective", selective_ac_option="op"),
+        torch.device("cpu"),
+    )
 
 
 def compiled(model: nn.Module) -> None:
     by_operation(model)
-    apply_compile({f"layers.{i}": model.get_submodule(f"layers.{i}") for i in range(2)}, "aot_eager")
+    apply_compile(
+        {f"layers.{i}": model.get_submodule(f"layers.{i}") for i in range(2)}, "aot_eager"
+    )
 
 
 @pytest.mark.parametrize(
-    ("variant", "apply"), [("plain", None), ("gqa", None), ("scaled", None), ("gqa", by_operation), ("gqa", compiled)]
+    ("variant", "apply"),
+    [("plain", None), ("gqa", None), ("scaled", None), ("gqa", by_operation), ("gqa", compiled)],
 )
-def test_a_packed_row_equals_its_documents_alone(variant: str, apply: Callable[[nn.Module], None] | None) -> None:
+def test_a_packed_row_equals_its_documents_alone(
+    variant: str, apply: Callable[[nn.Module], None] | None
+) -> None:
     args = VARIANTS[variant]
     alone, packed = built(args), built(args)
     if apply is not None:
@@ -93,13 +109,21 @@ def test_other_documents_need_no_other_graph() -> None:
 def test_no_mask_of_the_sequence_squared_is_made(window: int | None, documents: bool) -> None:
     q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
     sizes: list[int] = []
-    with Watch(lambda _, args, out: sizes.extend(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))):
+    with Watch(
+        lambda _, args, out: sizes.extend(
+            t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)
+        )
+    ):
         attention = SdpaAttention(window)
-        attention(q, k, v, attention.prepare(numbers([[64] * 16]) if documents else None)).sum().backward()
+        attention(
+            q, k, v, attention.prepare(numbers([[64] * 16]) if documents else None)
+        ).sum().backward()
     assert max(sizes) == 4 * 1024 * 8
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None
+) -> Tensor:
     """The formula: every score, those of other tokens taken out."""
     k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
     back = torch.arange(q.size(2)).unsqueeze(1) - torch.arange(q.size(2))
@@ -112,20 +136,34 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, win
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_windows_and_documents_equal_plain_attention(dtype: torch.dtype, within: float, kv_heads: int) -> None:
+def test_windows_and_documents_equal_plain_attention(
+    dtype: torch.dtype, within: float, kv_heads: int
+) -> None:
     torch.manual_seed(0)
-    q, k, v, upstream = (torch.randn(3, heads, 48, 16).to(dtype) for heads in (4, kv_heads, kv_heads, 4))
+    q, k, v, upstream = (
+        torch.randn(3, heads, 48, 16).to(dtype) for heads in (4, kv_heads, kv_heads, 4)
+    )
     for window in (None, 1, 7, 24, 47, 48, 100):
         for doc_ids in (None, numbers(LENGTHS)):
             attention = SdpaAttention(window)
-            ours, exact = ([t.to(d).requires_grad_() for t in (q, k, v)] for d in (dtype, torch.float32))
-            y, expected = attention(*ours, attention.prepare(doc_ids)), plain_attention(*exact, doc_ids, window)
+            ours, exact = (
+                [t.to(d).requires_grad_() for t in (q, k, v)] for d in (dtype, torch.float32)
+            )
+            y, expected = (
+                attention(*ours, attention.prepare(doc_ids)),
+                plain_attention(*exact, doc_ids, window),
+            )
             pairs = [
                 (y, expected),
-                *zip(grads(y, ours, upstream), grads(expected, exact, upstream.float()), strict=True),
+                *zip(
+                    grads(y, ours, upstream), grads(expected, exact, upstream.float()), strict=True
+                ),
             ]
             # A token that sees only itself sends nothing to q and k.
-            assert all(relative(a.float(), b) < within for a, b in pairs if b.norm() > 1e-4), (window, doc_ids)
+            assert all(relative(a.float(), b) < within for a, b in pairs if b.norm() > 1e-4), (
+                window,
+                doc_ids,
+            )
 
 
 def grads(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
@@ -140,6 +178,8 @@ def test_a_model_without_documents_is_refused() -> None:
     spec = get_spec(f"{Path(__file__).resolve().parents[2]}/examples/tiny_gpt.py:SPEC")
     args = replace(next(iter(spec.flavors.values())), vocab_size=64)
     (problem,) = mask_problems(spec, args, Data(mask_documents=True))
-    assert problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
+    assert (
+        problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
+    )
     assert not mask_problems(spec, args, Data())
     assert not mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True))

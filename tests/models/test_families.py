@@ -1,4 +1,6 @@
-"""Every family against `transformers` with the same random weights: logits, gradients, generated tokens, counts."""
+"""Every family against `transformers` with the same random weights: logits, gradients, generated
+tokens, counts.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,31 @@ from titanlite.models.args import as_record, from_record
 from titanlite.models.mistral import MistralArgs
 from titanlite.models.qwen3 import Qwen3Args
 
-SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2, "vocab_size": 96, "max_seq_len": 128}
+SMALL: dict[str, Any] = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 2,
+    "vocab_size": 96,
+    "max_seq_len": 128,
+}
 MISTRAL, QWEN3 = MistralArgs(**SMALL, window=24), Qwen3Args(**SMALL, head_dim=16)
-#: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim / heads, each RoPE.
+#: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
+#: heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
     **{f"llama, {name}": ("llama3", args) for name, args in LLAMAS.items()},
     "mistral, window": ("mistral", MISTRAL),
     "mistral, long window": ("mistral", replace(MISTRAL, window=128)),
-    "mistral, no window, tied": ("mistral", replace(MISTRAL, window=None, tied=True, n_kv_heads=None, rope_theta=1e6)),
+    "mistral, no window, tied": (
+        "mistral",
+        replace(MISTRAL, window=None, tied=True, n_kv_heads=None, rope_theta=1e6),
+    ),
     "mistral, window, scaled": ("mistral", replace(MISTRAL, rope_scaling=SCALED)),
     "qwen3": ("qwen3", QWEN3),
-    "qwen3, tied, scaled": ("qwen3", replace(QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24)),
+    "qwen3, tied, scaled": (
+        "qwen3",
+        replace(QWEN3, tied=True, rope_scaling=SCALED, n_kv_heads=8, head_dim=24),
+    ),
 }
 
 
@@ -41,13 +57,19 @@ def theirs_of(family: str, args: LlamaArgs) -> Any:
 
 
 def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
-    """Ours and theirs, of the same weights: every parameter, norms too, is random and large enough to matter."""
+    """Ours and theirs, of the same weights: every parameter, norms too, is random and large enough
+    to matter.
+    """
     family, args = VARIANTS[variant]
     torch.manual_seed(0)
     ours, theirs = SPECS[family].build(args), theirs_of(family, args)
     with torch.no_grad():
         for name, p in ours.named_parameters():
-            p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * p.size(-1) ** -0.5)
+            p.copy_(
+                1 + 0.2 * torch.randn_like(p)
+                if "norm" in name
+                else torch.randn_like(p) * p.size(-1) ** -0.5
+            )
     theirs.load_state_dict(SPECS[family].to_hf(ours.state_dict(), args), strict=not args.tied)
     return ours, theirs, family, args
 
@@ -85,8 +107,12 @@ def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     assert found == greedy(theirs, start, 64) and len(set(found)) > 5
 
 
-@pytest.mark.parametrize("family", [name for name, spec in SPECS.items() if issubclass(spec.args_class, LlamaArgs)])
-def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_json_describes_it(family: str) -> None:
+@pytest.mark.parametrize(
+    "family", [name for name, spec in SPECS.items() if issubclass(spec.args_class, LlamaArgs)]
+)
+def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_json_describes_it(
+    family: str,
+) -> None:
     spec = SPECS[family]
     for flavor, published in spec.flavors.items():
         # Blocks are alike; PUBLISHED counts whole models.
@@ -94,9 +120,15 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
         with torch.device("meta"):
             model, theirs = spec.build(args), theirs_of(family, args)
         count = sum(p.numel() for p in model.parameters())
-        assert count == sum(p.numel() for p in theirs.parameters()) == spec.count_parameters(args), flavor
+        assert (
+            count == sum(p.numel() for p in theirs.parameters()) == spec.count_parameters(args)
+        ), flavor
         back = spec.args_from_hf(spec.hf_config(args))
-        same = {"max_seq_len": back.max_seq_len, "ffn_dim": args.ffn_width, "n_kv_heads": args.kv_heads}
+        same = {
+            "max_seq_len": back.max_seq_len,
+            "ffn_dim": args.ffn_width,
+            "n_kv_heads": args.kv_heads,
+        }
         wanted = replace(args, **same, ffn_dim_multiplier=1.0, multiple_of=256)
         assert back == wanted and spec.hf_config(back) == spec.hf_config(args), flavor
         assert from_record(as_record(family, args)) == (family, args)
@@ -116,7 +148,9 @@ PUBLISHED = {
 
 
 def test_published_counts() -> None:
-    assert {name: SPECS[name[0]].count_parameters(SPECS[name[0]].flavors[name[1]]) for name in PUBLISHED} == PUBLISHED
+    assert {
+        name: SPECS[name[0]].count_parameters(SPECS[name[0]].flavors[name[1]]) for name in PUBLISHED
+    } == PUBLISHED
 
 
 def test_attention_outside_the_window_costs_nothing() -> None:
@@ -132,10 +166,18 @@ def test_attention_outside_the_window_costs_nothing() -> None:
         ("mistral", {"model_type": "llama"}, "model_type is 'llama', and this family is 'mistral'"),
         ("mistral", {"head_dim": 32}, "head_dim is 32; here it is"),
         ("mistral", {"sliding_window": 0}, "window must be positive, got 0"),
-        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "all layers of a Mistral here are alike"),
+        (
+            "mistral",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "all layers of a Mistral here are alike",
+        ),
         ("mistral", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ("qwen3", {"use_sliding_window": True}, "attends to all tokens before"),
-        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "attends to all tokens before"),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "attends to all tokens before",
+        ),
         ("qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
         ("qwen3", {"attention_bias": True}, "attention_bias is True"),
         ("qwen3", {"head_dim": 15}, "head_dim = 15 is no positive even number"),
@@ -152,7 +194,9 @@ def test_a_config_json_without_a_theta_has_that_of_transformers(family: str) -> 
     from transformers import CONFIG_MAPPING
 
     spec = SPECS[family]
-    config = spec.hf_config(replace(next(iter(spec.flavors.values())), vocab_size=96, rope_theta=777.0))
+    config = spec.hf_config(
+        replace(next(iter(spec.flavors.values())), vocab_size=96, rope_theta=777.0)
+    )
     without = {name: value for name, value in config.items() if not name.startswith("rope_")}
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(without)
     assert spec.args_from_hf(without).rope_theta == theirs.rope_parameters["rope_theta"]

@@ -1,4 +1,6 @@
-"""`model.flavor = "from_folder"`: the shape of a folder's model; and the comparison with a folder before any text."""
+"""`model.flavor = "from_folder"`: the shape of a folder's model; and the comparison with a folder
+before any text.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,22 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-#: `model.name` → what a config.json of that family says beside `SMALL`. Each differs from every flavor.
+#: `model.name` → what a config.json of that family says beside `SMALL`. Each differs from every
+#: flavor.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama2": {"model_type": "llama", "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 2e4}},
+    "llama2": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_theta": 2e4},
+    },
     "llama3": {"model_type": "llama", "rope_parameters": LLAMA_3},
     "mistral": {"model_type": "mistral", "sliding_window": 16, "num_key_value_heads": 4},
-    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
 }
 FLAGS = [
@@ -96,7 +108,10 @@ def _first_step(world: DistEnv, out: str, *flags: str) -> dict[str, Any]:
     """Load the weights and take one step; the batch, the logits before it and its loss."""
     run = check_config([*flags, f"--job.dump_folder={out}"], world.size)[1]
     parts = build(run, world)
-    assert parts.checkpointer is not None and parts.checkpointer.load(parts.model, parts.optimizer) is not None
+    assert (
+        parts.checkpointer is not None
+        and parts.checkpointer.load(parts.model, parts.optimizer) is not None
+    )
     batches = parts.loader.next_step()
     (batch,) = batches
     with torch.no_grad():
@@ -127,14 +142,21 @@ def test_a_step_from_a_folder_of_transformers_has_its_logits_and_its_loss(
 
 
 def test_a_checkpoint_needs_the_folder_no_more(pool: Pools, tmp_path: Path) -> None:
-    """Its run is resumed, checked and exported after the folder is gone; the config that it holds has the shape."""
+    """Its run is resumed, checked and exported after the folder is gone; the config that it holds
+    has the shape.
+    """
     published(tmp_path / "source", "qwen3")
     out, flags = tmp_path / "out", of("qwen3", tmp_path / "source")
     assert pool(1).run(_train, str(out), *flags, "--training.steps=1")[0] == 1
     shutil.rmtree(tmp_path / "source")
     manifest = read_manifest(out / "checkpoint" / "step-1")
     record = manifest.config["model"]
-    assert (record["dim"], record["head_dim"], record["n_layers"], record["tied"]) == (64, 24, 2, True)
+    assert (record["dim"], record["head_dim"], record["n_layers"], record["tied"]) == (
+        64,
+        24,
+        2,
+        True,
+    )
     kept = tmp_path / "kept.toml"
     kept.write_text(manifest.config["toml"])
     elsewhere = [f"--job.config_file={kept}", f"--job.dump_folder={tmp_path / 'elsewhere'}"]
@@ -162,32 +184,59 @@ def test_the_shape_alone_comes_from_hf_config_and_overrides_win(tmp_path: Path) 
     folder = written(tmp_path / "source", "llama3")
     flags = [*FLAGS, f"--model.hf_config={folder}"]
     for path in (folder, folder / "config.json"):
-        args = check_config([*FLAGS, f"--model.hf_config={path}", "--model.overrides.n_layers=3"], 1)[1].model_args()
+        args = check_config(
+            [*FLAGS, f"--model.hf_config={path}", "--model.overrides.n_layers=3"], 1
+        )[1].model_args()
         assert (args.dim, args.n_layers, args.rope_scaling.original_context) == (64, 3, 64)
-    args = check_config([*flags, "--model.rope_scaling=none", "--model.vocab_size=4096"], 1)[1].model_args()
+    args = check_config([*flags, "--model.rope_scaling=none", "--model.vocab_size=4096"], 1)[
+        1
+    ].model_args()
     assert (args.rope_scaling, args.vocab_size) == (None, 4096)
 
 
 def test_metas_folder_gives_the_shape(tmp_path: Path) -> None:
     """Llama 2's params.json leaves the vocabulary to the tokenizer."""
-    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "multiple_of": 32, "norm_eps": 1e-6, "vocab_size": -1}
+    params = {
+        "dim": 64,
+        "n_layers": 2,
+        "n_heads": 4,
+        "multiple_of": 32,
+        "norm_eps": 1e-6,
+        "vocab_size": -1,
+    }
     (tmp_path / "params.json").write_text(json.dumps(params))
     run = check_config(of("llama2", tmp_path), 1)[1]
     args = run.model_args(2304)
-    assert (args.dim, args.n_layers, args.ffn_width, args.vocab_size, args.rope_theta) == (64, 2, 192, 2304, 1e4)
+    assert (args.dim, args.n_layers, args.ffn_width, args.vocab_size, args.rope_theta) == (
+        64,
+        2,
+        192,
+        2304,
+        1e4,
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "key", "words"),
     [
-        (["--model.name=llama3"], "model.name", 'of the family "mixtral" set model.name = "mixtral"'),
-        (["--checkpoint.initial_load_path=none"], "model.flavor", "needs a folder name it as checkpoint"),
+        (
+            ["--model.name=llama3"],
+            "model.name",
+            'of the family "mixtral" set model.name = "mixtral"',
+        ),
+        (
+            ["--checkpoint.initial_load_path=none"],
+            "model.flavor",
+            "needs a folder name it as checkpoint",
+        ),
         (["--model.name=hf"], "model.flavor", "hf has no flavors"),
         (["--model.overrides.n_expert=2"], "model.overrides.n_expert", "nearest: n_experts"),
         (["--model.hf_config=./nowhere"], "model.hf_config", "gives no shape"),
     ],
 )
-def test_a_folder_that_gives_no_shape(tmp_path: Path, flags: list[str], key: str, words: str) -> None:
+def test_a_folder_that_gives_no_shape(
+    tmp_path: Path, flags: list[str], key: str, words: str
+) -> None:
     found = refusal([*of("mixtral", written(tmp_path / "source", "mixtral")), *flags])
     assert found.key == key and words in f"{found.message} {found.hint}"
 
@@ -196,13 +245,20 @@ def test_a_folder_that_gives_no_shape(tmp_path: Path, flags: list[str], key: str
     ("name", "flags", "lines"),
     [
         ("llama3", ["dim=128"], {"model.overrides.dim is 128 here, 64 there"}),
-        ("llama3", ["rope_theta=1e4"], {"model.overrides.rope_theta is 10000.0 here, 500000.0 there"}),
+        (
+            "llama3",
+            ["rope_theta=1e4"],
+            {"model.overrides.rope_theta is 10000.0 here, 500000.0 there"},
+        ),
         ("llama3", ["vocab_size=4096"], {"model.vocab_size is 4096 here, 2304 there"}),
         ("mistral", ["window=8"], {"model.overrides.window is 8 here, 16 there"}),
         (
             "mixtral",
             ["n_experts=8", "top_k=3"],
-            {"model.overrides.n_experts is 8 here, 4 there", "model.overrides.top_k is 3 here, 2 there"},
+            {
+                "model.overrides.n_experts is 8 here, 4 there",
+                "model.overrides.top_k is 3 here, 2 there",
+            },
         ),
         ("qwen3", ["head_dim=16"], {"model.overrides.head_dim is 16 here, 24 there"}),
         ("qwen3", ["tied=false"], {"model.overrides.tied is false here, true there"}),
@@ -223,10 +279,14 @@ def test_another_model_is_named_by_our_keys_before_anything_is_read(
     check_config([*given, "--checkpoint.allow_changes=model"], 1)
 
 
-def test_a_published_model_is_told_by_its_flavor_and_another_family_by_its_name(tmp_path: Path) -> None:
+def test_a_published_model_is_told_by_its_flavor_and_another_family_by_its_name(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SPECS["llama3"].hf_config(SPECS["llama3"].flavors["3.2-1B"])))
+    (folder / "config.json").write_text(
+        json.dumps(SPECS["llama3"].hf_config(SPECS["llama3"].flavors["3.2-1B"]))
+    )
     start = ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={folder}"]
     found = refusal(start)
     assert 'model.flavor = "3.2-1B" of llama3 is that model' in found.hint
@@ -240,8 +300,12 @@ def test_a_vocabulary_of_the_tokenizers_is_compared_before_any_text(
 ) -> None:
     shape = replace(SPECS["llama3"].flavors["debugmodel"], vocab_size=4096)
     (tmp_path / "config.json").write_text(json.dumps(SPECS["llama3"].hf_config(shape)))
-    run = check_config(["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={tmp_path}"], 1)[1]
-    monkeypatch.setattr("titanlite.run_text.read_training_text", lambda *_: pytest.fail("the text was read"))
+    run = check_config(
+        ["--checkpoint.enable_checkpoint", f"--checkpoint.initial_load_path={tmp_path}"], 1
+    )[1]
+    monkeypatch.setattr(
+        "titanlite.run_text.read_training_text", lambda *_: pytest.fail("the text was read")
+    )
     with pytest.raises(ConfigError, match=r"model\.vocab_size is 2304 here, 4096 there"):
         read_datasets(run)
 
@@ -254,8 +318,12 @@ def test_a_checkpoint_of_another_model_is_told_by_its_manifest(pool: Pools, tmp_
         given = of("llama3", path, f"--job.dump_folder={tmp_path / 'new'}")
         assert check_config(given, 1)[1].model_args().dim == 64
         found = refusal([*given, "--model.overrides.n_layers=4"])
-        assert "by its manifest.json:\n  model.overrides.n_layers is 4 here, 2 there" in found.message
-        check_config([*given, "--model.overrides.n_layers=4", "--checkpoint.allow_missing=model.layers.*"], 1)
+        assert (
+            "by its manifest.json:\n  model.overrides.n_layers is 4 here, 2 there" in found.message
+        )
+        check_config(
+            [*given, "--model.overrides.n_layers=4", "--checkpoint.allow_missing=model.layers.*"], 1
+        )
     evil = out / "checkpoint" / "step-1" / "manifest.json"
     code = tmp_path / "evil.py"
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nSPEC = None\n")
@@ -265,14 +333,36 @@ def test_a_checkpoint_of_another_model_is_told_by_its_manifest(pool: Pools, tmp_
     assert not (tmp_path / "ran").exists(), "nothing that a manifest names is imported"
 
 
-WRONG: tuple[Any, ...] = ("text", "llama3", [], [1], [[1]], {}, {"a": 1}, None, True, 1.5, -1, 0, 10**30, float("nan"))
+WRONG: tuple[Any, ...] = (
+    "text",
+    "llama3",
+    [],
+    [1],
+    [[1]],
+    {},
+    {"a": 1},
+    None,
+    True,
+    1.5,
+    -1,
+    0,
+    10**30,
+    float("nan"),
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_entry_of_a_wrong_type_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     """Of each entry, also in the table of the rotary positions: a model, or an error in words."""
     spec, whole = get_spec(name), {**SMALL, **FAMILIES[name]}
-    more = ("rope_scaling", "rope_theta", "rope_parameters", "layer_types", "use_sliding_window", "head_dim")
+    more = (
+        "rope_scaling",
+        "rope_theta",
+        "rope_parameters",
+        "layer_types",
+        "use_sliding_window",
+        "head_dim",
+    )
     nested = [("rope_parameters", key) for key in LLAMA_3]
     for place in [*((key,) for key in (*whole, *more)), *nested]:
         for value in WRONG:

@@ -1,4 +1,6 @@
-"""`model.name = "hf"`: models of `transformers` against `transformers` itself, sharded, drawn, saved and resumed."""
+"""`model.name = "hf"`: models of `transformers` against `transformers` itself, sharded, drawn,
+saved and resumed.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,18 @@ SPEC = get_spec("hf")
 TOML = str(Path(__file__).parents[2] / "train_configs" / "hf_debug.toml")
 #: Of all families but GPT-2. No dropout, so that two models can be compared.
 SMALL: dict[str, Any] = {
-    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"intermediate_size": 96, "vocab_size": 2304, "max_position_embeddings": 256, "pad_token_id": None},
+    **{
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    **{
+        "intermediate_size": 96,
+        "vocab_size": 2304,
+        "max_position_embeddings": 256,
+        "pad_token_id": None,
+    },
     **{"bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0, "attention_dropout": 0.0},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,14 +52,31 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {**SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "gpt2": {
-        **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 2304, "bos_token_id": 1},
+        **{
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 256,
+            "vocab_size": 2304,
+            "bos_token_id": 1,
+        },
         **{"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     },
 }
 TIED = {"qwen2", "gemma", "opt", "gpt2"}
 FLAGS = [
-    *["--training.seq_len=32", "--training.batch_size=2", "--training.global_batch_size=4", "--metrics.log_freq=1"],
-    *["--training.warmup_steps=1", "--lr_scheduler.total_steps=4", "--no-validation.enable", KEPT_TOKENS],
+    *[
+        "--training.seq_len=32",
+        "--training.batch_size=2",
+        "--training.global_batch_size=4",
+        "--metrics.log_freq=1",
+    ],
+    *[
+        "--training.warmup_steps=1",
+        "--lr_scheduler.total_steps=4",
+        "--no-validation.enable",
+        KEPT_TOKENS,
+    ],
 ]
 
 
@@ -70,8 +99,12 @@ def reference(family: str, weights: dict[str, torch.Tensor]) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING[family](**FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
-    model.load_state_dict({**weights, **{n: weights[o] for n, o in SPEC.tied(args_from_hf(content(family))).items()}})
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    model.load_state_dict(
+        {**weights, **{n: weights[o] for n, o in SPEC.tied(args_from_hf(content(family))).items()}}
+    )
     return model
 
 
@@ -80,8 +113,12 @@ def _whole(tensor: Any) -> torch.Tensor:
     return found
 
 
-def _compare(world: DistEnv, flags: list[str], family: str) -> tuple[float, float, dict[str, Any], int]:
-    """Largest differences from the reference of logits and of gradients, the initial weights, sharded parameters."""
+def _compare(
+    world: DistEnv, flags: list[str], family: str
+) -> tuple[float, float, dict[str, Any], int]:
+    """Largest differences from the reference of logits and of gradients, the initial weights,
+    sharded parameters.
+    """
     parts = build(load_config(TOML, world.size, flags), world)
     weights = {name: _whole(p) for name, p in parts.model.named_parameters()}
     theirs = reference(family, weights)
@@ -93,16 +130,26 @@ def _compare(world: DistEnv, flags: list[str], family: str) -> tuple[float, floa
     # The bias of keys has no gradient but rounding: softmax does not see it.
     least = 1e-4 * max(gradient.abs().max() for gradient in gradients.values())
     worst = max(
-        float((_whole(p.grad) / world.size - gradients[n]).abs().max() / gradients[n].abs().max().clamp(min=least))
+        float(
+            (_whole(p.grad) / world.size - gradients[n]).abs().max()
+            / gradients[n].abs().max().clamp(min=least)
+        )
         for n, p in parts.model.named_parameters()
     )
     parts.close()
     shards = sum(isinstance(p, DTensor) for p in parts.model.parameters())
-    return float((found - expected).abs().max()), worst, {n: w.numpy() for n, w in weights.items()}, shards
+    return (
+        float((found - expected).abs().max()),
+        worst,
+        {n: w.numpy() for n, w in weights.items()},
+        shards,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(pool: Pools, tmp_path: Path, family: str) -> None:
+def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
+    pool: Pools, tmp_path: Path, family: str
+) -> None:
     flags = config_flags(tmp_path, written(tmp_path, family))
     for logits, gradients, weights, shards in pool(2).run(_compare, flags, family):
         assert logits < 1e-5 and gradients < 2e-5
@@ -113,41 +160,66 @@ def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(pool: Pools
         for name, weight in weights.items():
             rule = SPEC.init_rule(name, args)
             exact = {"ones": 1.0, "zeros": 0.0}.get(rule.kind)
-            assert (weight == exact).all() if exact is not None else abs(weight.std() / rule.std - 1) < 0.1
+            assert (
+                (weight == exact).all()
+                if exact is not None
+                else abs(weight.std() / rule.std - 1) < 0.1
+            )
 
 
 def _train(world: DistEnv, flags: list[str]) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, also of those before a resume."""
     folder = [flag.partition("=")[2] for flag in flags if flag.startswith("--job.dump_folder=")][-1]
-    return [(row["loss"], row["grad_norm"]) for row in train_rows(world, folder, *flags, config=TOML) if "loss" in row]
+    return [
+        (row["loss"], row["grad_norm"])
+        for row in train_rows(world, folder, *flags, config=TOML)
+        if "loss" in row
+    ]
 
 
 @pytest.fixture(scope="module")
 def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Four steps of a tied Qwen2 on 2 ranks."""
     folder = tmp_path_factory.mktemp("straight")
-    return pool(2).run(_train, config_flags(folder, written(folder, "qwen2"), "--training.steps=4"))[0]
+    return pool(2).run(
+        _train, config_flags(folder, written(folder, "qwen2"), "--training.steps=4")
+    )[0]
 
 
-def test_a_resume_is_exact_and_one_rank_trains_as_two(pool: Pools, straight: Any, tmp_path: Path) -> None:
+def test_a_resume_is_exact_and_one_rank_trains_as_two(
+    pool: Pools, straight: Any, tmp_path: Path
+) -> None:
     assert min(straight)[0] < straight[0][0] - 0.1
     flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
     assert pool(2).run(_train, [*flags, "--training.steps=2"])[0] == straight[:2]
-    assert pool(2).run(_train, [*flags, "--training.steps=4", "--checkpoint.start=resume"])[0] == straight
+    assert (
+        pool(2).run(_train, [*flags, "--training.steps=4", "--checkpoint.start=resume"])[0]
+        == straight
+    )
     (tmp_path / "alone").mkdir()
     alone = config_flags(tmp_path / "alone", written(tmp_path, "qwen2"), "--training.steps=4")
     rows = pool(1).run(_train, alone)[0]
-    assert [x for row in rows for x in row] == pytest.approx([x for row in straight for x in row], rel=2e-5)
+    assert [x for row in rows for x in row] == pytest.approx(
+        [x for row in straight for x in row], rel=2e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "tolerance"),
     [
         (["--activation_checkpoint.mode=full"], 1e-6),
-        (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"], 1e-6),
+        (
+            [
+                "--activation_checkpoint.mode=selective",
+                "--activation_checkpoint.selective_ac_option=op",
+            ],
+            1e-6,
+        ),
         (["--training.fsdp_units=Qwen2Attention,Qwen2MLP"], 1e-6),
         (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
-        pytest.param(["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow),
+        pytest.param(
+            ["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow
+        ),
     ],
     ids=["full", "op", "classes", "float8", "compile"],
 )
@@ -156,7 +228,9 @@ def test_features_work_on_its_blocks(
 ) -> None:
     given = config_flags(tmp_path, written(tmp_path, "qwen2"), "--training.steps=2", *flags)
     rows = pool(2).run(_train, given)[0]
-    assert [row[0] for row in rows] == pytest.approx([row[0] for row in straight[:2]], rel=tolerance)
+    assert [row[0] for row in rows] == pytest.approx(
+        [row[0] for row in straight[:2]], rel=tolerance
+    )
     assert rows != straight[:2] or tolerance < 1e-3
 
 
@@ -165,7 +239,11 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
     (tmp_path / "config.json").write_text(json.dumps({**content("opt"), "dropout": 0.3}))
     rows = []
     for mode in ("none", "full"):
-        flags = [f"--model.hf_config={tmp_path}", "--training.steps=2", f"--activation_checkpoint.mode={mode}"]
+        flags = [
+            f"--model.hf_config={tmp_path}",
+            "--training.steps=2",
+            f"--activation_checkpoint.mode={mode}",
+        ]
         rows.append(pool(1).run(_train, config_flags(tmp_path / mode, *flags))[0])
     assert rows[1] == rows[0]
 
@@ -193,9 +271,19 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(SPEC.hf_names(args))
     again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    assert args_from_hf({"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 2}).max_seq_len == 2048
-    assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
-    assert args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules == args.skeleton.rules
+    assert (
+        args_from_hf(
+            {"model_type": "bloom", "hidden_size": 64, "n_layer": 1, "n_head": 2}
+        ).max_seq_len
+        == 2048
+    )
+    assert (
+        SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
+    )
+    assert (
+        args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules
+        == args.skeleton.rules
+    )
     assert SPEC.count_parameters(again) == SPEC.count_parameters(args)
     with pytest.raises(ShapeError, match=r'with experts.*model.name = "mixtral"'):
         args_from_hf({**content("llama"), "model_type": "mixtral", "num_local_experts": 4})
@@ -204,10 +292,16 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
 def test_rules_are_those_of_the_model_itself() -> None:
     rule = SPEC.init_rule
     gpt2 = args_from_hf(content("gpt2"))
-    assert rule("transformer.h.1.mlp.c_proj.weight", gpt2) == Init("normal", std=0.02 / 2)  # / sqrt(2 * 2 layers)
+    assert rule("transformer.h.1.mlp.c_proj.weight", gpt2) == Init(
+        "normal", std=0.02 / 2
+    )  # / sqrt(2 * 2 layers)
     assert rule("transformer.h.1.attn.c_attn.bias", gpt2) == Init("zeros")
-    assert rule("model.norm.weight", args_from_hf(content("gemma"))) == Init("zeros")  # it multiplies by 1 + weight
-    assert rule("model.layers.0.mlp.up_proj.weight", args_from_hf(content("qwen2"))) == Init("normal", std=0.05)
+    assert rule("model.norm.weight", args_from_hf(content("gemma"))) == Init(
+        "zeros"
+    )  # it multiplies by 1 + weight
+    assert rule("model.layers.0.mlp.up_proj.weight", args_from_hf(content("qwen2"))) == Init(
+        "normal", std=0.05
+    )
 
 
 def test_buffers_that_no_checkpoint_holds_are_computed_and_parameters_stay() -> None:
@@ -236,9 +330,21 @@ MODEL = "model.hf_config"
         (["--model.name=llama3"], MODEL, 'set model.name = "hf"'),
         (["--model.hf_config=./nowhere"], MODEL, "No such file"),
         (["--model.hf_config=nobody/nothing"], MODEL, 'cannot read "nobody/nothing"'),
-        (["--model.overrides={num_layers = 2}"], "model.overrides.num_layers", "nearest: num_hidden_layers"),
-        (["--model.overrides={hidden_act = 'none'}"], MODEL, "transformers makes no model of this config"),
-        (["--model.overrides={model_type = 'bert_'}"], MODEL, "no causal language model of model_type"),
+        (
+            ["--model.overrides={num_layers = 2}"],
+            "model.overrides.num_layers",
+            "nearest: num_hidden_layers",
+        ),
+        (
+            ["--model.overrides={hidden_act = 'none'}"],
+            MODEL,
+            "transformers makes no model of this config",
+        ),
+        (
+            ["--model.overrides={model_type = 'bert_'}"],
+            MODEL,
+            "no causal language model of model_type",
+        ),
         (["--training.seq_len=2048"], "model", "the model has 1024 positions"),
         (["--model.norm_type=layernorm"], "model.norm_type", "no such argument"),
     ],
@@ -255,8 +361,16 @@ def test_config_check_names_what_is_wrong(
 
 
 def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:
-    bert = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    with pytest.raises(ShapeError, match="sees those after it.*set model.overrides.is_decoder = true"):
+    bert = {
+        "model_type": "bert",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    with pytest.raises(
+        ShapeError, match="sees those after it.*set model.overrides.is_decoder = true"
+    ):
         args_from_hf(bert)
     model = SPEC.build(args_from_hf(bert, {"is_decoder": True})).eval()
     tokens = torch.arange(8)[None]
@@ -267,13 +381,18 @@ def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -
 
 def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ShapeError, match=r"needs the package transformers.*pip install 'titanlite\[hf\]'"):
+    with pytest.raises(
+        ShapeError, match=r"needs the package transformers.*pip install 'titanlite\[hf\]'"
+    ):
         args_from_hf({**content("llama"), "hidden_size": 32})
     with pytest.raises(ShapeError, match="initial values of .*A_log"):
         monkeypatch.undo()
-        args_from_hf({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64})
+        args_from_hf(
+            {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+        )
     program = (
-        "import sys; from titanlite.fit import check_config; check_config(['--job.config_file=debug_model.toml'], 2); "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "import sys; from titanlite.fit import check_config; "
+        "check_config(['--job.config_file=debug_model.toml'], 2); assert not {'torch', "
+        "'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,4 +1,7 @@
-"""The decoder's own promises: names, RoPE, norms, dtypes. test_families.py holds it against `transformers`."""
+"""The decoder's own promises: names, RoPE, norms, dtypes.
+
+test_families.py holds it against `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,19 @@ VARIANTS = {
     "gqa": LlamaArgs(64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, max_seq_len=128),
     "tied": LlamaArgs(64, 2, 4, vocab_size=96, tied=True, max_seq_len=128),
     # 128 positions, four times the original context.
-    "scaled": LlamaArgs(64, 2, 4, vocab_size=96, rope_theta=5e3, rope_scaling=SCALED, max_seq_len=128),
+    "scaled": LlamaArgs(
+        64, 2, 4, vocab_size=96, rope_theta=5e3, rope_scaling=SCALED, max_seq_len=128
+    ),
     "all": LlamaArgs(
-        64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, rope_scaling=SCALED, tied=True, max_seq_len=128
+        64,
+        2,
+        8,
+        n_kv_heads=2,
+        vocab_size=96,
+        rope_theta=5e5,
+        rope_scaling=SCALED,
+        tied=True,
+        max_seq_len=128,
     ),
 }
 
@@ -32,7 +45,11 @@ def built(args: LlamaArgs, seed: int = 0) -> Llama:
     model = Llama(args)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * p.size(-1) ** -0.5)
+            p.copy_(
+                1 + 0.2 * torch.randn_like(p)
+                if "norm" in name
+                else torch.randn_like(p) * p.size(-1) ** -0.5
+            )
     return model
 
 
@@ -46,15 +63,20 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("scaling", [None, RopeScaling(8.0), RopeScaling(32.0)])
-def test_rope_tables_equal_those_of_transformers_beyond_the_original_context(scaling: RopeScaling | None) -> None:
+def test_rope_tables_equal_those_of_transformers_beyond_the_original_context(
+    scaling: RopeScaling | None,
+) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    args = LlamaArgs(1024, 1, 8, vocab_size=8, rope_theta=5e5, rope_scaling=scaling, max_seq_len=9000)
+    args = LlamaArgs(
+        1024, 1, 8, vocab_size=8, rope_theta=5e5, rope_scaling=scaling, max_seq_len=9000
+    )
     reference = LlamaRotaryEmbedding(LlamaConfig(**hf.hf_config(args)))
     cos, sin = reference(torch.zeros(1), torch.arange(9000).unsqueeze(0))
     rope = Rope(128, 9000, 5e5, scaling)
-    # The angle reaches 9,000, where one unit in the last place of fp32 is 1e-3: only equal formulas come this close.
+    # The angle reaches 9,000, where one unit in the last place of fp32 is 1e-3: only equal formulas
+    # come this close.
     torch.testing.assert_close(rope.cos, cos[0, :, :64], atol=1e-5, rtol=0)
     torch.testing.assert_close(rope.sin, sin[0, :, :64], atol=1e-5, rtol=0)
 
@@ -78,7 +100,8 @@ def test_the_rotation_of_eager_cuda_is_the_formula(dtype: torch.dtype) -> None:
     grad = torch.randn(2, 512, 3, 16).to(dtype)
     expected = rotation(x)
     actual = _Rotate.apply(x, rotation.cos, rotation.sin)
-    # One rounding to the dtype of x each; before it a fused multiply-add differs in the last bits of fp32.
+    # One rounding to the dtype of x each; before it a fused multiply-add differs in the last bits
+    # of fp32.
     near = {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
     torch.testing.assert_close(actual, expected, **near)
     torch.testing.assert_close(
@@ -87,7 +110,9 @@ def test_the_rotation_of_eager_cuda_is_the_formula(dtype: torch.dtype) -> None:
 
 
 def test_a_sequence_longer_than_the_tables_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"129 tokens is longer than the model's RoPE tables \(128\)"):
+    with pytest.raises(
+        ValueError, match=r"129 tokens is longer than the model's RoPE tables \(128\)"
+    ):
         built(SMALL)(torch.zeros(1, 129, dtype=torch.int64))
 
 

@@ -22,7 +22,15 @@ from titanlite.models.spec import ShapeError
 
 SPEC = get_spec("mixtral")
 ARGS = MixtralArgs(
-    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96, n_experts=4, rope_theta=1e6, aux_loss=0.0
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    ffn_dim=48,
+    vocab_size=96,
+    n_experts=4,
+    rope_theta=1e6,
+    aux_loss=0.0,
 )
 LABELS = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(3))
 
@@ -36,14 +44,18 @@ def make(args: MixtralArgs) -> Mixtral:
 
 
 def as_transformers(args: MixtralArgs, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights, or their gradients, under the names that `transformers`' model has in memory."""
+    """Return weights, or their gradients, under the names that `transformers`' model has in
+    memory.
+    """
     found = {}
     for ours, theirs in SPEC.hf_names(args).items():
         if isinstance(theirs, str):
             found[theirs.replace("block_sparse_moe", "mlp")] = state[ours]
         elif ours.endswith("w1"):
             block = theirs[0].partition(".block_sparse_moe")[0]
-            found[f"{block}.mlp.experts.gate_up_proj"] = torch.cat([state[ours], state[f"{ours[:-1]}3"]], 1)
+            found[f"{block}.mlp.experts.gate_up_proj"] = torch.cat(
+                [state[ours], state[f"{ours[:-1]}3"]], 1
+            )
             found[f"{block}.mlp.experts.down_proj"] = state[f"{ours[:-1]}2"]
     return found
 
@@ -56,7 +68,8 @@ def reference(args: MixtralArgs, weights: dict[str, Tensor]) -> Any:
     return model
 
 
-# With one layer the losses of the routers are equal too: `transformers` takes shares over the tokens of all layers.
+# With one layer the losses of the routers are equal too: `transformers` takes shares over the
+# tokens of all layers.
 @pytest.mark.parametrize(
     "args",
     [ARGS, replace(ARGS, n_layers=1, aux_loss=0.5), replace(ARGS, n_kv_heads=4, top_k=3)],
@@ -74,7 +87,9 @@ def test_logits_and_gradients_are_those_of_transformers(args: MixtralArgs) -> No
     (loss + args.aux_loss * expected.aux_loss if args.aux_loss else loss).backward()
     gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
     for name, gradient in as_transformers(args, gradients).items():
-        torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            gradient, theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name
+        )
 
 
 def test_z_loss_and_record() -> None:
@@ -102,17 +117,27 @@ def test_files_of_transformers_there_and_back(tmp_path: Path) -> None:
     reference(ARGS, state).save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
     exported, back = SPEC.to_hf(state, ARGS), SPEC.from_hf(files, ARGS)
-    assert files.keys() == exported.keys() and all(torch.equal(files[name], exported[name]) for name in files)
-    assert state.keys() == back.keys() and all(torch.equal(state[name], back[name]) for name in state)
+    assert files.keys() == exported.keys() and all(
+        torch.equal(files[name], exported[name]) for name in files
+    )
+    assert state.keys() == back.keys() and all(
+        torch.equal(state[name], back[name]) for name in state
+    )
 
 
 def test_counts_and_flops_of_the_published_models() -> None:
     args = resolve_args("mixtral", "8x7B")
-    assert (SPEC.count_parameters(args), count_active_parameters(args)) == (46_702_792_704, 12_879_925_248)
+    assert (SPEC.count_parameters(args), count_active_parameters(args)) == (
+        46_702_792_704,
+        12_879_925_248,
+    )
     assert SPEC.flops_per_token(args, 4096) == 82_935_570_432
     # As the files of mistralai/Mixtral-8x22B-v0.1 hold, and Mistral's "141B, 39B active".
     large = resolve_args("mixtral", "8x22B")
-    assert (SPEC.count_parameters(large), count_active_parameters(large)) == (140_620_634_112, 39_152_031_744)
+    assert (SPEC.count_parameters(large), count_active_parameters(large)) == (
+        140_620_634_112,
+        39_152_031_744,
+    )
     small = resolve_args("mixtral", "debugmodel", tokenizer_size=2048)
     model = SPEC.build_on_meta(small)
     assert sum(p.numel() for p in model.parameters()) == SPEC.count_parameters(small)
@@ -123,7 +148,12 @@ def test_counts_and_flops_of_the_published_models() -> None:
 def test_config_json_there_and_back() -> None:
     args = resolve_args("mixtral", "8x22B")
     assert SPEC.args_from_hf(SPEC.hf_config(args)) == replace(args, max_seq_len=65536)
-    published = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None}
+    published = {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    }
     config = {k: v for k, v in SPEC.hf_config(args).items() if k not in published}
     assert SPEC.args_from_hf({**config, **published}).aux_loss == 0.02
     for name in ("sliding_window", "router_jitter_noise"):
@@ -133,7 +163,10 @@ def test_config_json_there_and_back() -> None:
 
 def test_misfits() -> None:
     for top_k in (1, 5):
-        with pytest.raises(ShapeError, match=rf"top_k must be between 2 and n_experts = 4, got {top_k}: a single .*"):
+        with pytest.raises(
+            ShapeError,
+            match=rf"top_k must be between 2 and n_experts = 4, got {top_k}: a single .*",
+        ):
             replace(ARGS, top_k=top_k)
     with pytest.raises(ShapeError, match=r"ffn_dim = 44 is not a multiple of 8.*"):
         replace(ARGS, ffn_dim=44)
@@ -147,12 +180,18 @@ def test_a_head_dim_of_its_own_need_not_divide_the_width() -> None:
 def test_the_losses_of_routers_make_no_other_model() -> None:
     tokenizer: Any = SimpleNamespace(fingerprint="0")
     other = replace(ARGS, aux_loss=0.5, z_loss=0.1)
-    assert weights_fingerprints("mixtral", ARGS, tokenizer) == weights_fingerprints("mixtral", other, tokenizer)
+    assert weights_fingerprints("mixtral", ARGS, tokenizer) == weights_fingerprints(
+        "mixtral", other, tokenizer
+    )
     wider = replace(ARGS, ffn_dim=56)
-    assert weights_fingerprints("mixtral", ARGS, tokenizer) != weights_fingerprints("mixtral", wider, tokenizer)
+    assert weights_fingerprints("mixtral", ARGS, tokenizer) != weights_fingerprints(
+        "mixtral", wider, tokenizer
+    )
     there = from_hf(Path("config.json"), SPEC.hf_config(ARGS), SPEC)
     assert differences(there, "mixtral", SPEC, other) == []
-    assert differences(there, "mixtral", SPEC, wider) == ["model.overrides.ffn_dim is 56 here, 48 there"]
+    assert differences(there, "mixtral", SPEC, wider) == [
+        "model.overrides.ffn_dim is 56 here, 48 there"
+    ]
 
 
 def test_experts_are_drawn_one_by_one() -> None:
@@ -160,7 +199,10 @@ def test_experts_are_drawn_one_by_one() -> None:
     from titanlite.parallel.init import fill
 
     init = SPEC.init_rule("layers.1.feed_forward.experts.w2", ARGS)
-    assert init.std == pytest.approx(0.02 / 2) and SPEC.init_rule("layers.1.feed_forward.experts.w1", ARGS).std == 0.02
+    assert (
+        init.std == pytest.approx(0.02 / 2)
+        and SPEC.init_rule("layers.1.feed_forward.experts.w1", ARGS).std == 0.02
+    )
     whole, experts, rows = torch.empty(4, 200, 6), torch.empty(2, 200, 6), torch.empty(4, 50, 6)
     for part, offset in ((whole, (0, 0, 0)), (experts, (2, 0, 0)), (rows, (0, 150, 0))):
         fill(part, offset, (4, 200, 6), "w", init, 5)
@@ -171,7 +213,9 @@ def test_experts_are_drawn_one_by_one() -> None:
 # The mixture of experts against a loop over tokens
 
 #: Of one mixture by itself.
-SINGLE = MixtralArgs(dim=16, n_layers=2, n_heads=2, ffn_dim=24, vocab_size=32, n_experts=5, top_k=2, aux_loss=0.0)
+SINGLE = MixtralArgs(
+    dim=16, n_layers=2, n_heads=2, ffn_dim=24, vocab_size=32, n_experts=5, top_k=2, aux_loss=0.0
+)
 
 
 def make_moe(args: MixtralArgs = SINGLE, dtype: torch.dtype = torch.float32) -> MoE:

@@ -1,4 +1,6 @@
-"""Published shapes, counts and FLOPs; the numbers are of the model cards and of published training logs."""
+"""Published shapes, counts and FLOPs; the numbers are of the model cards and of published training
+logs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import pytest
 import torch
 
 from titanlite.config.model_sections import Model
-from titanlite.models import SHAPES, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
+from titanlite.models import (
+    SHAPES,
+    RopeScaling,
+    count_parameters,
+    flops_per_token,
+    get_spec,
+    resolve_args,
+)
 from titanlite.models.args import model_args
 from titanlite.models.llama import NORM_TYPES
 from titanlite.models.spec import ShapeError
@@ -23,7 +32,8 @@ PUBLISHED = {
     ("llama3", "3.1-405B"): (16384, 126, 128, 8, 53248, 128256, 405_853_388_800),
     ("llama3", "3.2-1B"): (2048, 16, 32, 8, 8192, 128256, 1_235_814_400),
     ("llama3", "1B"): (2048, 16, 32, 8, 8192, 128256, 1_235_814_400),
-    # A widely copied table says ffn 11008 for the 3B, and launch files say 2 kv heads for both: wrong.
+    # A widely copied table says ffn 11008 for the 3B, and launch files say 2 kv heads for both:
+    # wrong.
     ("llama3", "3.2-3B"): (3072, 28, 24, 8, 8192, 128256, 3_212_749_824),
     ("llama3", "3B"): (3072, 28, 24, 8, 8192, 128256, 3_212_749_824),
 }
@@ -42,7 +52,9 @@ def test_published_shapes_and_exact_counts(family: str, flavor: str) -> None:
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_the_module_has_exactly_the_counted_parameters(norm_type: str) -> None:
     """test_families.py counts those of every flavor."""
-    args = resolve_args("llama3", "debugmodel", {"norm_type": norm_type}, tokenizer_size=2048, max_seq_len=64)
+    args = resolve_args(
+        "llama3", "debugmodel", {"norm_type": norm_type}, tokenizer_size=2048, max_seq_len=64
+    )
     with torch.device("meta"):
         model = get_spec("llama3").build(args)
     assert sum(p.numel() for p in model.parameters()) == count_parameters(args)
@@ -52,7 +64,9 @@ def test_the_module_has_exactly_the_counted_parameters(norm_type: str) -> None:
 
 def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
     for flavor, args in SHAPES["llama3"].items():
-        factor = 8.0 if flavor.startswith("3.1") or flavor == "405B" else 32.0 if args.tied else None
+        factor = (
+            8.0 if flavor.startswith("3.1") or flavor == "405B" else 32.0 if args.tied else None
+        )
         assert args.rope_scaling == (factor and RopeScaling(factor, 1.0, 4.0, 8192)), flavor
     assert all(a.rope_scaling is None for a in SHAPES["llama2"].values())
 
@@ -76,11 +90,26 @@ def test_a_derived_width_follows_an_override() -> None:
 
 
 def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
-    full = {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_context": 1024}
+    full = {
+        "factor": 4.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 8.0,
+        "original_context": 1024,
+    }
     assert RopeScaling.parse(full) == RopeScaling(4.0, 2.0, 8.0, 1024)
-    section = Model(flavor="8B", rope_scaling=full, norm_type="layernorm", vocab_size=64, overrides={"n_layers": 2})
+    section = Model(
+        flavor="8B",
+        rope_scaling=full,
+        norm_type="layernorm",
+        vocab_size=64,
+        overrides={"n_layers": 2},
+    )
     args = model_args(section, 128)
-    assert (args.rope_scaling, args.norm_type, args.n_vocab) == (RopeScaling.parse(full), "layernorm", 64)
+    assert (args.rope_scaling, args.norm_type, args.n_vocab) == (
+        RopeScaling.parse(full),
+        "layernorm",
+        64,
+    )
     assert (args.n_layers, args.max_seq_len) == (2, 128)
     assert RopeScaling.parse(4) == RopeScaling(4.0)
     assert RopeScaling.parse(1.0) is None
@@ -101,13 +130,27 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
         ({"tied": 1}, "overrides.tied", "true or false, got 1"),
         ({"rope_theta": "1e4"}, "overrides.rope_theta", 'a number, got "1e4"'),
         ({"n_layer": 4}, "overrides.n_layer", "nearest: n_layers"),
-        ({"max_seq_len": 16}, "overrides.max_seq_len", "is 16, shorter than the sequences of 64 tokens"),
-        ({"rope_scaling": {"factor": 8.0, "original": 1}}, "rope_scaling.original", "nearest: original_context"),
-        ({"rope_scaling": {"factor": 8, "low_freq_factor": 4}}, "rope_scaling", "low_freq_factor < high_freq_factor"),
+        (
+            {"max_seq_len": 16},
+            "overrides.max_seq_len",
+            "is 16, shorter than the sequences of 64 tokens",
+        ),
+        (
+            {"rope_scaling": {"factor": 8.0, "original": 1}},
+            "rope_scaling.original",
+            "nearest: original_context",
+        ),
+        (
+            {"rope_scaling": {"factor": 8, "low_freq_factor": 4}},
+            "rope_scaling",
+            "low_freq_factor < high_freq_factor",
+        ),
         ({"rope_scaling": "yarn"}, "rope_scaling", '"yarn"'),
     ],
 )
-def test_numbers_that_make_no_decoder_are_refused(overrides: dict[str, object], field: str, words: str) -> None:
+def test_numbers_that_make_no_decoder_are_refused(
+    overrides: dict[str, object], field: str, words: str
+) -> None:
     with pytest.raises(ShapeError) as error:
         resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
     (misfit,) = error.value.misfits

@@ -26,7 +26,11 @@ def test_initial_distribution_of_every_kind_of_parameter() -> None:
     rule = get_spec("llama3").init_rule
     assert rule("tok_embeddings.weight", ARGS) == Init("normal", std=1.0)
     assert rule("output.weight", ARGS) == Init("trunc_normal", std=0.125, bound=0.375)
-    assert rule("tok_embeddings.weight", TIED) == rule("output.weight", TIED) == rule("output.weight", ARGS)
+    assert (
+        rule("tok_embeddings.weight", TIED)
+        == rule("output.weight", TIED)
+        == rule("output.weight", ARGS)
+    )
     for name in ("norm", "layers.2.attention_norm", "layers.0.ffn_norm"):
         assert rule(f"{name}.weight", ARGS) == Init("ones")
     for linear in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
@@ -41,7 +45,12 @@ def test_initial_distribution_of_every_kind_of_parameter() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["lm_head.weight", "layers.3.attention.wq.weight", "layers.0.attention.wq.bias", "layers.0.attention.w1x.weight"],
+    [
+        "lm_head.weight",
+        "layers.3.attention.wq.weight",
+        "layers.0.attention.wq.bias",
+        "layers.0.attention.w1x.weight",
+    ],
 )
 def test_a_name_without_a_rule_raises(name: str) -> None:
     with pytest.raises(KeyError, match="no initialisation is known"):
@@ -54,7 +63,9 @@ def test_hugging_face_names_there_and_back(args: LlamaArgs) -> None:
     state = Llama(args).state_dict()
     exported = spec.to_hf(state, args)
     assert ("lm_head.weight" in exported) is (not args.tied)
-    back = spec.from_hf(exported | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, args)
+    back = spec.from_hf(
+        exported | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, args
+    )
     assert set(back) == set(state)
     assert all(torch.equal(back[name], state[name]) for name in state)
     if args.tied:
@@ -64,8 +75,13 @@ def test_hugging_face_names_there_and_back(args: LlamaArgs) -> None:
 def test_weights_of_another_model_are_refused() -> None:
     spec = get_spec("llama3")
     exported = spec.to_hf(Llama(ARGS).state_dict(), ARGS)
-    with pytest.raises(ValueError, match=r"1 missing \(model.norm.weight\) and 1 unknown \(model.norm.bias\)"):
-        spec.from_hf({n.replace("model.norm.weight", "model.norm.bias"): t for n, t in exported.items()}, ARGS)
+    with pytest.raises(
+        ValueError, match=r"1 missing \(model.norm.weight\) and 1 unknown \(model.norm.bias\)"
+    ):
+        spec.from_hf(
+            {n.replace("model.norm.weight", "model.norm.bias"): t for n, t in exported.items()},
+            ARGS,
+        )
     with pytest.raises(ValueError, match="lm_head.weight differs from tok_embeddings.weight"):
         spec.from_hf(exported, TIED)
     deeper = resolve_args("llama2", "271M", {"dim": 64, "n_layers": 4})
@@ -76,7 +92,10 @@ def test_weights_of_another_model_are_refused() -> None:
 
 
 def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
-    """RoPE as Meta's code writes it: neighbouring pairs as complex numbers. x: [heads, seq, head_dim]."""
+    """RoPE as Meta's code writes it: neighbouring pairs as complex numbers.
+
+    x: [heads, seq, head_dim].
+    """
     half = torch.arange(0, x.size(-1), 2).float() / x.size(-1)
     angles = torch.outer(torch.arange(x.size(1)).float(), theta**-half)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())

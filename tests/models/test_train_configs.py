@@ -48,7 +48,9 @@ def test_there_is_one_file_for_each_size_and_the_debug_model() -> None:
 def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:
     """A file's run on the hardware it names, its model, and its comments as one line."""
     path = FOLDER / f"{name}.toml"
-    comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+    comments = " ".join(
+        line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")
+    )
     gpus = re.search(r"Hardware: (\d+|one) GPUs? of", comments)
     assert gpus
     run = resolved(path, ranks=1 if gpus[1] == "one" else int(gpus[1]))
@@ -62,12 +64,20 @@ def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
     assert run.job.dump_folder == f"./outputs/{name}"
     assert f"{count_parameters(args):,} parameters" in comments
     batch = run.batch
-    assert f"{batch.global_batch_size} * {batch.seq_len:,} = {batch.tokens_per_step:,} tokens" in comments
+    assert (
+        f"{batch.global_batch_size} * {batch.seq_len:,} = {batch.tokens_per_step:,} tokens"
+        in comments
+    )
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem))
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in FOLDER.glob("*.toml") if "debug" not in path.stem)
+)
 def test_a_large_model_keeps_few_checkpoints(name: str) -> None:
-    """All saves of a 70B would take 77 TiB of disk. The newest stay, and about ten over the whole run."""
+    """All saves of a 70B would take 77 TiB of disk.
+
+    The newest stay, and about ten over the whole run.
+    """
     run, _, _ = described(name)
     section, steps = run.checkpoint, run.steps
     assert steps is not None

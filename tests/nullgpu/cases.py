@@ -1,4 +1,6 @@
-"""Runs on the null GPU: the table of `test_steps.py` and of `benchmarks/nullgpu.py`, and how one is played."""
+"""Runs on the null GPU: the table of `test_steps.py` and of `benchmarks/nullgpu.py`, and how one is
+played.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,18 @@ class Case:
         """Return the flags of the run."""
         depth = [f"--model.overrides.n_layers={self.layers}"] if self.layers else []
         config = f"--job.config_file={ROOT}/train_configs/{self.config}.toml"
-        return [config, *(f"--{flag}" for flag in PLAIN.split()), *depth, *(f"--{flag}" for flag in self.flags.split())]
+        return [
+            config,
+            *(f"--{flag}" for flag in PLAIN.split()),
+            *depth,
+            *(f"--{flag}" for flag in self.flags.split()),
+        ]
 
 
 #: Flags before a case's own: one micro-batch a step, eager, nothing twice, no saves.
 PLAIN = (
-    "training.global_batch_size=-1 activation_checkpoint.mode=none no-training.compile no-checkpoint.enable_checkpoint"
+    "training.global_batch_size=-1 activation_checkpoint.mode=none no-training.compile "
+    "no-checkpoint.enable_checkpoint"
 )
 
 
@@ -50,9 +58,12 @@ OP = f"{EVERY}op "
 FLOAT8 = COMPILE + "float8.enable_float8_linear "
 GATHERED = FLOAT8 + "float8.enable_fsdp_float8_all_gather "
 TP_2, TP_8 = "training.tensor_parallel_degree=2 ", "training.tensor_parallel_degree=8 "
-PIPELINE = "training.gradient_sync=last training.batch_size=4 experimental.pipeline_parallel_degree=2 "
+PIPELINE = (
+    "training.gradient_sync=last training.batch_size=4 experimental.pipeline_parallel_degree=2 "
+)
 SAVES = "checkpoint.enable_checkpoint checkpoint.interval=2 checkpoint.async_mode="
-#: Nine parameters a layer and three more: FSDP2 waits for the copy of each gradient. One more: the norm, with the flag.
+#: Nine parameters a layer and three more: FSDP2 waits for the copy of each gradient. One more: the
+#: norm, with the flag.
 ON_HOST = {"eventsync": 9 * 8 + 3 + 1}
 
 #: The allocator's pool still grows in the third step.
@@ -72,17 +83,25 @@ CASES: dict[str, Case] = {
     "8B, float8 eager": Case("float8.enable_float8_linear", layers=8),
     "8B, float8": Case(FLOAT8),
     "8B, float8 all-gather": Case(GATHERED, layers=8),
-    "8B, float8 all-gather, scales precomputed": Case(GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp"),
+    "8B, float8 all-gather, scales precomputed": Case(
+        GATHERED + "float8.precompute_float8_dynamic_scale_for_fsdp"
+    ),
     "8B, float8 rowwise": Case(FLOAT8 + "float8.recipe_name=rowwise"),
-    "8B, float8 rowwise eager": Case("float8.enable_float8_linear float8.recipe_name=rowwise", layers=8),
-    "8B, float8 rowwise_with_gw_hp": Case(FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp", layers=8),
+    "8B, float8 rowwise eager": Case(
+        "float8.enable_float8_linear float8.recipe_name=rowwise", layers=8
+    ),
+    "8B, float8 rowwise_with_gw_hp": Case(
+        FLOAT8 + "float8.recipe_name=rowwise_with_gw_hp", layers=8
+    ),
     "8B, HSDP 2 x 8": Case(COMPILE + "training.data_parallel_replicate_degree=2", 16),
     "8B, AC full, z-loss": Case(FULL + "training.z_loss=1e-4", layers=8),
     "8B, TP 2": Case(TP_2, layers=8),
     "8B, TP 2, AC op": Case(TP_2 + OP, layers=8),
     "8B, TP 2, AC full": Case(TP_2 + FULL, layers=8),
     "8B, TP 2, AC full, loss in 2 chunks": Case(TP_2 + FULL + "training.loss_chunks=2", layers=8),
-    "8B, TP 2, AC full, whole logits": Case(TP_2 + FULL + "no-training.enable_loss_parallel", layers=8),
+    "8B, TP 2, AC full, whole logits": Case(
+        TP_2 + FULL + "no-training.enable_loss_parallel", layers=8
+    ),
     "8B, TP 2, compiled": Case(TP_2 + COMPILE, layers=8),
     "8B, TP 2, compiled, AC full": Case(TP_2 + COMPILE + FULL, layers=8),
     "8B, TP 2, compiled, AC full, loss in 2 chunks": Case(
@@ -96,9 +115,13 @@ CASES: dict[str, Case] = {
     "8B, 4 micro-batches, last sums": Case(
         COMPILE + FULL + "training.global_batch_size=32 training.gradient_sync=last", layers=8
     ),
-    "8B, parameters offloaded": Case("training.enable_cpu_offload " + OP, layers=8, allowed=ON_HOST),
+    "8B, parameters offloaded": Case(
+        "training.enable_cpu_offload " + OP, layers=8, allowed=ON_HOST
+    ),
     "8B, save in the background": Case(SAVES + "async " + OP, device=3, layers=2),
-    "8B, pinned save in the background": Case(SAVES + "async_with_pinned_mem " + OP, device=3, layers=2),
+    "8B, pinned save in the background": Case(
+        SAVES + "async_with_pinned_mem " + OP, device=3, layers=2
+    ),
     "8B, one H200": Case(COMPILE, 1, "llama3_8b_h200", "h200-141g"),
     "8B, one H200, AC full": Case(COMPILE + FULL + "training.loss_chunks=8", 1, gpu="h200-141g"),
     "70B on 64": Case(FULL, 64, "llama3_70b", layers=8),
@@ -112,7 +135,11 @@ CASES: dict[str, Case] = {
 
 
 def play(
-    folder: Path, case: Case, steps: int = 2, more: tuple[str, ...] = (), options: tuple[str, ...] = ()
+    folder: Path,
+    case: Case,
+    steps: int = 2,
+    more: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Play a case on the null GPU in `folder`, and return what play.py prints.
 
@@ -132,15 +159,21 @@ def run(folder: Path, *command: str | Path, **variables: str) -> dict[str, Any]:
     variables: of its environment. Raises RuntimeError with the end of its output.
     """
     own = {**os.environ, **variables}
-    done = subprocess.run([HERE / "run.sh", folder, *command], env=own, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [HERE / "run.sh", folder, *command], env=own, capture_output=True, text=True, cwd=ROOT
+    )
     if done.returncode or not done.stdout.strip():
-        raise RuntimeError("\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-25:]]))
+        raise RuntimeError(
+            "\n".join([*done.stdout.splitlines()[-5:], *done.stderr.splitlines()[-25:]])
+        )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def figures(found: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts of a step that are to be zero: waits of the host, slow copies, calls that stop the device."""
+    """Return the counts of a step that are to be zero: waits of the host, slow copies, calls that
+    stop the device.
+    """
     calls, copies = found["calls"], found["copies"]
     return {
         "syncs": found["syncs"].get("compute", 0),

@@ -1,4 +1,6 @@
-"""The null GPU of the tests: in the folder $NULLGPU_DIR, by default .nullgpu, set up when it is not there."""
+"""The null GPU of the tests: in the folder $NULLGPU_DIR, by default .nullgpu, set up when it is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ import pytest
 
 from tests.nullgpu.cases import HERE, ROOT
 
-#: setup.sh's exit code where this machine lacks a compiler, or the CUDA build of torch cannot be had.
+#: setup.sh's exit code where this machine lacks a compiler, or the CUDA build of torch cannot be
+#: had.
 MISSING = 3
 
 

@@ -1,4 +1,6 @@
-"""Counts of one step of any trainer on the null GPU, and what stands for the ranks that do not exist."""
+"""Counts of one step of any trainer on the null GPU, and what stands for the ranks that do not
+exist.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from unittest import mock
 WARM = 2
 GIB = 2**30
 #: In the order of the library's `nullgpu_count`.
-_NAMES = """MALLOC FREE HOSTALLOC STREAMSYNC DEVSYNC EVENTSYNC D2H H2D D2D LAUNCH EVENTREC STREAMWAIT EVENTQUERY MEMSET
-SYNCMEMCPY BLOCKINGSTREAM"""
+_NAMES = """MALLOC FREE HOSTALLOC STREAMSYNC DEVSYNC EVENTSYNC D2H H2D D2D
+LAUNCH EVENTREC STREAMWAIT
+EVENTQUERY MEMSET SYNCMEMCPY BLOCKINGSTREAM"""
 NAMES = _NAMES.split()
 CUDA: Any = ctypes.CDLL(None)
 
@@ -28,9 +31,11 @@ class Counted(BaseException):
 
 
 class Counting:
-    """Counts the calls of step `WARM` + 1, and times the steps after it; `end` raises Counted when all are there.
+    """Counts the calls of step `WARM` + 1, and times the steps after it; `end` raises Counted when
+    all are there.
 
-    log: the null GPU's. steps: counted and timed. traffic: one more step counts bytes (see `traffic.Traffic`).
+    log: the null GPU's. steps: counted and timed. traffic: one more step counts bytes (see
+    `traffic.Traffic`).
     """
 
     def __init__(self, log: Path, steps: int, traffic: bool = False) -> None:
@@ -60,7 +65,9 @@ class Counting:
             return
         now = time.perf_counter(), time.process_time()
         if step == WARM + 1:
-            counts = {name.lower(): count - self._before[name] for name, count in read_counts().items()}
+            counts = {
+                name.lower(): count - self._before[name] for name, count in read_counts().items()
+            }
             CUDA.nullgpu_mark(b"end")
             CUDA.nullgpu_log(0)
             memory, own = torch.cuda.memory_stats(), torch.cuda.current_device()
@@ -69,7 +76,9 @@ class Counting:
                 self.found[f"peak_{name}_gib"] = round(memory[f"{name}_bytes.all.peak"] / GIB, 3)
             self.found |= {"retries": memory["num_alloc_retries"], "ooms": memory["num_ooms"]}
             devices = range(torch.cuda.device_count())
-            self.found["other_contexts"] = [n for n in devices if CUDA.nullgpu_touched(n) and n != own]
+            self.found["other_contexts"] = [
+                n for n in devices if CUDA.nullgpu_touched(n) and n != own
+            ]
         elif step > WARM + self.steps:
             self._counted.close()
             self.found |= {"moved_gb": round(self._moved.moved / 1e9, 2)}
@@ -100,16 +109,25 @@ def set_ranks(rank: int, ranks: int, log: Path, device: int | None = None) -> No
     launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
     # One root of NCCL's start for all ranks: beyond 128 torch asks others, which do not exist.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCH_NCCL_RANKS_PER_ROOT": ranks}
-    os.environ.update({name: str(value) for name, value in {**launch, **address, "NULLGPU_COUNT": here}.items()})
+    os.environ.update(
+        {name: str(value) for name, value in {**launch, **address, "NULLGPU_COUNT": here}.items()}
+    )
     os.environ["NULLGPU_LOG"] = str(log)
 
 
 @contextlib.contextmanager
 def nobody_else() -> Iterator[None]:
-    """Replace gloo by torch's `fake` backend, and let objects of other ranks be like this one's. NCCL is a stand-in."""
+    """Replace gloo by torch's `fake` backend, and let objects of other ranks be like this one's.
+
+    NCCL is a stand-in.
+    """
     import torch.distributed as dist
     from torch.distributed.checkpoint import default_planner
-    from torch.distributed.pipelining.stage import PipelineStage, _StageBackwardMeta, _StageForwardMeta
+    from torch.distributed.pipelining.stage import (
+        PipelineStage,
+        _StageBackwardMeta,
+        _StageForwardMeta,
+    )
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -128,13 +146,19 @@ def nobody_else() -> Iterator[None]:
     def gather(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
         gather_all(object_gather_list or [], obj)
 
-    def scatter(scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, **_: Any) -> None:
+    def scatter(
+        scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, **_: Any
+    ) -> None:
         scatter_object_output_list[0] = scatter_object_input_list[rank]
 
     def receive(stage: Any, source: int) -> Any:
         # Hidden states have one shape between all stages, and gradients have theirs.
         own = stage._stage_meta
-        return _StageBackwardMeta(own.outputs) if source > stage.stage_index else _StageForwardMeta(own.inputs)
+        return (
+            _StageBackwardMeta(own.outputs)
+            if source > stage.stage_index
+            else _StageForwardMeta(own.inputs)
+        )
 
     replaced = {
         "init_process_group": init_fake,
@@ -156,9 +180,10 @@ def nobody_else() -> Iterator[None]:
 def read_log(log: Path) -> dict[str, Any]:
     """Return counts of the log's part between its marks.
 
-    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host memory and thread;
-    syncs: waits of the host by stream; exposed: collectives beside which no matrix product can run (see `Streams`);
-    shapes: "m n k type" → products; sent: "ranks bytes" → collectives and those exposed, bytes that each rank receives.
+    kernels; nccl: collectives by kind; gemm_tflop: of all matrix products; copies, by kind of host
+    memory and thread; syncs: waits of the host by stream; exposed: collectives beside which no
+    matrix product can run (see `Streams`); shapes: "m n k type" → products; sent: "ranks bytes" →
+    collectives and those exposed, bytes that each rank receives.
     """
     kernels, gemm, streams = 0, 0, Streams()
     nccl, copies, syncs, shapes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
@@ -175,9 +200,12 @@ def read_log(log: Path) -> dict[str, Any]:
                 if name.startswith("nccl:"):
                     nccl[name.removeprefix("nccl:")] += 1
                     ranks, count, dtype = (int(word.lstrip("cdnout")) for word in words[5:8])
-                    # A rank receives a part from each of the others, or one; a sum is scattered and gathered.
+                    # A rank receives a part from each of the others, or one; a sum is scattered and
+                    # gathered.
                     one = 1 / max(ranks - 1, 1)
-                    parts = {"AllReduce": 2 / ranks, "Send": 0, "Recv": one, "Broadcast": one}.get(name[5:], 1)
+                    parts = {"AllReduce": 2 / ranks, "Send": 0, "Recv": one, "Broadcast": one}.get(
+                        name[5:], 1
+                    )
                     size = round(parts * (ranks - 1) * count * _BYTES[dtype])
                     streams.collective(words[2], f"{ranks} {size}")
                     continue
@@ -188,16 +216,29 @@ def read_log(log: Path) -> dict[str, Any]:
                     shapes[f"{m} {n} {k} {words[8]}"] += batch
                     streams.products += words[2] == COMPUTE
             elif words[0] in ("D2H", "H2D"):
-                copies[f"{words[0].lower()} {words[2]}{'' if words[-1] == '1' else ' in a thread'}"] += 1
+                copies[
+                    f"{words[0].lower()} {words[2]}{'' if words[-1] == '1' else ' in a thread'}"
+                ] += 1
             elif words[0] == "STREAMSYNC":
                 syncs["compute" if words[1] == COMPUTE else "other"] += 1
             elif words[0] == "RECORD":
                 streams.record(words[4], words[2])
             elif words[0] == "WAITEVENT":
                 streams.wait(words[2], words[4])
-    found = {"kernels": kernels, "nccl": dict(nccl), "gemm_tflop": round(gemm / 1e12, 3), "copies": dict(copies)}
+    found = {
+        "kernels": kernels,
+        "nccl": dict(nccl),
+        "gemm_tflop": round(gemm / 1e12, 3),
+        "copies": dict(copies),
+    }
     sent = {kind: [count, streams.bare[kind]] for kind, count in streams.sent.items()}
-    return {**found, "syncs": dict(syncs), "exposed": streams.exposed, "shapes": dict(shapes), "sent": sent}
+    return {
+        **found,
+        "syncs": dict(syncs),
+        "exposed": streams.exposed,
+        "shapes": dict(shapes),
+        "sent": sent,
+    }
 
 
 #: Of NCCL's types, in their order.
@@ -207,10 +248,12 @@ COMPUTE = "(nil)"
 
 
 class Streams:
-    """Follows the order that streams and events leave open, to tell which collectives can run beside products.
+    """Follows the order that streams and events leave open, to tell which collectives can run
+    beside products.
 
-    A collective begins once those products of the compute stream are done that its stream has waited for, and must end
-    before the first product that waits for it. It is exposed if there is no product in between.
+    A collective begins once those products of the compute stream are done that its stream has
+    waited for, and must end before the first product that waits for it. It is exposed if there is
+    no product in between.
     """
 
     def __init__(self) -> None:
@@ -242,7 +285,10 @@ class Streams:
         if event in self._events:
             (products, waits), (more, others) = self._state(stream), self._events[event]
             # Of those that are closed nothing is asked any more.
-            self._at[stream] = max(products, more), frozenset(one for one in waits | others if one in self._open)
+            self._at[stream] = (
+                max(products, more),
+                frozenset(one for one in waits | others if one in self._open),
+            )
             if stream == COMPUTE:
                 self._close()
 

@@ -1,9 +1,12 @@
-"""Plays one rank of N on the null GPU: the real config, model, step and Trainer, with nobody on the other ranks.
+"""Plays one rank of N on the null GPU: the real config, model, step and Trainer, with nobody on the
+other ranks.
 
-    tests/nullgpu/run.sh FOLDER tests/nullgpu/play.py --ranks=8 -- --job.config_file=train_configs/llama3_8b.toml
+    tests/nullgpu/run.sh FOLDER tests/nullgpu/play.py --ranks=8 --
+        --job.config_file=train_configs/llama3_8b.toml
 
-It prints one line of JSON: the CUDA calls of a step that is not logged, the allocator's peak, and the host's time.
-NCCL is the null GPU's; torch's `fake` backend stands for gloo. Text and tokenizer are the bundled ones.
+It prints one line of JSON: the CUDA calls of a step that is not logged, the allocator's peak, and
+the host's time. NCCL is the null GPU's; torch's `fake` backend stands for gloo. Text and tokenizer
+are the bundled ones.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from unittest import mock
 from tests.nullgpu.counts import WARM, Counted, Counting, nobody_else, set_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Flags that every run has: text that is here, the vocabulary of Llama 3, and no log of the counted steps.
+#: Flags that every run has: text that is here, the vocabulary of Llama 3, and no log of the counted
+#: steps.
 FLAGS = (
     "--training.dataset=c4_test",
     f"--model.tokenizer_path={ROOT}/titanlite/data/assets/tokenizer.tiktoken",
@@ -34,11 +38,15 @@ FLAGS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--device", type=int, help="of this rank; else its place on its machine")
-    parser.add_argument("--steps", type=int, default=3, help="one is counted, the others give the host's time")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="one is counted, the others give the host's time"
+    )
     parser.add_argument("--traffic", action="store_true", help="count bytes in one more step")
     parser.add_argument("--log", help="keep the calls of the counted step in this file")
     asked, flags = parser.parse_known_args()
@@ -63,7 +71,9 @@ def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
     from titanlite.trainer import Trainer
 
     class Counter(Callback):
-        """Counts from the fetch of the data until all other callbacks have run: without the save that may follow."""
+        """Counts from the fetch of the data until all other callbacks have run: without the save
+        that may follow.
+        """
 
         def on_phase(self, trainer: Trainer, phase: str) -> None:
             if phase == "data":
@@ -82,7 +92,9 @@ def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Replace titanlite's own waiting for other ranks by nothing, and let its guard see finite numbers."""
+    """Replace titanlite's own waiting for other ranks by nothing, and let its guard see finite
+    numbers.
+    """
     import torch.distributed as dist
 
     import titanlite.build

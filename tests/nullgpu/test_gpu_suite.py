@@ -21,10 +21,28 @@ def run(*command: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["attention", "features", "memory_plan", "training"])
 def test_gpu_tests_end_at_numbers_alone(nullgpu: Path, name: str) -> None:
-    run("tests/nullgpu/run.sh", str(nullgpu), "-m", "pytest", "-q", f"tests/gpu/test_{name}.py", folder=nullgpu)
+    run(
+        "tests/nullgpu/run.sh",
+        str(nullgpu),
+        "-m",
+        "pytest",
+        "-q",
+        f"tests/gpu/test_{name}.py",
+        folder=nullgpu,
+    )
 
 
 def test_a_dry_run_goes_through_every_level_of_a_ladder(nullgpu: Path, tmp_path: Path) -> None:
-    run("benchmarks/gpu.sh", "machine", "ladder-8b", "--dry-run", "--out", str(tmp_path / "gpu"), folder=nullgpu)
+    run(
+        "benchmarks/gpu.sh",
+        "machine",
+        "ladder-8b",
+        "--dry-run",
+        "--out",
+        str(tmp_path / "gpu"),
+        folder=nullgpu,
+    )
     text = (tmp_path / "gpu" / "gpu.md").read_text()
-    assert all(f"| {level} |" in text for level in ("default", "compile", "float8", "float8-all-gather"))
+    assert all(
+        f"| {level} |" in text for level in ("default", "compile", "float8", "float8-all-gather")
+    )

@@ -1,4 +1,5 @@
-"""Counts of a step on the null GPU, for each run of `cases.CASES`: waits of the host, kernels, collectives, memory.
+"""Counts of a step on the null GPU, for each run of `cases.CASES`: waits of the host, kernels,
+collectives, memory.
 
 `python benchmarks/nullgpu.py --again` writes the figures that are compared here into expected.json.
 """
@@ -24,10 +25,16 @@ def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_
 ) -> None:
     case, expected = CASES[name], EXPECTED[name]
     found = play(nullgpu, case, steps=1)
-    too_many = {key: count for key, count in figures(found).items() if count > case.allowed.get(key, 0)}
+    too_many = {
+        key: count for key, count in figures(found).items() if count > case.allowed.get(key, 0)
+    }
     assert not too_many
     assert found["kernels"] <= expected["kernels"]
-    assert {kind: count for kind, count in found["nccl"].items() if count > expected["nccl"].get(kind, 0)} == {}
+    assert {
+        kind: count
+        for kind, count in found["nccl"].items()
+        if count > expected["nccl"].get(kind, 0)
+    } == {}
     assert found["exposed"] <= expected["exposed"]
     assert found["peak_allocated_gib"] == pytest.approx(expected["peak_allocated_gib"], rel=0.02)
 
@@ -35,10 +42,14 @@ def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_
 def test_steps_launch_no_more_kernels_and_collectives_than_torchtitan() -> None:
     for name, theirs in json.loads(THEIRS.read_text()).items():
         if (ours := EXPECTED.get(name.removeprefix("torchtitan 0.2.2, "))) is not None:
-            assert ours["kernels"] <= theirs["kernels"] and sum(ours["nccl"].values()) <= sum(theirs["nccl"].values())
+            assert ours["kernels"] <= theirs["kernels"] and sum(ours["nccl"].values()) <= sum(
+                theirs["nccl"].values()
+            )
 
 
-def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_blocking_stream(nullgpu: Path) -> None:
+def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_blocking_stream(
+    nullgpu: Path,
+) -> None:
     flags = f"--job.callbacks=['{HERE}/faults.py:Faults']"
     found = play(nullgpu, Case(config="debug_model"), steps=1, more=(flags,))
     assert {key for key, count in figures(found).items() if count} == {
@@ -66,7 +77,8 @@ def one(do):
     return round(traffic.moved / 2**22, 4)
 print([one(do) for do in (
     lambda: x.add_(1), lambda: x * 2, lambda: half(x), lambda: x.copy_(y),
-    lambda: torch.nn.functional.embedding(row, x), lambda: (x @ y).view(-1), lambda: torch.add(x, y, out=first))])
+    lambda: torch.nn.functional.embedding(row, x), lambda: (x @ y).view(-1),
+    lambda: torch.add(x, y, out=first))])
 """
 
 

@@ -1,4 +1,6 @@
-"""What the kernels of a step read and write, by the tensors that they are given: a roofline's bytes."""
+"""What the kernels of a step read and write, by the tensors that they are given: a roofline's
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-#: Operators without a kernel of their own that no schema tells, and products, whose shapes are in the null GPU's log.
+#: Operators without a kernel of their own that no schema tells, and products, whose shapes are in
+#: the null GPU's log.
 _FREE = {"_unsafe_view", "lift_fresh", "resize_", "set_", "record_stream", "_local_scalar_dense"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"}
 #: Operators in place that do not read what they overwrite.
@@ -23,14 +26,18 @@ _ATTENTION_BACKWARD = 2.5
 
 def _bytes(tensors: Any) -> int:
     """Return the bytes of all tensors of a GPU. An expanded one has those of its storage."""
-    found = (t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.device.type == "cuda")
+    found = (
+        t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor) and t.device.type == "cuda"
+    )
     return sum(min(t.numel() * t.itemsize, t.untyped_storage().nbytes()) for t in found)
 
 
 class Traffic(TorchDispatchMode):
-    """Counts `moved`, bytes that all kernels but those of products and attention read and write; `attention`, FLOPs.
+    """Counts `moved`, bytes that all kernels but those of products and attention read and write;
+    `attention`, FLOPs.
 
-    Each kernel reads its inputs and writes its outputs once. torch's own count by operator; inductor's by kernel.
+    Each kernel reads its inputs and writes its outputs once. torch's own count by operator;
+    inductor's by kernel.
     """
 
     supports_higher_order_operators = True
@@ -47,10 +54,17 @@ class Traffic(TorchDispatchMode):
         if set(types) - {torch.Tensor, torch.nn.Parameter}:
             return NotImplemented  # of a subclass: its operators on plain tensors follow
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, HigherOrderOperator):  # it restores random numbers, and runs its first argument
+        if isinstance(
+            func, HigherOrderOperator
+        ):  # it restores random numbers, and runs its first argument
             func, *args = args
         name, arguments = func._schema.name.rpartition("::")[2], func._schema.arguments
-        if func.namespace not in ("aten", "fsdp") or func.is_view or name in _FREE | _PRODUCTS or "empty" in name:
+        if (
+            func.namespace not in ("aten", "fsdp")
+            or func.is_view
+            or name in _FREE | _PRODUCTS
+            or "empty" in name
+        ):
             return result
         given = dict(zip((a.name for a in arguments), args, strict=False)) | (kwargs or {})
         if "_attention" in name:
@@ -81,7 +95,11 @@ class Traffic(TorchDispatchMode):
 
         def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             # What a kernel changes in place is one argument: read, and written.
-            changed = [a for name, a in zip(kernel.fn.arg_names, args, strict=False) if name.startswith("in_out")]
+            changed = [
+                a
+                for name, a in zip(kernel.fn.arg_names, args, strict=False)
+                if name.startswith("in_out")
+            ]
             self.moved += _bytes(args) + _bytes(changed)
             return run(kernel, *args, **kwargs)
 

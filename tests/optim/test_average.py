@@ -65,12 +65,16 @@ def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Six steps on two ranks, the third of them bad."""
     folder = tmp_path_factory.mktemp("ema")
-    found = pool(2).run(_run_kept, str(folder), *EMA, *VALIDATE, "--validation.ema", "--checkpoint.interval=3")[0]
+    found = pool(2).run(
+        _run_kept, str(folder), *EMA, *VALIDATE, "--validation.ema", "--checkpoint.interval=3"
+    )[0]
     return folder / "checkpoint", found
 
 
 def _validations(found: dict[str, Any]) -> dict[int, float]:
-    return {row["step"]: row["validation_loss"] for row in found["rows"] if "validation_loss" in row}
+    return {
+        row["step"]: row["validation_loss"] for row in found["rows"] if "validation_loss" in row
+    }
 
 
 def test_each_good_step_moves_it_and_training_does_not_notice(
@@ -95,19 +99,37 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
 def test_the_last_save_has_the_weights_that_were_validated(
     pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:
-    flags = [*EMA, *VALIDATE, "--validation.ema", "--checkpoint.model_weights_only", "--checkpoint.export_ema"]
+    flags = [
+        *EMA,
+        *VALIDATE,
+        "--validation.ema",
+        "--checkpoint.model_weights_only",
+        "--checkpoint.export_ema",
+    ]
     found = pool(2).run(_run, str(tmp_path / "a"), *flags)[0]
     weights = tmp_path / "a" / "checkpoint" / "step-6"
     with pytest.raises(CheckpointError, match="no average of the weights"):
         convert(weights, tmp_path / "none.pt", "torch", ema=True)
     assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
-    again = [f"--checkpoint.initial_load_path={weights}", *VALIDATE, "--validation.first", "--training.steps=1"]
-    assert _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]
-    assert pool(2).run(_evaluate, weights)[0].all.loss == _validations(found)[6], "it holds no other weights"
+    again = [
+        f"--checkpoint.initial_load_path={weights}",
+        *VALIDATE,
+        "--validation.first",
+        "--training.steps=1",
+    ]
+    assert (
+        _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]
+    )
+    assert pool(2).run(_evaluate, weights)[0].all.loss == _validations(found)[6], (
+        "it holds no other weights"
+    )
 
 
 def test_commands_take_the_average(
-    pool: Pools, straight: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    pool: Pools,
+    straight: tuple[Path, dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     root, found = straight
     ours = pool(2).run(_evaluate, root)[0].all.loss
@@ -120,9 +142,17 @@ def test_commands_take_the_average(
 
     convert(root, tmp_path / "hf", "hf", ema=True)
     expected = load_model(_arguments(tmp_path / "hf", False)).model(torch.arange(8)[None])
-    assert torch.equal(logits(True), expected) and not torch.allclose(logits(False), expected, atol=1e-4)
-    assert main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"]) == exit_codes.CHECKPOINT
-    assert "holds no average of the weights: it is no checkpoint of titanlite" in capsys.readouterr().err
+    assert torch.equal(logits(True), expected) and not torch.allclose(
+        logits(False), expected, atol=1e-4
+    )
+    assert (
+        main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"])
+        == exit_codes.CHECKPOINT
+    )
+    assert (
+        "holds no average of the weights: it is no checkpoint of titanlite"
+        in capsys.readouterr().err
+    )
 
 
 def _arguments(path: Path, ema: bool) -> argparse.Namespace:
@@ -134,7 +164,11 @@ def _arguments(path: Path, ema: bool) -> argparse.Namespace:
 def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
     pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:
-    flags, folder, root = [*EMA, "--no-validation.enable"], tmp_path / "run", tmp_path / "run" / "checkpoint"
+    flags, folder, root = (
+        [*EMA, "--no-validation.enable"],
+        tmp_path / "run",
+        tmp_path / "run" / "checkpoint",
+    )
     shutil.copytree(straight[0] / "step-3", root / "step-3")
     pool(2).run(_run, str(folder), *flags)
     assert unequal(root / "step-6", straight[0] / "step-6") == []
@@ -143,7 +177,9 @@ def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
     averages = [Contents(root / f"step-{step}").read("ema.output.weight") for step in (6, 7)]
     weights = Contents(root / "step-7").read("model.output.weight")
     assert torch.equal(averages[1], averages[0].lerp(weights, 0.5))
-    refused = pool(2).run(_run, str(folder), *flags, "--training.steps=8", "--optimizer.ema_decay=0")[0]
+    refused = pool(2).run(
+        _run, str(folder), *flags, "--training.steps=8", "--optimizer.ema_decay=0"
+    )[0]
     assert 'exclude_from_loading = ["ema"]' in refused["error"]
     off = ["--training.steps=8", "--optimizer.ema_decay=0", "--checkpoint.exclude_from_loading=ema"]
     assert pool(2).run(_run, str(folder), *flags, *off)[0]["step"] == 8

@@ -1,4 +1,6 @@
-"""Updates in the backward pass: the bits of the usual step, and gradients of one FSDP group at a time."""
+"""Updates in the backward pass: the bits of the usual step, and gradients of one FSDP group at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ from titanlite.optim.gradients import StepInBackward
 from titanlite.parallel.dist_env import DistEnv
 
 RUN = Run(*batches(3, 8, 16, 192), [3e-3] * 3)
-GROUPS = Optimizer(weight_decay=0.1, groups=[OptimizerGroup(pattern="wq|norm", lr=1e-4, weight_decay=0.0)])
+GROUPS = Optimizer(
+    weight_decay=0.1, groups=[OptimizerGroup(pattern="wq|norm", lr=1e-4, weight_decay=0.0)]
+)
 
 
 def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
     """Steps with or without updates in the backward; how many bytes of gradients lived at most."""
-    model, optimizer, take = stepper(world, run, max_norm=1e9, loss_function=run.builder(world).loss())
+    model, optimizer, take = stepper(
+        world, run, max_norm=1e9, loss_function=run.builder(world).loss()
+    )
     parameters = list(model.parameters())
     most, whole = 0, sum(local(p).nbytes for p in parameters)
 
@@ -42,7 +48,11 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
     in_backward = StepInBackward(model, optimizer) if early else None
     results = [take(n + 1, rate, n, in_backward=in_backward) for n, rate in enumerate(run.rates)]
     assert all(p.grad is None for p in parameters)
-    state = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+    state = {
+        f"{n}.{k}": full(v)
+        for n, p in model.named_parameters()
+        for k, v in optimizer.state[p].items()
+    }
     return {
         "losses": [result.loss.item() for result in results],
         "norms": [result.grad_norm.item() for result in results],
@@ -58,7 +68,10 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
         {"args": replace(TINY, tied=True), "settings": Optimizer(implementation="fused")},
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         pytest.param({"replicas": 2}, marks=pytest.mark.slow),
-        {"settings": Optimizer(name="AnyPrecisionAdamW", kahan=True), "training": Training(dtype="bfloat16")},
+        {
+            "settings": Optimizer(name="AnyPrecisionAdamW", kahan=True),
+            "training": Training(dtype="bfloat16"),
+        },
     ],
     ids=["groups", "tied", "tp", "replicas", "kahan"],
 )
@@ -67,29 +80,46 @@ def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(
 ) -> None:
     run = replace(RUN, **{"training": full_precision(), **changes})
     usual, early = (pool(2).run(_train, run, early)[0] for early in (False, True))
-    assert early["losses"] == usual["losses"] and early["norms"] == pytest.approx(usual["norms"], rel=1e-5)
+    assert early["losses"] == usual["losses"] and early["norms"] == pytest.approx(
+        usual["norms"], rel=1e-5
+    )
     assert [n for n, t in usual["tensors"].items() if not torch.equal(t, early["tensors"][n])] == []
     if run.args.n_layers == 6:
-        assert usual["share"] == pytest.approx(1.0, abs=0.01) and early["share"] < 0.2, (usual, early)
+        assert usual["share"] == pytest.approx(1.0, abs=0.01) and early["share"] < 0.2, (
+            usual,
+            early,
+        )
 
 
-EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=1e9", "--training.global_batch_size=-1"]
+EARLY = [
+    "--optimizer.early_step_in_backward",
+    "--training.max_norm=1e9",
+    "--training.global_batch_size=-1",
+]
 
 
 def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_path: Path) -> None:
     flags = [*EARLY, "--training.batch_size=4", "--training.steps=6", "--checkpoint.interval=2"]
     stopped = pool(2).run(run_poisoned, str(tmp_path / "stop"), {5: float("nan")}, *flags)[0]
     assert "step 5" in stopped["error"] and steps_in(tmp_path / "stop" / "checkpoint") == [2, 4]
-    gone_on = pool(2).run(run_poisoned, str(tmp_path / "back"), {5: float("nan")}, *flags, "--guard.policy=rollback")[0]
+    gone_on = pool(2).run(
+        run_poisoned, str(tmp_path / "back"), {5: float("nan")}, *flags, "--guard.policy=rollback"
+    )[0]
     assert gone_on["error"] == "" and steps_in(tmp_path / "back" / "checkpoint") == [2, 4, 6]
 
 
 def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> None:
-    """Three steps, and three after a resume, are six: the loaded optimizer has new groups, whose rates count."""
+    """Three steps, and three after a resume, are six: the loaded optimizer has new groups, whose
+    rates count.
+    """
     flags = [*EARLY, "--training.batch_size=4", "--checkpoint.interval=3"]
-    straight = pool(2).run(run_poisoned, str(tmp_path / "straight"), {}, *flags, "--training.steps=6")[0]
+    straight = pool(2).run(
+        run_poisoned, str(tmp_path / "straight"), {}, *flags, "--training.steps=6"
+    )[0]
     for steps in (3, 6):
-        found = pool(2).run(run_poisoned, str(tmp_path / "resumed"), {}, *flags, f"--training.steps={steps}")[0]
+        found = pool(2).run(
+            run_poisoned, str(tmp_path / "resumed"), {}, *flags, f"--training.steps={steps}"
+        )[0]
     assert _losses(found["rows"]) == _losses(straight["rows"]) and len(_losses(found["rows"])) == 6
     folders = (tmp_path / name / "checkpoint" / "step-6" for name in ("straight", "resumed"))
     assert unequal(*folders) == []
@@ -101,8 +131,16 @@ def test_a_weight_that_the_optimizer_leaves_out_keeps_its_value_and_no_gradient(
     early = StepInBackward(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
     with early.at(0.1, lambda: None):
         model(torch.ones(2, 4)).sum().backward()
-    assert all(p.grad is None for p in model.parameters()) and early.square_norm(torch.device("cpu")) > 0
-    assert [p.equal(b) for p, b in zip(model.parameters(), before, strict=True)] == [True, True, False, False]
+    assert (
+        all(p.grad is None for p in model.parameters())
+        and early.square_norm(torch.device("cpu")) > 0
+    )
+    assert [p.equal(b) for p, b in zip(model.parameters(), before, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_what_needs_all_gradients_is_refused() -> None:
@@ -117,7 +155,9 @@ def test_what_needs_all_gradients_is_refused() -> None:
     ]
     problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
     assert len(problems) == 5 and {p.key for p in problems} == {"optimizer.early_step_in_backward"}
-    (problem,) = refusals(["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16)
+    (problem,) = refusals(
+        ["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16
+    )
     assert "excludes training.tensor_parallel_degree = 16" in str(problem)
     (problem,) = refusals([*early, "--training.batch_size=4", "--training.global_batch_size=16"], 2)
     assert "a step has 2 micro-batches" in str(problem) and "global_batch_size = 8" in str(problem)

@@ -1,4 +1,6 @@
-"""The learning rate by step, against published sequences and hand-computed values, and gated updates."""
+"""The learning rate by step, against published sequences and hand-computed values, and gated
+updates.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,12 @@ def test_autumn_2024_warmup_and_linear_decay() -> None:
 
 
 def test_aws_sequence_as_logged() -> None:
-    """AWS FSDP logs: lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six decimals."""
-    schedule = schedule_of(total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp")
+    """AWS FSDP logs: lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six
+    decimals.
+    """
+    schedule = schedule_of(
+        total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp"
+    )
     printed = [f"{learning_rate(schedule, 1e-4, step):.6f}" for step in range(1, 7)]
     assert printed == ["0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038"]
     assert f"{learning_rate(schedule, 1e-4, 35):.6f}" == "0.000100"
@@ -46,7 +52,9 @@ def test_aws_sequence_as_logged() -> None:
 
 
 def test_stable_phase_then_decay_to_the_floor() -> None:
-    schedule = schedule_of(total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1)
+    schedule = schedule_of(
+        total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1
+    )
     assert lr_factor(schedule, 11) == lr_factor(schedule, 80) == 1.0
     assert lr_factor(schedule, 81) == 1.0
     assert lr_factor(schedule, 91) == pytest.approx(0.1 + 0.9 * 0.5)
@@ -55,7 +63,13 @@ def test_stable_phase_then_decay_to_the_floor() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "halfway"),
-    [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5), ("exponential", 0.5**0.5), ("constant", 1.0)],
+    [
+        ("linear", 0.5),
+        ("sqrt", 1 - math.sqrt(0.5)),
+        ("cosine", 0.5),
+        ("exponential", 0.5**0.5),
+        ("constant", 1.0),
+    ],
 )
 def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
     schedule = schedule_of(total_steps=20, warmup_steps=0, decay_type=kind)
@@ -78,8 +92,13 @@ def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> Non
     assert rate.schedule == replace(schedule, total_steps=200)
 
 
-def _aws(style: str, step: int, total: int, warmup: float, plateau: float, peak: float, floor: float) -> float:
-    """The formulas of the AWS FSDP samples. warmup, plateau: shares of the run, as their arguments are."""
+def _aws(
+    style: str, step: int, total: int, warmup: float, plateau: float, peak: float, floor: float
+) -> float:
+    """The formulas of the AWS FSDP samples.
+
+    warmup, plateau: shares of the run, as their arguments are.
+    """
     w, p = warmup * total, plateau * total
     if step <= w:
         return peak * step / w
@@ -97,10 +116,21 @@ def _aws(style: str, step: int, total: int, warmup: float, plateau: float, peak:
 @pytest.mark.parametrize(("warmup", "floor"), [(0.0032, 1e-5), (0.4, 0.0)])
 @pytest.mark.parametrize(
     ("style", "plateau"),
-    [("linear", 0), ("cosine", 0), ("exponential", 0), ("constant", 0), ("plateau", 0.4), ("plateau", 0.0)],
+    [
+        ("linear", 0),
+        ("cosine", 0),
+        ("exponential", 0),
+        ("constant", 0),
+        ("plateau", 0.4),
+        ("plateau", 0.0),
+    ],
 )
-def test_every_step_of_a_run_of_the_aws_samples(style: str, plateau: float, warmup: float, floor: float) -> None:
-    arguments = f"--max_steps=1003 --lr=1e-4 --lr_decay_style={style} --warmup={warmup} --min_lr={floor}"
+def test_every_step_of_a_run_of_the_aws_samples(
+    style: str, plateau: float, warmup: float, floor: float
+) -> None:
+    arguments = (
+        f"--max_steps=1003 --lr=1e-4 --lr_decay_style={style} --warmup={warmup} --min_lr={floor}"
+    )
     if style == "plateau":
         arguments += f" --plateau={plateau}"
     config, problems = read_text(migrate_arguments(arguments).text, Path("run.toml"))
@@ -114,7 +144,9 @@ def test_every_step_of_a_run_of_the_aws_samples(style: str, plateau: float, warm
 @pytest.mark.parametrize(("name", "decoupled"), [("AdamW", True), ("Adam", False)])
 @pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
 def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementation: str) -> None:
-    settings = Optimizer(name=name, implementation=implementation, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
+    settings = Optimizer(
+        name=name, implementation=implementation, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2
+    )
     plain = torch.optim.AdamW if decoupled else torch.optim.Adam
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
     optimizer = build_optimizer({"w": ours}, settings, torch.device("cpu"))
@@ -130,11 +162,15 @@ def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementati
 
 
 @pytest.mark.parametrize(("max_norm", "expected"), [(1.0, 1.0), (20.0, 13.0)])
-def test_gradients_are_scaled_down_to_the_limit_and_never_up(max_norm: float, expected: float) -> None:
+def test_gradients_are_scaled_down_to_the_limit_and_never_up(
+    max_norm: float, expected: float
+) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     for parameter, gradient in zip(parameters, ([3.0, 4.0], [12.0, 0.0]), strict=True):
         parameter.grad = torch.tensor(gradient)
-    clip_gradients(parameters, total_norm(p.grad for p in parameters if p.grad is not None), max_norm)
+    clip_gradients(
+        parameters, total_norm(p.grad for p in parameters if p.grad is not None), max_norm
+    )
     clipped = [p.grad for p in parameters if p.grad is not None]
     assert total_norm(clipped).item() == pytest.approx(expected, rel=1e-5)
     assert clipped[0][1] / clipped[0][0] == pytest.approx(4 / 3) and clipped[1][1] == 0
@@ -151,12 +187,17 @@ def test_a_fused_step_that_clips_is_the_step_of_clipped_gradients(name: str) -> 
         gradient = torch.linspace(1, 2, 64) * norm
         apart.grad, inside.grad = gradient.clone(), gradient
         before = inside.detach().clone()
-        clip_gradients([apart], at, 1.0)  # 4 + 1e-6 is 4 in float32, and a product with 1 / 4 rounds nothing
+        clip_gradients(
+            [apart], at, 1.0
+        )  # 4 + 1e-6 is 4 in float32, and a product with 1 / 4 rounds nothing
         gated_step(optimizers[0], torch.tensor(good), 0.01)
         gated_step(optimizers[1], torch.tensor(good), 0.01, clip_divisor(at, 1.0))
         assert torch.equal(apart, inside) and torch.equal(inside, before) is not good
     states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0]) and states[0]["step"] == 2
+    assert (
+        all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+        and states[0]["step"] == 2
+    )
 
 
 def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,11 +205,16 @@ def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[s
     assert main(["lr", "debug_model.toml", "--json", *flags]) == 0
     rates = json.loads(capsys.readouterr().out)
     assert rates == [
-        learning_rate(schedule_of(total_steps=40, warmup_steps=10, decay_steps=10), 3e-3, s) for s in range(1, 41)
+        learning_rate(schedule_of(total_steps=40, warmup_steps=10, decay_steps=10), 3e-3, s)
+        for s in range(1, 41)
     ]
     assert main(["lr", "debug_model.toml", *flags]) == 0
     drawn = capsys.readouterr().out.splitlines()
-    assert drawn[0] == "0.003 │         ▁█████████████████████" and drawn[-8].split() == ["step", "learning", "rate"]
+    assert drawn[0] == "0.003 │         ▁█████████████████████" and drawn[-8].split() == [
+        "step",
+        "learning",
+        "rate",
+    ]
     assert [int(line.split()[0]) for line in drawn[-7:]] == [1, 10, 11, 20, 30, 31, 40]
     assert main(["lr", "debug_model.toml", "--training.epochs=1"]) == 2
     assert "give --training.steps N" in capsys.readouterr().err

@@ -51,8 +51,12 @@ def parameters() -> dict[str, nn.Parameter]:
     }
 
 
-def follow(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], rates: list[float], gated: bool) -> None:
-    """Take a step at each rate, with gradients from a seed; `gated`: hold one back between any two."""
+def follow(
+    optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], rates: list[float], gated: bool
+) -> None:
+    """Take a step at each rate, with gradients from a seed; `gated`: hold one back between
+    any two.
+    """
     values = torch.Generator().manual_seed(1)
     for rate in rates:
         if gated:
@@ -73,12 +77,18 @@ def test_a_class_gets_the_rate_its_arguments_and_the_groups() -> None:
     ours, theirs = parameters(), parameters()
     groups = [OptimizerGroup(pattern="norm", lr=5e-3, weight_decay=0.25)]
     settings = Optimizer(
-        name="torch.optim:SGD", lr=1e-2, args={"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, groups=groups
+        name="torch.optim:SGD",
+        lr=1e-2,
+        args={"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        groups=groups,
     )
     optimizer = build_optimizer(ours, settings, CPU)
     assert type(optimizer) is torch.optim.SGD
     reference = torch.optim.SGD(
-        [{"params": [theirs["layers.0.w"]]}, {"params": [theirs["norm.weight"]], "weight_decay": 0.25, "scale": 0.5}],
+        [
+            {"params": [theirs["layers.0.w"]]},
+            {"params": [theirs["norm.weight"]], "weight_decay": 0.25, "scale": 0.5},
+        ],
         lr=1e-2,
         momentum=0.9,
         nesterov=True,
@@ -96,14 +106,20 @@ def test_a_class_gets_the_rate_its_arguments_and_the_groups() -> None:
     [
         ("SGD", {"momentum": 0.9}),
         pytest.param("RMSprop", {"alpha": 0.9, "centered": True}, marks=pytest.mark.slow),
-        pytest.param("NAdam", {"betas": [0.9, 0.99], "decoupled_weight_decay": True}, marks=pytest.mark.slow),
+        pytest.param(
+            "NAdam", {"betas": [0.9, 0.99], "decoupled_weight_decay": True}, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_two_and_two_steps_equal_four(pool: Pools, tmp_path: Path, name: str, args: dict[str, Any]) -> None:
+def test_two_and_two_steps_equal_four(
+    pool: Pools, tmp_path: Path, name: str, args: dict[str, Any]
+) -> None:
     settings = Optimizer(name=f"torch.optim:{name}", args=args, no_decay_on_norms=True)
     run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, training=full_precision(), settings=settings)
     straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 4)[0]
-    parts = [pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))]
+    parts = [
+        pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))
+    ]
     assert len(set(straight["losses"])) == 4
     assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
     assert_equal(parts[-1]["state"], straight["state"])
@@ -122,12 +138,16 @@ def test_config_check_compares_arguments_with_the_source(tmp_path: Path) -> None
     assert load([sgd, "--optimizer.args.momentum=0.9"]).value("optimizer.name") == "torch.optim:SGD"
     text = problems(sgd, "--optimizer.args.momentun=0.9", "--optimizer.args.lr=1")
     assert "optimizer.args.momentun: 'torch.optim:SGD' has no argument of this name" in text
-    assert "nearest: momentum" in text and "optimizer.args.lr: titanlite gives this argument" in text
+    assert (
+        "nearest: momentum" in text and "optimizer.args.lr: titanlite gives this argument" in text
+    )
     (tmp_path / "own.py").write_text(OWN + "\nraise SystemExit('imported')\n")
     own = f"--optimizer.name={tmp_path}/own.py"
     assert "needs the argument power" in problems(f"{own}:Decayed")
     assert "needs the argument power" in problems(f"{own}:Inherits")
-    assert "nearest: power" in problems(f"{own}:Inherits", "--optimizer.args.powr=2", "--optimizer.args.power=2")
+    assert "nearest: power" in problems(
+        f"{own}:Inherits", "--optimizer.args.powr=2", "--optimizer.args.power=2"
+    )
     load([f"{own}:Inherits", "--optimizer.args.power=2"])
     load([f"{own}:WithSettings"])
 
@@ -136,11 +156,13 @@ def test_settings_that_a_class_does_not_get_are_a_warning(tmp_path: Path) -> Non
     flags = ["--optimizer.weight_decay=0.1", "--optimizer.beta1=0.8"]
     _, run = check_config(["--optimizer.name=torch.optim.SGD", *flags])
     assert run.warnings == (
-        "optimizer.weight_decay, beta1: a class of optimizers gets lr and [optimizer.args] alone; set "
-        "optimizer.args.weight_decay and optimizer.args.betas",
+        "optimizer.weight_decay, beta1: a class of optimizers gets lr and [optimizer.args] alone; "
+        "set optimizer.args.weight_decay and optimizer.args.betas",
     )
     (tmp_path / "own.py").write_text(OWN)
-    assert not check_config([f"--optimizer.name={tmp_path}/own.py:WithSettings", *flags])[1].warnings
+    assert not check_config([f"--optimizer.name={tmp_path}/own.py:WithSettings", *flags])[
+        1
+    ].warnings
 
 
 @pytest.mark.parametrize(
@@ -158,7 +180,9 @@ def test_classes_that_cannot_train_are_refused_before_work(flags: list[str], mes
 
 def test_values_that_a_class_refuses_are_config_errors() -> None:
     wrong = Optimizer(name="torch.optim:SGD", args={"momentum": -1.0})
-    with pytest.raises(ConfigError, match="optimizer.args: 'torch.optim:SGD' refuses them: Invalid momentum value"):
+    with pytest.raises(
+        ConfigError, match="optimizer.args: 'torch.optim:SGD' refuses them: Invalid momentum value"
+    ):
         build_optimizer(parameters(), wrong, CPU)
     groups = [OptimizerGroup(pattern="norm", beta1=0.5)]
     with pytest.raises(ConfigError, match="'torch.optim:SGD' knows no betas"):

@@ -1,4 +1,6 @@
-"""titanlite's own optimizers: against torch's on whole tensors, in bfloat16, sharded, saved and resumed."""
+"""titanlite's own optimizers: against torch's on whole tensors, in bfloat16, sharded, saved and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def two(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.P
 
 
 def follow(ours: Any, theirs: torch.optim.Optimizer, steps: int) -> None:
-    """Give both optimizers the same gradients, some steps of ours held back, and compare the parameters."""
+    """Give both optimizers the same gradients, some steps of ours held back, and compare the
+    parameters.
+    """
     (mine,), (other,) = ours.param_groups[0]["params"], theirs.param_groups[0]["params"]
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -56,7 +60,9 @@ def follow(ours: Any, theirs: torch.optim.Optimizer, steps: int) -> None:
 
 def test_any_precision_in_float32_is_adamw() -> None:
     mine, other = two((40, 30))
-    other.data = other.data.double()  # torch's decay, a factor 1 - lr * decay, loses 3e-6 in float32 by itself
+    other.data = (
+        other.data.double()
+    )  # torch's decay, a factor 1 - lr * decay, loses 3e-6 in float32 by itself
     hyper: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
     ours = AnyPrecisionAdamW([mine], **hyper, variance_dtype=torch.float32)
     follow(ours, torch.optim.AdamW([other], **hyper), 100)
@@ -88,7 +94,9 @@ def test_a_state_goes_to_the_device_of_its_parameter_in_its_own_dtype() -> None:
     ours.step()
     theirs.load_state_dict(ours.state_dict())
     (state,) = theirs.state.values()
-    assert {(v.device.type, v.dtype) for k, v in state.items() if k != "exp_avg_sq"} == {("meta", torch.float32)}
+    assert {(v.device.type, v.dtype) for k, v in state.items() if k != "exp_avg_sq"} == {
+        ("meta", torch.float32)
+    }
     assert state["exp_avg_sq"].device.type == "meta" and state["exp_avg_sq"].dtype == torch.bfloat16
 
 
@@ -115,13 +123,29 @@ def test_8_bit_codes_are_those_of_a_search(signed: bool) -> None:
     values, borders = _levels(signed, CPU)
     spread = 2 * torch.rand(100_000, generator=torch.Generator().manual_seed(0)) - 1
     around = [borders.nextafter(torch.tensor(to)) for to in (-2.0, 2.0)]
-    parts = [values, borders, *around, spread, spread**9, torch.tensor([0.0, -0.0, 1e-45, torch.nan])]
+    parts = [
+        values,
+        borders,
+        *around,
+        spread,
+        spread**9,
+        torch.tensor([0.0, -0.0, 1e-45, torch.nan]),
+    ]
     tried = torch.cat(parts) if signed else torch.cat(parts).abs()
-    assert torch.equal(nearest_codes(tried, signed), torch.bucketize(tried, borders, out_int32=True, right=True))
+    assert torch.equal(
+        nearest_codes(tried, signed), torch.bucketize(tried, borders, out_int32=True, right=True)
+    )
 
 
 def test_8_bit_blocks_of_rows() -> None:
-    shapes = {(4096, 14336): 256, (4096, 11008): 32, (5120, 13824): 64, (64, 192): 0, (4096,): 0, (2, 1024): 0}
+    shapes = {
+        (4096, 14336): 256,
+        (4096, 11008): 32,
+        (5120, 13824): 64,
+        (64, 192): 0,
+        (4096,): 0,
+        (2, 1024): 0,
+    }
     assert {shape: block_of(torch.Size(shape)) for shape in shapes} == shapes
 
 
@@ -141,7 +165,9 @@ def test_muon_on_a_whole_matrix_is_torchs(shape: tuple[int, int]) -> None:
 
 
 def test_kahan_keeps_updates_that_round_away() -> None:
-    """1,000 updates of 1e-5 on weights of 1.0: 2^-9 of a weight is the least that bfloat16 takes."""
+    """1,000 updates of 1e-5 on weights of 1.0: 2^-9 of a weight is the least that bfloat16
+    takes.
+    """
     moved = {}
     for kahan in (False, True):
         weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
@@ -154,7 +180,9 @@ def test_kahan_keeps_updates_that_round_away() -> None:
 
 
 def bytes_per_parameter(world: DistEnv, run: Run) -> float:
-    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards; check those announced."""
+    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards; check
+    those announced.
+    """
     model, optimizer, _ = build_tiny(world, run)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -181,7 +209,9 @@ def bytes_per_parameter(world: DistEnv, run: Run) -> float:
         (Optimizer(name="AdamW8bit", kahan=True), PURE_BF16, 8.25),
     ],
 )
-def test_bytes_per_parameter(pool: Pools, settings: Optimizer, training: Training, expected: float) -> None:
+def test_bytes_per_parameter(
+    pool: Pools, settings: Optimizer, training: Training, expected: float
+) -> None:
     args = replace(WIDE, vocab_size=8) if settings.name in ("Muon", "AdamW8bit") else TINY
     run = Run(*batches(1, 8, 16, 8), [0.0], args=args, training=training, settings=settings)
     # The few norms and the embedding of 8 entries are what Muon and AdamW8bit keep in float32.
@@ -214,7 +244,9 @@ MESHES: list[dict[str, Any]] = [{"tensor": 2}, {"pipeline": 2}]
 MORE: list[dict[str, Any]] = [{}, {"replicas": 2}, {"tensor": 4}]
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, *(pytest.param(m, marks=pytest.mark.slow) for m in MORE)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(pytest.param(m, marks=pytest.mark.slow) for m in MORE)], ids=str
+)
 def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, Any]) -> None:
     tokens, labels = batches(3, 8, 16, 192)
     args = replace(Run(tokens, labels, []).args, n_kv_heads=4)
@@ -225,7 +257,9 @@ def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, A
         torch.testing.assert_close(weight, alone.weights[name], rtol=0, atol=5e-4)
 
 
-def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(pool: Pools, tmp_path: Path) -> None:
+def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(
+    pool: Pools, tmp_path: Path
+) -> None:
     """Two steps on FSDP ranks, two on TP ranks: as four on one, but for codes at a border."""
     run = Run(*batches(4, 8, 16, 192), [1e-3] * 4, args=WIDE, settings=EIGHT)
     alone = pool(1).run(train_and_save, run, tmp_path / "alone", 1, 4)[0]
@@ -234,7 +268,9 @@ def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(pool: Pools
     assert_equal(same["state"], first["state"])
     then = pool(2).run(train_and_save, replace(run, tensor=2), tmp_path / "run", 3, 4)[0]
     assert first["losses"] + then["losses"] == pytest.approx(alone["losses"], rel=1e-4)
-    assert {v.dtype for k, v in then["state"].items() if k.endswith("w2.weight.exp_avg")} == {torch.uint8}
+    assert {v.dtype for k, v in then["state"].items() if k.endswith("w2.weight.exp_avg")} == {
+        torch.uint8
+    }
 
 
 @pytest.mark.parametrize(
@@ -242,16 +278,22 @@ def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(pool: Pools
     [
         (MUON, full_precision()),
         pytest.param(KAHAN, PURE_BF16, marks=pytest.mark.slow),
-        pytest.param(Optimizer(name="AnyPrecisionAdamW", kahan=True), PURE_BF16, marks=pytest.mark.slow),
+        pytest.param(
+            Optimizer(name="AnyPrecisionAdamW", kahan=True), PURE_BF16, marks=pytest.mark.slow
+        ),
         (EIGHT, full_precision()),
     ],
     ids=["muon", "kahan", "momentum in float32", "8 bits"],
 )
-def test_two_and_two_equal_four(pool: Pools, tmp_path: Path, settings: Optimizer, training: Training) -> None:
+def test_two_and_two_equal_four(
+    pool: Pools, tmp_path: Path, settings: Optimizer, training: Training
+) -> None:
     args = WIDE if settings is EIGHT else TINY
     run = Run(*batches(4, 8, 16, 192), [3e-3] * 4, args=args, training=training, settings=settings)
     straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 4)[0]
-    parts = [pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))]
+    parts = [
+        pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 2), (3, 4))
+    ]
     assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
     assert_equal(parts[-1]["state"], straight["state"])
     assert unequal(tmp_path / "run" / "step-4", tmp_path / "straight" / "step-4") == []
@@ -286,9 +328,16 @@ def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     gated_step(optimizer, torch.tensor(True), 1e-4)
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-4, 5e-5, 5e-5, 1e-4])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(
+        [1e-4, 5e-5, 5e-5, 1e-4]
+    )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0, 0.1]
-    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95), (0.9, 0.99), (0.9, 0.99), (0.9, 0.95)]
+    assert [group["betas"] for group in optimizer.param_groups] == [
+        (0.9, 0.95),
+        (0.9, 0.99),
+        (0.9, 0.99),
+        (0.9, 0.95),
+    ]
 
 
 def test_a_group_keeps_its_rate_where_the_others_have_none() -> None:
@@ -305,7 +354,11 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
     spec, args = get_spec("llama3"), TINY
     parameters = dict(spec.build_on_meta(args).named_parameters())
     groups = parameter_groups(parameters, MUON, spec.block_names(args))
-    (matrices,) = [names for names, group in zip(names_of(groups, parameters), groups, strict=True) if "muon" in group]
+    (matrices,) = [
+        names
+        for names, group in zip(names_of(groups, parameters), groups, strict=True)
+        if "muon" in group
+    ]
     assert matrices == {n for n, p in parameters.items() if n.startswith("layers.") and p.ndim == 2}
 
 
@@ -318,5 +371,7 @@ def test_patterns_are_checked() -> None:
 def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one() -> None:
     stack = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(0))
     found = orthogonalize(stack)
-    assert found.shape == stack.shape and torch.equal(found[1, 2], orthogonalize(stack[1, 2][None])[0])
+    assert found.shape == stack.shape and torch.equal(
+        found[1, 2], orthogonalize(stack[1, 2][None])[0]
+    )
     assert torch.linalg.svdvals(found.float()).sub(1).abs().max() < 0.4

@@ -1,4 +1,6 @@
-"""Shared by the float8 tests: runs with learnable batches, and what is observed of their products and collectives."""
+"""Shared by the float8 tests: runs with learnable batches, and what is observed of their products
+and collectives.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import train as train_and_save
 from tests.parallel.watch import Watch
-from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages, stepper
+from tests.training.harness import (
+    TINY,
+    Run,
+    build_tiny,
+    changed,
+    micro_batches,
+    run_stages,
+    stepper,
+)
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
 from titanlite.metrics.float8_error import Float8Error, measure_float8_error
@@ -33,7 +43,9 @@ def recipe(name: str, float8: Float8 = EMULATED) -> Float8:
 
 
 def learnable(steps: int, global_batch: int, seq_len: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels [steps, global batch, seq_len]: nine times of ten a token is followed by its only successor."""
+    """Tokens and labels [steps, global batch, seq_len]: nine times of ten a token is followed by
+    its only successor.
+    """
     generator = torch.Generator().manual_seed(0)
     successor = torch.randperm(vocab, generator=generator)
     shape = (steps, global_batch, seq_len + 1)
@@ -41,7 +53,9 @@ def learnable(steps: int, global_batch: int, seq_len: int, vocab: int) -> tuple[
     random = torch.rand(shape, generator=generator) < 0.1
     window = noise.clone()
     for place in range(1, seq_len + 1):
-        window[..., place] = torch.where(random[..., place], noise[..., place], successor[window[..., place - 1]])
+        window[..., place] = torch.where(
+            random[..., place], noise[..., place], successor[window[..., place - 1]]
+        )
     return window[..., :-1].contiguous(), window[..., 1:].contiguous()
 
 
@@ -53,7 +67,9 @@ RUN = Run(TOKENS, LABELS, RATES[:10], args=TINY, training=Training())
 
 
 class Seen(Watch):
-    """Counts products of float8 tensors by the factors' roles and types, others by type, and collectives by name."""
+    """Counts products of float8 tensors by the factors' roles and types, others by type, and
+    collectives by name.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._count)
@@ -64,7 +80,11 @@ class Seen(Watch):
     def _count(self, func: Any, args: Any, output: Any) -> None:
         if func is torch.ops.aten.mm.default:
             self.products[tuple(map(_what, args))] += 1
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func) and "barrier" not in str(func):
+        if (
+            func.namespace in ("c10d", "_c10d_functional")
+            and "wait" not in str(func)
+            and "barrier" not in str(func)
+        ):
             name = str(func).split(".")[1].strip("_")
             self.sent[name] += 1
             if name == "allgather_base":
@@ -74,7 +94,9 @@ class Seen(Watch):
 def _what(tensor: Tensor) -> str:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "_gemm_input_role"):
-        return f"{local._gemm_input_role.value} {str(local._data.dtype).removeprefix('torch.float8_')}"
+        return (
+            f"{local._gemm_input_role.value} {str(local._data.dtype).removeprefix('torch.float8_')}"
+        )
     return str(local.dtype).removeprefix("torch.")
 
 
@@ -92,7 +114,11 @@ def watch_step(world: DistEnv, run: Run) -> Seen:
 def spread(plain: list[float], others: list[list[float]]) -> float:
     """How far runs from other seeds are from this one, as the mean over steps."""
     reference = torch.tensor(plain)
-    return torch.stack([(reference - torch.tensor(other)).abs().mean() for other in others]).mean().item()
+    return (
+        torch.stack([(reference - torch.tensor(other)).abs().mean() for other in others])
+        .mean()
+        .item()
+    )
 
 
 def distance(a: list[float], b: list[float]) -> float:
@@ -101,7 +127,9 @@ def distance(a: list[float], b: list[float]) -> float:
 
 
 def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
-    """The measurement on the initial weights, their loss without float8, and the losses measured first and again."""
+    """The measurement on the initial weights, their loss without float8, and the losses measured
+    first and again.
+    """
     plan = run.mesh(world.size)
     duplicates = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
 
@@ -113,7 +141,8 @@ def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float],
         common = (data, world.device, torch.bfloat16, runner, duplicates)
         return [measure_float8_error(model, *common) for _ in range(times)]
 
-    # Not converted, both passes are the same, and its initial weights are those of the converted one.
+    # Not converted, both passes are the same, and its initial weights are those of the converted
+    # one.
     (exact,) = measure(replace(run, float8=Float8()), 1)
     assert exact.difference == 0
     first, again = measure(run, 2)
@@ -121,7 +150,9 @@ def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float],
 
 
 def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
-    """Six steps without a break, and the losses of six that were saved and resumed after the third."""
+    """Six steps without a break, and the losses of six that were saved and resumed after
+    the third.
+    """
     straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
     parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]
     for name, tensor in straight["weights"].items():

@@ -1,4 +1,6 @@
-"""Activation checkpointing: the same numbers in every mode, what runs again, what stays in memory."""
+"""Activation checkpointing: the same numbers in every mode, what runs again, what stays in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from torch.utils._pytree import tree_leaves
 
 from tests.parallel.watch import GATHER, Operators, Watch
 from tests.pool import Pools
-from tests.training.harness import EVERY_2, FULL, MODES, NONE, OP, TINY, Run, batches, full_precision, train
+from tests.training.harness import (
+    EVERY_2,
+    FULL,
+    MODES,
+    NONE,
+    OP,
+    TINY,
+    Run,
+    batches,
+    full_precision,
+    train,
+)
 from tests.training.test_step_effects import _count
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.models import get_spec
@@ -69,8 +82,22 @@ def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
                 (EVERY_2, 1, 2, full_precision()),
                 (FULL, 2, 1, Training()),
                 # Hooks of groups smaller than a block lie inside of the recomputation.
-                (FULL, 2, 1, full_precision(fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always")),
-                (OP, 2, 1, full_precision(fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always")),
+                (
+                    FULL,
+                    2,
+                    1,
+                    full_precision(
+                        fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always"
+                    ),
+                ),
+                (
+                    OP,
+                    2,
+                    1,
+                    full_precision(
+                        fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always"
+                    ),
+                ),
             ]
         ),
     ],
@@ -132,7 +159,9 @@ def test_a_block_draws_the_same_numbers_again(kind: type[nn.Module]) -> None:
 def test_operators_run_again_in_backward(
     settings: ActivationCheckpoint, matmuls_again: int, attention_again: int
 ) -> None:
-    """Of a block's seven products w2 runs once in every mode: the backward does not need its output."""
+    """Of a block's seven products w2 runs once in every mode: the backward does not need its
+    output.
+    """
     model = build(settings)
     with Operators() as forward:
         loss = model(TOKENS[0]).sum()
@@ -150,7 +179,10 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
     del stage.layers["0"], stage.layers["1"]  # type: ignore[operator]
     assert apply_ac(stage, BLOCKS, EVERY_2, CPU) == ["layers.3"]
     for option, expected in {"1": BLOCKS, "2": BLOCKS[1::2], "3": ["layers.2"], "5": []}.items():
-        assert apply_ac(build(NONE), BLOCKS, ActivationCheckpoint(selective_ac_option=option), CPU) == expected
+        assert (
+            apply_ac(build(NONE), BLOCKS, ActivationCheckpoint(selective_ac_option=option), CPU)
+            == expected
+        )
 
 
 SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
@@ -170,14 +202,19 @@ def test_weights_are_gathered_no_more_often(
     """A block is gathered once for the backward, in which its recomputation lies."""
     run = replace(RUN, training=full_precision(reshard_after_forward=reshard, **groups))
     plain = pool(2).run(_count, run)[0]
-    gathers, blocks = plain[GATHER, torch.float32], (2 if reshard == "always" else 1) * (FOUR.n_layers + 2)
+    gathers, blocks = (
+        plain[GATHER, torch.float32],
+        (2 if reshard == "always" else 1) * (FOUR.n_layers + 2),
+    )
     assert gathers > blocks if groups else gathers == blocks
     for activations in settings:
         assert pool(2).run(_count, replace(run, activations=activations))[0] == plain
 
 
 def bytes_kept(settings: ActivationCheckpoint) -> int:
-    """Bytes of all storages that live after a forward; those of weights, the same in all modes, are among them."""
+    """Bytes of all storages that live after a forward; those of weights, the same in all modes, are
+    among them.
+    """
     model = build(settings)
     made: dict[StorageWeakRef, int] = {}
 
@@ -196,7 +233,8 @@ def bytes_kept(settings: ActivationCheckpoint) -> int:
 def test_each_mode_keeps_less_than_the_one_before() -> None:
     kept = {mode: bytes_kept(settings) for mode, settings in MODES.items()}
     trace = {mode: traced(settings).total_bytes for mode, settings in MODES.items()}
-    # [batch, seq] = 128 tokens of fp32: a block keeps its input alone, or with wq, wv, w1, w2, attention and its lse.
+    # [batch, seq] = 128 tokens of fp32: a block keeps its input alone, or with wq, wv, w1, w2,
+    # attention and its lse.
     tokens, ffn, heads = 4 * 32 * 4, FOUR.ffn_width, FOUR.n_heads
     assert trace["full"] == 4 * tokens * FOUR.dim
     assert trace["op"] == 4 * tokens * (FOUR.dim * 4 + FOUR.kv_heads * FOUR.head_dim + ffn + heads)

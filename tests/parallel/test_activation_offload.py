@@ -1,4 +1,6 @@
-"""Activations that wait in host memory: which ones, in which order they are copied, and what that frees."""
+"""Activations that wait in host memory: which ones, in which order they are copied, and what that
+frees.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_activation_checkpoint import FOUR, RUN, TOKENS, assert_equal, build, gradients, traced
+from tests.parallel.test_activation_checkpoint import (
+    FOUR,
+    RUN,
+    TOKENS,
+    assert_equal,
+    build,
+    gradients,
+    traced,
+)
 from tests.pool import Pools
-from tests.training.harness import EVERY_2, FULL, NONE, Run, build_tiny, full_precision, micro_batches
+from tests.training.harness import (
+    EVERY_2,
+    FULL,
+    NONE,
+    Run,
+    build_tiny,
+    full_precision,
+    micro_batches,
+)
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_offload import HostMemory, offload
 from titanlite.parallel.dist_env import DistEnv
@@ -67,18 +85,28 @@ def test_tensors_that_blocks_keep_are_sent_and_nothing_else(
     model, inputs = build(settings), []
     shelf = on_shelf(model)
     for block in model.layers.values():  # type: ignore[operator,union-attr]
-        block.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+        block.register_forward_pre_hook(
+            lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+        )
     output = model(TOKENS[0])
     if settings != EVERY_2:
         gc.collect()
-        assert [ref.expired() for ref in inputs] == [True] * 4, "the input of a block that is away is free"
+        assert [ref.expired() for ref in inputs] == [True] * 4, (
+            "the input of a block that is away is free"
+        )
     output.logsumexp(-1).sum().backward()
-    assert_equal({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, plain_gradients)
-    # 8 sequences, where the trace has 4. A tensor is sent once and fetched by each operator that saved it.
+    assert_equal(
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        plain_gradients,
+    )
+    # 8 sequences, where the trace has 4. A tensor is sent once and fetched by each operator that
+    # saved it.
     assert shelf.nbytes == 2 * traced(settings).total_bytes
     assert all(kept.fetched for kept in shelf.kept)
     weights = {p.detach().sum().item() for p in model.parameters()}
-    assert not [kept.tensor.shape for kept in shelf.kept if kept.tensor.sum().item() in weights], "a weight was sent"
+    assert not [kept.tensor.shape for kept in shelf.kept if kept.tensor.sum().item() in weights], (
+        "a weight was sent"
+    )
     assert list(model.state_dict()) == list(build(NONE).state_dict())
 
 
@@ -88,7 +116,9 @@ def test_small_tensors_and_a_cpus_model_stay() -> None:
     gradients(model)
     assert shelf.kept == []
     plain, offloaded = build(NONE), build(ActivationCheckpoint(mode="none", offload=True))
-    assert {type(block) for block in offloaded.modules()} == {type(block) for block in plain.modules()}
+    assert {type(block) for block in offloaded.modules()} == {
+        type(block) for block in plain.modules()
+    }
 
 
 class Views(nn.Module):

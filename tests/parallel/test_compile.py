@@ -1,4 +1,6 @@
-"""torch.compile: how many graphs, the same numbers as without it, and reports of further compilations."""
+"""torch.compile: how many graphs, the same numbers as without it, and reports of further
+compilations.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from tests.pool import Pools
 from tests.processes import python
 from tests.steps import train_step
 from tests.training.compare import FLAT, LABELS, SEQ, TOKENS, References
-from tests.training.harness import Run, build_tiny, full_precision, micro_batches, train, train_afresh
+from tests.training.harness import (
+    Run,
+    build_tiny,
+    full_precision,
+    micro_batches,
+    train,
+    train_afresh,
+)
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8, Training
@@ -77,7 +86,9 @@ def listen(logged: list[tuple[str, str]]) -> logging.Handler:
 
 
 def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
-    """Train with a counting backend, a sequence length per step; validation, in larger batches, after even steps."""
+    """Train with a counting backend, a sequence length per step; validation, in larger batches,
+    after even steps.
+    """
     torch._dynamo.reset()
     COUNTING.graphs = 0
     model, optimizer, rank = build_tiny(world, run)
@@ -92,7 +103,16 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
         for step, length in enumerate(lengths, start=1):
             data = micro_batches(run, step - 1, rank, world.size)
             parts = [Batch(b.tokens[:, :length], b.labels[:, :length]) for b in data]
-            train_step(model, optimizer, parts, step=step, lr=1e-3, max_norm=1.0, guard=guard, loss_function=loss)
+            train_step(
+                model,
+                optimizer,
+                parts,
+                step=step,
+                lr=1e-3,
+                max_norm=1.0,
+                guard=guard,
+                loss_function=loss,
+            )
             watch.after(step, "training")
             counted.steps.append(COUNTING.graphs)
             if step % 2 == 0:
@@ -107,13 +127,17 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
 
 
 def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pools) -> None:
-    """With accumulation, an optimizer step and validation of another batch size in between, nothing is made again."""
+    """With accumulation, an optimizer step and validation of another batch size in between, nothing
+    is made again.
+    """
     run = Run(TOKENS, LABELS, [], accumulation=2, compile=COUNTED)
     counted = pool(1).run(_count, run, [SEQ] * 5)[0]
     assert counted.steps == [2, 2, 4, 4, 4]  # block and loss, then both once more without gradients
     assert counted.validations == [4, 4]
     assert [level for level, _ in counted.logged] == ["INFO"] * 3
-    assert counted.logged[0][1] == "the first step compiles Block and cross_entropy_sum with counting"
+    assert (
+        counted.logged[0][1] == "the first step compiles Block and cross_entropy_sum with counting"
+    )
     assert "made 2 graphs for training in " in counted.logged[1][1]
     assert "made 2 graphs for validation in " in counted.logged[2][1]
 
@@ -121,7 +145,9 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pool
 def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
     run = Run(TOKENS, LABELS, [], compile=COUNTED)
     counted = pool(2).run(_count, run, [SEQ, SEQ, 16, 16, SEQ, 16])
-    assert counted[0].steps[2] == counted[0].steps[1] + 2 + 2  # validation after step 2, the new length in step 3
+    assert (
+        counted[0].steps[2] == counted[0].steps[1] + 2 + 2
+    )  # validation after step 2, the new length in step 3
     assert counted[0].steps[-1] == counted[0].steps[2]
     warnings = [text for level, text in counted[0].logged if level == "WARNING"]
     assert len(warnings) == 2
@@ -162,14 +188,22 @@ print(json.dumps(said))
 
 
 def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path: Path) -> None:
-    """In a process of their own: torch hands arguments of functions over in another way after a failed compilation."""
+    """In a process of their own: torch hands arguments of functions over in another way after a
+    failed compilation.
+    """
     file = tmp_path / "failures.py"
     file.write_text(_FAILURES)
     graph_break, backend = json.loads(python(file).stdout)
-    assert re.match(r"layers\.7 cannot be compiled as one graph: Call to .*graph_break", graph_break)
-    assert f'File "{file}", line 8, in forward' in graph_break and "TORCHDYNAMO_VERBOSE" not in graph_break
+    assert re.match(
+        r"layers\.7 cannot be compiled as one graph: Call to .*graph_break", graph_break
+    )
+    assert (
+        f'File "{file}", line 8, in forward' in graph_break
+        and "TORCHDYNAMO_VERBOSE" not in graph_break
+    )
     assert backend == (
-        "the backend failed to compile layers.7: ValueError: an input has no size\nset the option to go without it"
+        "the backend failed to compile layers.7: ValueError: an input has no size\nset the option "
+        "to go without it"
     )
 
 
@@ -179,7 +213,9 @@ def test_the_reason_of_a_failed_compilation_is_short_enough_to_read() -> None:
     assert len(lines) == 17 and lines[-1] == "(and 984 more lines)"
 
 
-def test_unknown_backend_ends_before_any_work_and_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_backend_ends_before_any_work_and_names_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     level, handlers = logger.level, list(logger.handlers)
     try:
         assert main.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
@@ -198,7 +234,9 @@ def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.Mo
     missing = r"no compiler /nowhere/g\+\+ \(environment variable CXX\).*install g\+\+"
     with pytest.raises(ParallelismError, match=missing):
         check_backend("inductor", "cpu")
-    with pytest.raises(ConfigError, match=rf"compile\.backend.*{missing}[^$]*training\.compile = false"):
+    with pytest.raises(
+        ConfigError, match=rf"compile\.backend.*{missing}[^$]*training\.compile = false"
+    ):
         check_machine(Training(compile=True), Compile(cache_dir="unused"), Float8())
 
 
@@ -207,7 +245,11 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     monkeypatch.delenv(CACHE_VARIABLE, raising=False)
-    assert use_cache_folder(None) == str(tmp_path / "user/titanlite/inductor") == os.environ[CACHE_VARIABLE]
+    assert (
+        use_cache_folder(None)
+        == str(tmp_path / "user/titanlite/inductor")
+        == os.environ[CACHE_VARIABLE]
+    )
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "environment"))
     assert use_cache_folder(None) == str(tmp_path / "environment")
     prepare_compile("inductor", "cpu", str(tmp_path / "key"))
@@ -223,8 +265,12 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     assert Path(use_cache_folder(None)).parent == tmp_path
 
 
-def _train_with_cache(world: DistEnv, run: Run, folder: str) -> tuple[list[float], list[float], int]:
-    """Losses and gradient norms of a run whose compiled code goes to this folder, and the graphs found there."""
+def _train_with_cache(
+    world: DistEnv, run: Run, folder: str
+) -> tuple[list[float], list[float], int]:
+    """Losses and gradient norms of a run whose compiled code goes to this folder, and the graphs
+    found there.
+    """
     counters = torch._dynamo.utils.counters
     counters.clear()
     with patch.dict(os.environ):
@@ -235,19 +281,25 @@ def _train_with_cache(world: DistEnv, run: Run, folder: str) -> tuple[list[float
 
 @pytest.mark.slow
 def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) -> None:
-    """torch alone gives both ranks of tensor parallelism the graph of one: the loss is then wrong."""
+    """torch alone gives both ranks of tensor parallelism the graph of one: the loss is then
+    wrong.
+    """
     run = Run(TOKENS, LABELS, [3e-3] * 2, training=full_precision())
     alone = pool(1).run(train, run)[0]
     sharded = replace(run, tensor=2, compile=Compile())
     for first in (True, False):
         losses, norms, hits = pool(2).run(_train_with_cache, sharded, str(tmp_path))[0]
-        assert losses == pytest.approx(alone.losses, rel=1e-5) and norms == pytest.approx(alone.norms, rel=1e-5)
+        assert losses == pytest.approx(alone.losses, rel=1e-5) and norms == pytest.approx(
+            alone.norms, rel=1e-5
+        )
         assert (hits == 0) == first
 
 
 @pytest.mark.soak
 def test_generated_code_trains_as_transformers_does(references: References) -> None:
-    references.compare(Run(TOKENS, LABELS, FLAT, optimizer="SGD", accumulation=2, compile=Compile()), 2)
+    references.compare(
+        Run(TOKENS, LABELS, FLAT, optimizer="SGD", accumulation=2, compile=Compile()), 2
+    )
 
 
 def test_classes_that_share_code_are_named_once() -> None:
@@ -272,11 +324,16 @@ def _options(world: DistEnv, run: Run) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "backend"), [("rowwise", "inductor"), ("rowwise", "aot_eager"), ("tensorwise", "inductor")]
+    ("recipe", "backend"),
+    [("rowwise", "inductor"), ("rowwise", "aot_eager"), ("tensorwise", "inductor")],
 )
-def test_scales_per_row_need_the_casts_of_eager_code(pool: Pools, recipe: Any, backend: str) -> None:
+def test_scales_per_row_need_the_casts_of_eager_code(
+    pool: Pools, recipe: Any, backend: str
+) -> None:
     float8 = Float8(enable_float8_linear=True, emulate=True, recipe_name=recipe)
     run = Run(TOKENS, LABELS, [], compile=Compile(backend=backend), float8=float8)
     (options,) = pool(1).run(_options, run)
-    wanted = {"emulate_precision_casts": True} if (recipe, backend) == ("rowwise", "inductor") else None
+    wanted = (
+        {"emulate_precision_casts": True} if (recipe, backend) == ("rowwise", "inductor") else None
+    )
     assert options and all(one == wanted for one in options)

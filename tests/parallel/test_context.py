@@ -36,17 +36,22 @@ def test_each_rank_takes_one_chunk_from_the_front_and_one_from_the_back() -> Non
     assert parts == [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
     for length in (18, 0):
         with pytest.raises(
-            ParallelismError, match=rf"{length} tokens .* 2 equal chunks for each of 4 .* multiple of 8"
+            ParallelismError,
+            match=rf"{length} tokens .* 2 equal chunks for each of 4 .* multiple of 8",
         ):
             _ranks(4)[0].part(torch.zeros(1, length))
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100
+    )
 
 
 def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
-    """One forward and backward of a model without FSDP, against the plain model on the whole batch."""
+    """One forward and backward of a model without FSDP, against the plain model on the
+    whole batch.
+    """
     mesh = world.build_mesh(cp=world.size)
     torch.manual_seed(0)
     plain, shared = SPEC.build(TINY), SPEC.build(TINY)
@@ -91,7 +96,8 @@ def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
 
 def test_gradients_equal_the_plain_models_and_work_and_activations_are_shared(pool: Pools) -> None:
     for found in pool(2).run(_model):
-        # Keys and values of two heads, not of the four queries' heads; once per block, and back once.
+        # Keys and values of two heads, not of the four queries' heads; once per block, and back
+        # once.
         assert found["calls"] == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
         assert found["gathered"][:2] == [(2, 2, 3, 2, 16, 16)] * 2
         # 2 blocks, chunks of 8: 5 of the 4 x 4 squares of 8 x 8 for each rank.
@@ -108,7 +114,10 @@ def _refusals(world: DistEnv) -> None:
     mesh = world.build_mesh(cp=world.size)
     model = SPEC.build(TINY)
     apply_cp(model, mesh)
-    with pytest.raises(ParallelismError, match="a sequence of 128, but the model's RoPE tables have 64.*split_batch"):
+    with pytest.raises(
+        ParallelismError,
+        match="a sequence of 128, but the model's RoPE tables have 64.*split_batch",
+    ):
         model(torch.zeros(1, 64, dtype=torch.int64))
     with pytest.raises(ParallelismError, match="finds no 'inner_attention' in Linear"):
         apply_cp(nn.Linear(2, 2), mesh)

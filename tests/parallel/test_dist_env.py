@@ -1,4 +1,6 @@
-"""Launcher variables, meshes and timeouts; a wrong environment is named; freed memory is used again."""
+"""Launcher variables, meshes and timeouts; a wrong environment is named; freed memory is used
+again.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,23 @@ from titanlite.parallel.process import KERNELS, TUNABLES, kernel_order
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
     mesh = world.build_mesh(dp_shard=world.size)
     model = nn.Linear(4, 4)
-    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=2)  # within nodes of 2: a group of its own
+    fully_shard(
+        model, mesh=mesh["dp_shard"], reshard_after_forward=2
+    )  # within nodes of 2: a group of its own
     world.apply_timeout()
     groups = {
         "default": dist.group.WORLD,
         "shard": mesh["dp_shard"].get_group(),
         "rep": mesh["dp_replicate"].get_group(),
-        "partial reshard": model._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info.shard_process_group,
+        "partial reshard": model._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info.shard_process_group,  # noqa: E501
     }
 
     def read() -> dict[str, Any]:
-        return {name: g._get_backend(torch.device("cpu")).options._timeout for name, g in groups.items() if g}
+        return {
+            name: g._get_backend(torch.device("cpu")).options._timeout
+            for name, g in groups.items()
+            if g
+        }
 
     before = read()
     set_timeouts(77)
@@ -65,7 +73,9 @@ def test_kernels_of_attention_are_tried_in_order_on_gpus_only() -> None:
 
 def test_timeouts_are_lowered_for_every_group(pool: Pools) -> None:
     for after in pool(4).run(_timeouts):
-        assert after == {name: timedelta(seconds=77) for name in ("default", "shard", "rep", "partial reshard")}
+        assert after == {
+            name: timedelta(seconds=77) for name in ("default", "shard", "rep", "partial reshard")
+        }
 
 
 def _joins(world: DistEnv) -> tuple[int, int, bool, str]:
@@ -76,7 +86,9 @@ def _joins(world: DistEnv) -> tuple[int, int, bool, str]:
     return *seen, dist.is_initialized(), str(wrong.value)
 
 
-def test_an_existing_group_is_joined_and_left_alone_and_wrong_degrees_are_refused(pool: Pools) -> None:
+def test_an_existing_group_is_joined_and_left_alone_and_wrong_degrees_are_refused(
+    pool: Pools,
+) -> None:
     for rank, found in enumerate(pool(2).run(_joins)):
         assert found == (rank, 2, True, "dp_shard 3 = 3, but there are 2 ranks")
 
@@ -89,7 +101,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
     """Sets the variables of a rank, and no others."""
 
     def put(variables: dict[str, str]) -> None:
-        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        for name in (
+            "WORLD_SIZE",
+            "RANK",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -100,13 +119,28 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "3 environment variables are wrong:\n  RANK is not set, but WORLD_SIZE is: start with"),
+        (
+            {"WORLD_SIZE": "2"},
+            "3 environment variables are wrong:\n  RANK is not set, but WORLD_SIZE is: start with",
+        ),
         ({"RANK": "1"}, "environment variable WORLD_SIZE is not set, but RANK is"),
-        (_TWO | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number of at least 1"),
+        (
+            _TWO | {"WORLD_SIZE": "two"},
+            "WORLD_SIZE is 'two', expected a whole number of at least 1",
+        ),
         (_TWO | {"RANK": "2"}, "RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2"),
-        (_TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is '1', expected a whole number from 0 to 0"),
-        (_TWO | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is"),
-        (_TWO | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', expected a whole number from 1 to 65535"),
+        (
+            _TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK is '1', expected a whole number from 0 to 0",
+        ),
+        (
+            _TWO | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+            "LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is",
+        ),
+        (
+            _TWO | {"MASTER_PORT": "99999"},
+            "MASTER_PORT is '99999', expected a whole number from 1 to 65535",
+        ),
     ],
 )
 def test_wrong_environments_are_named(
@@ -122,19 +156,27 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     address = ("localhost", 29500)
     for variables, expected in [
         ({}, LaunchEnv(0, 1, 0, 1, None)),
-        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "0"}, LaunchEnv(0, 1, 0, 1, None)),
+        (
+            {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "0"},
+            LaunchEnv(0, 1, 0, 1, None),
+        ),
         (
             _TWO | {"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
             LaunchEnv(9, 16, 1, 8, address),
         ),
-        (_TWO | {"RANK": "1", "LOCAL_RANK": "0"}, LaunchEnv(1, 2, 0, 1, address)),  # two nodes with a rank each
+        (
+            _TWO | {"RANK": "1", "LOCAL_RANK": "0"},
+            LaunchEnv(1, 2, 0, 1, address),
+        ),  # two nodes with a rank each
     ]:
         environment(variables)
         assert read_launch_env() == expected
     environment({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert read_launch_env((5, 8)) == LaunchEnv(5, 8, 1, 2, None)  # the group is there
     environment({"LOCAL_RANK": "one"})
-    with pytest.raises(ParallelismError, match="LOCAL_RANK is 'one', expected a whole number from 0 to 7"):
+    with pytest.raises(
+        ParallelismError, match="LOCAL_RANK is 'one', expected a whole number from 0 to 7"
+    ):
         read_launch_env((5, 8))
     environment({})
     with DistEnv.open("cpu") as world:
@@ -148,7 +190,8 @@ from titanlite.parallel.dist_env import allow_files
 soft, hard = 64, 5000
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 allow_files(512)
-files = [os.open(os.devnull, os.O_RDONLY) for _ in range(4 * 512)]  # a socket for each rank in four groups
+# a socket for each rank in four groups
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(4 * 512)]
 try:
     allow_files(1500)
 except ParallelismError as error:
@@ -156,7 +199,9 @@ except ParallelismError as error:
 """
 
 
-def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on_too_many_is_refused() -> None:
+def test_a_run_on_512_ranks_may_open_a_socket_for_each_in_every_group_and_one_on_too_many_is_refused() -> (  # noqa: E501
+    None
+):
     soft, hard, error = json.loads(python("-c", _LIMITS).stdout)
     assert soft == hard == 5000
     assert "may open 5,000 files, but 1,500 ranks need 6,256" in error and "ulimit -Hn" in error
@@ -180,11 +225,16 @@ print(json.dumps([done, plain, faults()]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": TUNABLES}], ids=str)
-def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(settings: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "settings", [{}, {"MALLOC_ARENA_MAX": "4"}, {"GLIBC_TUNABLES": TUNABLES}], ids=str
+)
+def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(
+    settings: dict[str, str],
+) -> None:
     done, plain, kept = json.loads(python("-c", _FAULTS, env=settings).stdout)
     assert done is not bool(settings)
-    # 80 MiB at a time are 20,480 pages, fewer where they are huge. Those settings hold from the start.
+    # 80 MiB at a time are 20,480 pages, fewer where they are huge. Those settings hold from the
+    # start.
     assert (plain > 300) is ("GLIBC_TUNABLES" not in settings)
     if "MALLOC_ARENA_MAX" not in settings:
         assert kept < 300
@@ -198,7 +248,11 @@ atexit.register(lambda: print("group at the end:", dist.is_initialized()))
 print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
 """
     done = python("-c", program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "1 True\ngroup at the end: False\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "1 True\ngroup at the end: False\n",
+        "",
+    )
 
 
 _OWN_LOOP = """
@@ -218,9 +272,21 @@ with DistEnv.open() as world:
 
 @pytest.mark.slow
 def test_a_rank_that_raises_in_build_does_not_leave_the_others_waiting(tmp_path: Path) -> None:
-    """A loop without a watchdog and without torchrun. The group for saves waits for its ranks for half an hour."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    flags = [f"--job.dump_folder={tmp_path}", "--training.steps=1", "--checkpoint.enable_checkpoint"]
+    """A loop without a watchdog and without torchrun.
+
+    The group for saves waits for its ranks for half an hour.
+    """
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    flags = [
+        f"--job.dump_folder={tmp_path}",
+        "--training.steps=1",
+        "--checkpoint.enable_checkpoint",
+    ]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", _OWN_LOOP, *flags],

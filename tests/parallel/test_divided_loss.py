@@ -1,4 +1,6 @@
-"""Cross-entropy in place on logits divided by vocabulary: values, gradients, collectives and bytes."""
+"""Cross-entropy in place on logits divided by vocabulary: values, gradients, collectives
+and bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROWS, SEQ, VOCAB = 3, 17, 240
 
 
 def _batch(vocab: int = VOCAB, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits as large as an untrained model's worst, and labels with padding and both ends of each part."""
+    """Return logits as large as an untrained model's worst, and labels with padding and both ends
+    of each part.
+    """
     generator = torch.Generator().manual_seed(3)
     logits = 8 * torch.randn(rows, SEQ, vocab, generator=generator)
     labels = torch.randint(0, vocab, (rows, SEQ), generator=generator)
@@ -60,8 +64,12 @@ def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, to
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)], ids=["plain", "z-loss and smoothing"])
-def test_value_and_gradient_are_those_of_the_whole_loss(pool: Pools, ranks: int, z: float, smoothing: float) -> None:
+@pytest.mark.parametrize(
+    ("z", "smoothing"), [(0.0, 0.0), (1e-2, 0.1)], ids=["plain", "z-loss and smoothing"]
+)
+def test_value_and_gradient_are_those_of_the_whole_loss(
+    pool: Pools, ranks: int, z: float, smoothing: float
+) -> None:
     value, gradient = _expected(z, smoothing, torch.float32)
     for found in pool(ranks).run(_figures, z, smoothing, torch.float32):
         assert found["loss"] == found["again"] == pytest.approx(value, rel=1e-6)

@@ -1,4 +1,6 @@
-"""Expert parallelism on real ranks: the same losses, gradients, weights and checkpoints as on one rank."""
+"""Expert parallelism on real ranks: the same losses, gradients, weights and checkpoints as on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from tests.checkpoint.runs import assert_equal, hand_on, unequal
 from tests.checkpoint.runs import train as train_and_save
 from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS
-from tests.training.grid import BY_OPERATION, CP, FSDP, MODE, PP, REPLICAS, RESHARD, SCHEDULE, TP, run_of
+from tests.training.grid import (
+    BY_OPERATION,
+    CP,
+    FSDP,
+    MODE,
+    PP,
+    REPLICAS,
+    RESHARD,
+    SCHEDULE,
+    TP,
+    run_of,
+)
 from tests.training.harness import Run, build_tiny, train, train_afresh
 from tests.training.reference import Curve
 from tests.training.test_quiet_step import Calls, Operations
@@ -36,7 +49,15 @@ from titanlite.parallel.expert import apply_ep, expert_mesh
 from titanlite.parallel.parallelize import ModelBuilder
 
 #: Without the loss that balances experts: it depends on how sequences are cut into calls.
-SIZE = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 48, "n_experts": 4, "aux_loss": 0.0}
+SIZE = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "ffn_dim": 48,
+    "n_experts": 4,
+    "aux_loss": 0.0,
+}
 SHARED = {
     "model.name": "mixtral",
     **{f"model.overrides.{key}": value for key, value in SIZE.items()},
@@ -50,7 +71,11 @@ SHARED = {
     "optimizer.eps": 1e-6,
     "compile.backend": "aot_eager",
 }
-EP, LAYERS, COMPILE = "parallelism.expert_parallel_degree", "model.overrides.n_layers", "training.compile"
+EP, LAYERS, COMPILE = (
+    "parallelism.expert_parallel_degree",
+    "model.overrides.n_layers",
+    "training.compile",
+)
 OPTIMIZER, VARIANCE = "optimizer.name", "optimizer.variance_dtype"
 PIPELINE = {EP: 2, PP: 2, "training.batch_size": 2}
 STEPS = 3
@@ -58,7 +83,9 @@ STEPS = 3
 
 def config_of(ranks: int, **flags: Any) -> RunConfig:
     every = {**SHARED, **flags}
-    return load_config("debug_model.toml", ranks, [f"--{key}={value}" for key, value in every.items()])
+    return load_config(
+        "debug_model.toml", ranks, [f"--{key}={value}" for key, value in every.items()]
+    )
 
 
 def run_on(ranks: int, **flags: Any) -> Run:
@@ -68,7 +95,10 @@ def run_on(ranks: int, **flags: Any) -> Run:
 
 CASES = {
     "ep 2": (2, {EP: 2}),
-    "ep 2, fsdp 2, fused, freed": (4, {EP: 2, "optimizer.implementation": "fused", RESHARD: "always"}),
+    "ep 2, fsdp 2, fused, freed": (
+        4,
+        {EP: 2, "optimizer.implementation": "fused", RESHARD: "always"},
+    ),
     "recomputed by operation": (2, {EP: 2, **BY_OPERATION}),
 }
 MORE = {
@@ -94,7 +124,15 @@ def alone(pool: Pools) -> Callable[[Run], Curve]:
     curves: dict[str, Curve] = {}
 
     def curve(run: Run) -> Curve:
-        plain = Run(TOKENS, LABELS, run.rates, family="mixtral", args=run.args, settings=run.settings, accumulation=8)
+        plain = Run(
+            TOKENS,
+            LABELS,
+            run.rates,
+            family="mixtral",
+            args=run.args,
+            settings=run.settings,
+            accumulation=8,
+        )
         key = f"{plain.args} {plain.settings}"
         if key not in curves:
             curves[key] = pool(1).run(train, plain)[0]
@@ -103,13 +141,18 @@ def alone(pool: Pools) -> Callable[[Run], Curve]:
     return curve
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: str) -> None:
     ranks, flags = {**CASES, **MORE}[case]
     run = run_on(ranks, **flags)
     expected, found = alone(run), pool(ranks).run(train_afresh, run)[0]
     # Other orders of float32 sums change 1e-7 of the largest terms.
-    for kind, near in (("gradients", {"rtol": 2e-5, "atol": 1e-7}), ("weights", {"rtol": 1e-5, "atol": 1e-6})):
+    for kind, near in (
+        ("gradients", {"rtol": 2e-5, "atol": 1e-7}),
+        ("weights", {"rtol": 1e-5, "atol": 1e-6}),
+    ):
         ours, theirs = getattr(found, kind), getattr(expected, kind)
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
@@ -122,12 +165,13 @@ def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: st
 def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], Curve]) -> None:
     run = run_on(4, **{EP: 2, OPTIMIZER: "Muon"})
     expected, found = alone(run).weights, pool(4).run(train_afresh, run)[0].weights
-    # A router's gradient has no full rank, so the iterations make noise of the rest orthogonal: only experts compare.
+    # A router's gradient has no full rank, so the iterations make noise of the rest orthogonal:
+    # only experts compare.
     experts = [name for name in found if ".experts." in name]
     assert len(experts) == 3 * SIZE["n_layers"]
     for name in experts:
-        # bfloat16 iterations: 1 % of three updates of 1e-3 * 0.2 * sqrt(64) * 0.1 to 0.2 each. The largest of 12,288
-        # differences depends on the processor's rounding.
+        # bfloat16 iterations: 1 % of three updates of 1e-3 * 0.2 * sqrt(64) * 0.1 to 0.2 each. The
+        # largest of 12,288 differences depends on the processor's rounding.
         apart = found[name] - expected[name]
         assert apart.square().mean().sqrt() < 5e-6 and apart.abs().max() < 3e-5, name
 
@@ -136,14 +180,18 @@ def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], C
 
 
 def _uneven(world: DistEnv, skew: float, recompute: bool) -> tuple[list[int], float]:
-    """Return the rows that each rank got, and the largest relative error of outputs and gradients."""
+    """Return the rows that each rank got, and the largest relative error of outputs and
+    gradients.
+    """
     args = mixtral.MixtralArgs(16, 1, 2, ffn_dim=24, vocab_size=32, n_experts=4, aux_loss=0.0)
     whole, parted = MoE(args), MoE(args)
     for module in (whole, parted):
         for number, parameter in enumerate(module.parameters()):
             nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
         with torch.no_grad():
-            module.gate.weight.mul_(1 - skew)  # of 0 all experts are equal, and the first two are taken
+            module.gate.weight.mul_(
+                1 - skew
+            )  # of 0 all experts are equal, and the first two are taken
     mesh = expert_mesh(world.build_mesh(dp_shard=world.size), world.size)["ep"]
     apply_ep(parted, mesh)
     rows: list[int] = []
@@ -157,7 +205,9 @@ def _uneven(world: DistEnv, skew: float, recompute: bool) -> tuple[list[int], fl
     parted.experts.exchange.dispatch = counted  # type: ignore[union-attr]
     results = []
     for module in (whole, parted):
-        x = torch.randn(2, 3 + world.rank, 16, generator=torch.Generator().manual_seed(world.rank)).requires_grad_()
+        x = torch.randn(
+            2, 3 + world.rank, 16, generator=torch.Generator().manual_seed(world.rank)
+        ).requires_grad_()
         y = checkpoint(module, x, use_reentrant=False) if recompute else module(x)
         y.square().sum().backward()
         own = [p.grad for p in module.experts.parameters()]
@@ -191,7 +241,9 @@ def _sent(world: DistEnv, run: Run) -> tuple[Counter[tuple[str, str]], Counter[s
 
 
 @pytest.mark.parametrize(("flags", "forward"), [({}, 1), ({MODE: "full"}, 2), (BY_OPERATION, 1)])
-def test_a_layer_sends_counts_once_and_rows_twice_each_way(pool: Pools, flags: dict[str, Any], forward: int) -> None:
+def test_a_layer_sends_counts_once_and_rows_twice_each_way(
+    pool: Pools, flags: dict[str, Any], forward: int
+) -> None:
     sent, reads = pool(2).run(_sent, run_on(2, **{EP: 2, **flags}))[0]
     layers = SIZE["n_layers"]
     moved = {kind: number for (name, kind), number in sent.items() if name == "all_to_all_single"}
@@ -202,7 +254,9 @@ def test_a_layer_sends_counts_once_and_rows_twice_each_way(pool: Pools, flags: d
 # Checkpoints
 
 
-def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
+def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(
+    pool: Pools, tmp_path: Path
+) -> None:
     run = run_on(2, **{EP: 2})
     straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, STEPS, every=1)[0]
     shutil.copytree(tmp_path / "straight" / "step-1", tmp_path / "resumed" / "step-1")
@@ -231,10 +285,22 @@ SHARDS = "data_parallel_shard = "
 @pytest.mark.parametrize(
     ("ranks", "flags", "key", "message", "hint"),
     [
-        (6, {EP: 3, "training.global_batch_size": 6}, EP, f"both {SHARDS}6 and the 4 experts", "these work: 1, 2"),
+        (
+            6,
+            {EP: 3, "training.global_batch_size": 6},
+            EP,
+            f"both {SHARDS}6 and the 4 experts",
+            "these work: 1, 2",
+        ),
         (2, {EP: 4}, EP, f"{SHARDS}2", "1, 2"),
         (4, {EP: 2, REPLICAS: 4, FSDP: 1}, EP, f"{SHARDS}1", "these work: 1"),
-        (4, {EP: 2, TP: 2, "model.name": f"{__name__}:DIVIDED"}, EP, "would send each of them more than once", TP),
+        (
+            4,
+            {EP: 2, TP: 2, "model.name": f"{__name__}:DIVIDED"},
+            EP,
+            "would send each of them more than once",
+            TP,
+        ),
         # Experts stay over all ranks that cut them.
         (4, {EP: 2, RESHARD: 4}, RESHARD, "stay over all their", '"never", or 2'),
         (8, {EP: 2, RESHARD: 2}, RESHARD, "stay over all their", '"never", or 4'),
@@ -255,7 +321,9 @@ def test_a_degree_that_does_not_fit_is_refused(
 def test_a_dense_model_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("debug_model.toml", 2, [f"--{EP}=2"])
-    assert [(p.key, p.hint) for p in caught.value.problems] == [(EP, "leave the key out, or add it to the model")]
+    assert [(p.key, p.hint) for p in caught.value.problems] == [
+        (EP, "leave the key out, or add it to the model")
+    ]
 
 
 def test_numbers_of_ranks_that_work_are_taken() -> None:
@@ -271,7 +339,9 @@ def test_a_budget_covers_no_experts_of_other_ranks() -> None:
 
 
 def _parts(world: DistEnv) -> tuple[list[bool], str]:
-    """Return which parts of frozen experts need gradients, and the refusal of a model without an exchange."""
+    """Return which parts of frozen experts need gradients, and the refusal of a model without an
+    exchange.
+    """
     mesh = world.build_mesh(dp_shard=world.size)
     args = mixtral.MixtralArgs(16, 1, 2, ffn_dim=24, vocab_size=32, n_experts=4)
     moe = MoE(args)
@@ -284,7 +354,9 @@ def _parts(world: DistEnv) -> tuple[list[bool], str]:
         return model
 
     with pytest.raises(ParallelismError) as caught:
-        ModelBuilder(replace(mixtral.SPEC, build=build), args, mesh, world.device, ep=world.size).build_on_meta()
+        ModelBuilder(
+            replace(mixtral.SPEC, build=build), args, mesh, world.device, ep=world.size
+        ).build_on_meta()
     return [p.requires_grad for p in moe.experts.parameters()], str(caught.value)
 
 

@@ -14,7 +14,11 @@ from tests.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.flight_recorder import recording
 
-SIZE, ON_TIMEOUT, PREFIX = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"
+SIZE, ON_TIMEOUT, PREFIX = (
+    "TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_FR_DUMP_TEMP_FILE",
+)
 OLD_SIZE, OLD_PREFIX = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 NAMES = [SIZE, OLD_SIZE, ON_TIMEOUT, PREFIX, OLD_PREFIX]
 #: The user's own, under the older names, which torch passes over when the newer ones are there.
@@ -32,18 +36,29 @@ OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}
     ids=["nccl", "off", "the user's", "one rank"],
 )
 def test_torch_gets_its_settings_unless_the_user_set_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: Any, size: int, ranks: int, expected: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: Any,
+    size: int,
+    ranks: int,
+    expected: dict[str, str],
 ) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     with recording(f"{tmp_path}/traces", size, torch.device("cuda"), ranks):
-        seen = {name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER") for name in NAMES if name in os.environ}
+        seen = {
+            name: os.environ[name].replace(f"{tmp_path}/traces", "FOLDER")
+            for name in NAMES
+            if name in os.environ
+        }
         assert seen == expected
         # NCCL's watchdog opens the file, and makes no folder.
         assert (tmp_path / "traces").is_dir() is (size > 0 and ranks > 1)
-    assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, "a later run is not affected"
+    assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, (
+        "a later run is not affected"
+    )
 
 
 def _fail(world: DistEnv, folder: str, text: str) -> None:
@@ -61,6 +76,8 @@ def _fail(world: DistEnv, folder: str, text: str) -> None:
         ("Timed out waiting 3000ms for recv operation to complete", ["rank_0", "rank_1"]),
     ],
 )
-def test_only_errors_of_collectives_leave_a_record(pool: Pools, tmp_path: Path, text: str, left: list[str]) -> None:
+def test_only_errors_of_collectives_leave_a_record(
+    pool: Pools, tmp_path: Path, text: str, left: list[str]
+) -> None:
     pool(2).run(_fail, str(tmp_path), text)
     assert sorted(path.name for path in tmp_path.iterdir()) == left

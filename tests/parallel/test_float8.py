@@ -1,4 +1,6 @@
-"""Float8 products: their types, gathered bytes, reductions, scales; weights and names stay as they are."""
+"""Float8 products: their types, gathered bytes, reductions, scales; weights and names stay as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,16 @@ from tests.parallel.float8_runs import (
     watch_step,
 )
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, build_tiny, full, initial_weights, micro_batches, stepper, train
+from tests.training.harness import (
+    TINY,
+    Run,
+    build_tiny,
+    full,
+    initial_weights,
+    micro_batches,
+    stepper,
+    train,
+)
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.models import get_spec
@@ -48,7 +59,11 @@ FORWARD, BF16 = ("input e4m3fn", "weight e4m3fn"), ("bfloat16", "bfloat16")
         (Float8(), {BF16: 3 * LINEARS + 3}),
         (
             EMULATED,
-            {FORWARD: LINEARS, ("grad_output e5m2", FORWARD[1]): LINEARS, ("grad_output e5m2", FORWARD[0]): LINEARS},
+            {
+                FORWARD: LINEARS,
+                ("grad_output e5m2", FORWARD[1]): LINEARS,
+                ("grad_output e5m2", FORWARD[0]): LINEARS,
+            },
         ),
         (
             recipe("rowwise"),
@@ -72,20 +87,27 @@ def test_products_have_the_types_of_their_recipe(
 
 
 def _kernels(world: DistEnv, run: Run) -> tuple[int, list[float]]:
-    """Float8 operators below the products of one forward and backward, and losses of three steps."""
+    """Float8 operators below the products of one forward and backward, and losses of three
+    steps.
+    """
     model, _, rank = build_tiny(world, run)
     batch = micro_batches(run, 0, rank, world.size)[0]
     with profile() as prof:
         model(batch.tokens).sum().backward()
-    return Counter(event.name for event in prof.events())["aten::_scaled_mm"], train(world, run).losses
+    return Counter(event.name for event in prof.events())["aten::_scaled_mm"], train(
+        world, run
+    ).losses
 
 
-@pytest.mark.parametrize("name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])])
+@pytest.mark.parametrize(
+    "name", [RECIPES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])]
+)
 def test_emulation_computes_the_numbers_of_scaled_mm(pool: Pools, name: str) -> None:
     """torch has that operator for CPUs too: the kernels of a GPU run here, if slowly."""
     run = replace(RUN, rates=RUN.rates[:3])
     (real, losses), (emulated, others), (none, bf16) = (
-        pool(1).run(_kernels, replace(run, float8=float8))[0] for float8 in (recipe(name, REAL), recipe(name), Float8())
+        pool(1).run(_kernels, replace(run, float8=float8))[0]
+        for float8 in (recipe(name, REAL), recipe(name), Float8())
     )
     assert (real, emulated, none) == (LINEARS * (2 if name == "rowwise_with_gw_hp" else 3), 0, 0)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(others), rtol=0, atol=2e-3)
@@ -104,8 +126,13 @@ def test_sizes_too_small_to_gain_are_torchaos(name: Any) -> None:
             assert too_small(size, name) is not wanted(linear, "w"), size
 
 
-def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16_with_one_reduction_of_scales(pool: Pools) -> None:
-    """Besides the step's own two all-reduces. Without precompute, one for each weight and time it is gathered."""
+def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16_with_one_reduction_of_scales(
+    pool: Pools,
+) -> None:
+    """Besides the step's own two all-reduces.
+
+    Without precompute, one for each weight and time it is gathered.
+    """
     plain_seen, emulated, gathered, precomputed = (
         pool(2).run(watch_step, replace(RUN, training=NEVER, float8=float8))
         for float8 in (Float8(), EMULATED, GATHERED, PRECOMPUTED)
@@ -143,7 +170,10 @@ def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, Tensor]]:
     """A checkpoint's tensors before the first step: types, inside and out, and values."""
     model, optimizer, _ = build_tiny(world, run)
     tensors = gather(model, optimizer)
-    return {n: (type(t).__name__, type(getattr(t, "_local_tensor", t)).__name__, full(t)) for n, t in tensors.items()}
+    return {
+        n: (type(t).__name__, type(getattr(t, "_local_tensor", t)).__name__, full(t))
+        for n, t in tensors.items()
+    }
 
 
 def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -> None:
@@ -153,7 +183,9 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
         found = pool(2).run(_state, run)[0]
         assert list(found) == list(state)
         for name, (outside, inside, value) in state.items():
-            assert found[name][:2] == (outside, inside) == ("DTensor", "Tensor") or value.dim() == 0, name
+            assert (
+                found[name][:2] == (outside, inside) == ("DTensor", "Tensor") or value.dim() == 0
+            ), name
             assert torch.equal(found[name][2], value)
         found_weights = pool(2).run(initial_weights, run)[0]
         assert found_weights.keys() == weights.keys()
@@ -163,8 +195,15 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
 @pytest.mark.parametrize(("name", "emulate"), [("tensorwise", False), ("rowwise", True)])
 def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) -> None:
     model = SPEC.build_on_meta(TINY)
-    apply_float8(model, converted_names(choose_linears(SPEC.linears(TINY), recipe(name))), name, emulate=emulate)
+    apply_float8(
+        model,
+        converted_names(choose_linears(SPEC.linears(TINY), recipe(name))),
+        name,
+        emulate=emulate,
+    )
     by_op = ActivationCheckpoint(selective_ac_option="op")
-    stats = trace_block(model, SPEC.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16)
+    stats = trace_block(
+        model, SPEC.block_names(TINY), by_op, (4, 32), torch.device("cpu"), torch.bfloat16
+    )
     assert (stats.forward["matmul"], stats.saved["matmul"], stats.recomputed["matmul"]) == (7, 4, 3)
     assert 0 < stats.block_bytes < stats.plain_bytes

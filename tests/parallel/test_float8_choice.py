@@ -36,7 +36,11 @@ def test_sizes_are_those_of_the_model(family: str) -> None:
     for flavor in SHAPES[family]:
         args = resolve_args(family, flavor, {"n_layers": 2}, tokenizer_size=512)
         model = spec.build_on_meta(args)
-        real = {n: Size(m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        real = {
+            n: Size(m.in_features, m.out_features)
+            for n, m in model.named_modules()
+            if isinstance(m, nn.Linear)
+        }
         assert spec.linears(args) == real, flavor
 
 
@@ -52,7 +56,10 @@ def test_all_but_the_head_is_converted() -> None:
 def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
     found = choices(filter_fqns=["wo", "w2"], min_features=2048)
     assert found["attention.wo"].reason == "filter_fqns: wo"
-    assert found["attention.wk"].reason == "below min_features = 2048" and found["attention.wq"].converted
+    assert (
+        found["attention.wk"].reason == "below min_features = 2048"
+        and found["attention.wq"].converted
+    )
     one_layer = Float8(enable_float8_linear=True, filter_fqns=["layers.1"])
     reasons = {(c.kind, c.reason) for c in choose_linears(LLAMA.linears(ARGS), one_layer)}
     assert {("attention.wq", "filter_fqns: layers.1"), ("attention.wq", "")} < reasons
@@ -67,7 +74,9 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     assert whole["feed_forward.w1"].converted and whole["feed_forward.w2"].converted
     assert parts["feed_forward.w1"].reason == "N = 24 is not a multiple of 16"
     assert parts["feed_forward.w2"].reason == "K = 24 is not a multiple of 16"
-    assert parts["attention.wq"].size == Size(4096, 2048) and parts["attention.wo"].size == Size(2048, 4096)
+    assert parts["attention.wq"].size == Size(4096, 2048) and parts["attention.wo"].size == Size(
+        2048, 4096
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,13 +87,20 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
         ((8, 6), {}, r"compute capability 8\.6, and float8 products need 8\.9"),
         ((8, 9), {}, ""),
         # These two store float8 wrong.
-        ((9, 0), {"torch": "2.14.0", "torchao": "0.17.0"}, r"torch 2\.14\.0.*torchao 0\.17\.0.*'torchao>=0\.18'"),
+        (
+            (9, 0),
+            {"torch": "2.14.0", "torchao": "0.17.0"},
+            r"torch 2\.14\.0.*torchao 0\.17\.0.*'torchao>=0\.18'",
+        ),
         ((9, 0), {"torch": "2.13.0", "torchao": "0.17"}, ""),
     ],
     ids=str,
 )
 def test_machines_without_float8_are_refused_unless_they_emulate_it(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, versions: dict[str, str], refused: str
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int] | None,
+    versions: dict[str, str],
+    refused: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)

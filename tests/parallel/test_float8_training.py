@@ -1,4 +1,6 @@
-"""Training in float8: as good as bf16, the same in every division of the work, resumable, and measured."""
+"""Training in float8: as good as bf16, the same in every division of the work, resumable, and
+measured.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def seeds(pool: Pools) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_losses_stay_within_the_spread_of_seeds(pool: Pools, seeds: list[list[float]], name: str) -> None:
+def test_losses_stay_within_the_spread_of_seeds(
+    pool: Pools, seeds: list[list[float]], name: str
+) -> None:
     """Mean distance from bf16: at most twice that of another seed; and the model learns."""
     ours = pool(1).run(train, replace(RUN, rates=RATES, float8=recipe(name)))[0].losses
     assert 0 < distance(ours, seeds[0]) < 2 * spread(seeds[0], seeds[1:])
@@ -55,15 +59,21 @@ def test_losses_stay_within_the_spread_of_seeds(pool: Pools, seeds: list[list[fl
         pytest.param(GATHERED, {}, 2, id="fsdp 2"),
         pytest.param(PRECOMPUTED, {"context": 2}, 2, id="cp 2"),
         pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2"),
-        pytest.param(changed(EMULATED, filter_fqns=["wk", "w2"]), {"tensor": 2}, 2, id="tp 2, some kept"),
+        pytest.param(
+            changed(EMULATED, filter_fqns=["wk", "w2"]), {"tensor": 2}, 2, id="tp 2, some kept"
+        ),
         pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, gathered"),
         pytest.param(PRECOMPUTED, PP, 2, id="pp 2"),
         # Rows of activations are scaled one by one, so nothing depends on how they are divided.
         pytest.param(recipe("rowwise"), {}, 2, id="rowwise"),
-        pytest.param(PRECOMPUTED, {"tensor": 2, "context": 2}, 4, id="tp 2, cp 2, gathered", marks=soak),
+        pytest.param(
+            PRECOMPUTED, {"tensor": 2, "context": 2}, 4, id="tp 2, cp 2, gathered", marks=soak
+        ),
     ],
 )
-def test_the_losses_are_those_of_one_rank(pool: Pools, float8: Float8, changes: dict[str, Any], ranks: int) -> None:
+def test_the_losses_are_those_of_one_rank(
+    pool: Pools, float8: Float8, changes: dict[str, Any], ranks: int
+) -> None:
     """Ten steps, but for rounding; three seeds differ by more."""
     run = replace(RUN, float8=float8, **changes)
     alone, ours = pool(1).run(train, run.alone())[0].losses, pool(ranks).run(train, run)[0].losses
@@ -86,7 +96,11 @@ def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools, float
         (EMULATED, EVERY_2, 2, 4),
         (PRECOMPUTED, FULL, 2, 4),
         (PRECOMPUTED, OP, 2, 4),
-        *(pytest.param(recipe(name, REAL), s, 1, 2, marks=soak) for name in RECIPES for s in (FULL, OP)),
+        *(
+            pytest.param(recipe(name, REAL), s, 1, 2, marks=soak)
+            for name in RECIPES
+            for s in (FULL, OP)
+        ),
     ],
 )
 def test_recomputation_gives_the_same_numbers(
@@ -101,7 +115,9 @@ def test_recomputation_gives_the_same_numbers(
 
 
 @pytest.mark.parametrize("float8", [EMULATED, PRECOMPUTED], ids=["", "all-gather"])
-def test_resumed_steps_are_those_without_a_break_bit_for_bit(pool: Pools, tmp_path: Path, float8: Float8) -> None:
+def test_resumed_steps_are_those_without_a_break_bit_for_bit(
+    pool: Pools, tmp_path: Path, float8: Float8
+) -> None:
     """The scales of gathered weights are not in the checkpoint: the first step finds them again."""
     run = replace(SAVED, training=RUN.training, float8=float8)
     straight, losses = pool(2).run(resumed, run, str(tmp_path))[0]

@@ -18,14 +18,17 @@ from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
-TOTAL = 123_200  # parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64
+# parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64
+TOTAL = 123_200
 EMBEDDING, BLOCK, HEAD = 12_288, 49_280, 12_288 + 64
 CLASSES = ["Attention", "FeedForward"]
 
 
 def _step(world: DistEnv, run: Run) -> list[Sent]:
     """The collectives of the second step, without those of the counts and of loss and norm."""
-    return [sent for sent in collectives(world, run) if sent.name != SUM or sent.bytes_in > 24]  # 24: three counts
+    return [
+        sent for sent in collectives(world, run) if sent.name != SUM or sent.bytes_in > 24
+    ]  # 24: three counts
 
 
 def _counts(seen: list[Sent]) -> dict[str, int]:
@@ -37,7 +40,8 @@ def _bytes(seen: list[Sent], name: str, end: str) -> int:
 
 
 @pytest.mark.parametrize(
-    # number of groups that are gathered (the root is one if it holds parameters), and the sizes of the last two
+    # number of groups that are gathered (the root is one if it holds parameters), and the sizes of
+    # the last two
     ("fsdp_units", "groups", "last_two", "reshard"),
     [
         ("block", 4, BLOCK + HEAD, "default"),  # embedding, blocks, norm with head
@@ -50,7 +54,9 @@ def _bytes(seen: list[Sent], name: str, end: str) -> int:
 def test_each_policy_gathers_as_its_reshard_setting_says(
     pool: Pools, fsdp_units: Any, groups: int, last_two: int, reshard: Any
 ) -> None:
-    training = full_precision(fsdp_units=fsdp_units, fsdp_min_params=30_000, reshard_after_forward=reshard)
+    training = full_precision(
+        fsdp_units=fsdp_units, fsdp_min_params=30_000, reshard_after_forward=reshard
+    )
     seen = pool(2).run(_step, replace(RUN, training=training))[0]
     again = {"default": max(groups - 2, 0), "always": groups, "never": 0}[reshard]
     assert _counts(seen) == {GATHER: groups + again, REDUCE: groups}
@@ -81,7 +87,9 @@ def test_replicas_add_one_all_reduce_of_a_shard_per_group(
 
 
 def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
-    """All-gathers begun before the embedding and each block computes, and before each block does in backward."""
+    """All-gathers begun before the embedding and each block computes, and before each block does in
+    backward.
+    """
     model, _, rank = build_tiny(world, run)
     batch = micro_batches(run, 0, rank, world.size)[0]
     gathers = 0
@@ -99,14 +107,19 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
         def after(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             output.register_hook(arrived)
 
-        model.get_submodule(name).register_forward_pre_hook(lambda *_: forward.update({name: gathers}))
-        # The last product is the first in backward, and comes after the group's hooks before its backward.
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_: forward.update({name: gathers})
+        )
+        # The last product is the first in backward, and comes after the group's hooks before its
+        # backward.
         model.get_submodule(f"{name}.feed_forward.w2").register_forward_hook(after)
 
     names = [f"layers.{i}" for i in range(run.args.n_layers)]
     for name in names:
         watch(name)
-    model.get_submodule("tok_embeddings").register_forward_pre_hook(lambda *_: forward.update(first=gathers))
+    model.get_submodule("tok_embeddings").register_forward_pre_hook(
+        lambda *_: forward.update(first=gathers)
+    )
     model(batch.tokens).sum().backward()
     forward.clear()
     backward.clear()
@@ -114,14 +127,19 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
         loss = model(batch.tokens).sum()
         in_forward = gathers
         loss.backward()
-    return [forward[name] for name in ("first", *names)], [backward[name] - in_forward for name in names]
+    return [forward[name] for name in ("first", *names)], [
+        backward[name] - in_forward for name in names
+    ]
 
 
 @pytest.mark.parametrize(("ahead", "tied"), [(0, False), (2, False), (1, True)])
-def test_prefetch_begins_gathers_before_the_group_in_front_computes(pool: Pools, ahead: int, tied: bool) -> None:
+def test_prefetch_begins_gathers_before_the_group_in_front_computes(
+    pool: Pools, ahead: int, tied: bool
+) -> None:
     """Groups are embedding, five blocks, norm with head, all gathered again for backward.
 
-    Tied embedding and head stay gathered from the first to the last use: block 0 is next after them.
+    Tied embedding and head stay gathered from the first to the last use: block 0 is next after
+    them.
     """
     training = full_precision(reshard_after_forward="always", prefetch=ahead)
     run = replace(RUN, args=replace(TINY, n_layers=5, tied=tied), training=training)
@@ -129,17 +147,22 @@ def test_prefetch_begins_gathers_before_the_group_in_front_computes(pool: Pools,
     groups = 6 if tied else 7
     # Before the embedding, itself; before block i, blocks 0 … i too; and those ahead.
     assert forward == [min(1 + i + ahead, groups) for i in range(6)]
-    # Before block i in backward: the head, blocks 4 … i, and those ahead; torch by itself is one ahead there.
+    # Before block i in backward: the head, blocks 4 … i, and those ahead; torch by itself is one
+    # ahead there.
     assert backward == [min(6 - i + max(ahead, 1), groups) for i in range(5)]
 
 
 class Odd(nn.Module):
-    """A user's own model: groups of its own classes, a tied head, rows that no two ranks divide evenly."""
+    """A user's own model: groups of its own classes, a tied head, rows that no two ranks divide
+    evenly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 6)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)) for _ in range(3)
+        )
         self.head = nn.Linear(6, 13, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -160,7 +183,11 @@ def _own_model(world: DistEnv, prefetch: int, average: bool, replicas: int) -> t
     ours.load_state_dict(plain.state_dict())
     groups = groups_by_class(ours, ["Sequential", "Embedding"])
     mesh = world.build_mesh(dp_replicate=replicas, dp_shard=world.size // replicas)
-    settings: Any = {"param_dtype": torch.float32, "reshard_after_forward": True, "prefetch": prefetch}
+    settings: Any = {
+        "param_dtype": torch.float32,
+        "reshard_after_forward": True,
+        "prefetch": prefetch,
+    }
     apply_fsdp(ours, groups, mesh, **settings, average=average)
     tokens = torch.arange(26).view(2, 13) % 13
     reduce = torch.mean if average else torch.sum
@@ -170,7 +197,9 @@ def _own_model(world: DistEnv, prefetch: int, average: bool, replicas: int) -> t
         reduce(ours(tokens[world.rank :: world.size]).logsumexp(-1)).backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     gradients = {name: p.grad.full_tensor() for name, p in ours.named_parameters()}
-    worst = max((gradients[name] - gradient).abs().max().item() for name, gradient in expected.items())
+    worst = max(
+        (gradients[name] - gradient).abs().max().item() for name, gradient in expected.items()
+    )
     return worst, _counts(seen).get(GATHER, 0)
 
 
@@ -188,11 +217,18 @@ def test_a_users_own_model_has_the_gradients_of_one_process(
 
 
 def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
-    """Elements of the copies of two passes, the gradient over that of a plain model, and whether new weights count."""
+    """Elements of the copies of two passes, the gradient over that of a plain model, and whether
+    new weights count.
+    """
     torch.manual_seed(0)
     plain, ours = Odd(), Odd()
     ours.load_state_dict(plain.state_dict())
-    apply_fsdp(ours, groups_by_class(ours, ["Sequential", "Embedding"]), world.build_mesh(), param_dtype=torch.float32)
+    apply_fsdp(
+        ours,
+        groups_by_class(ours, ["Sequential", "Embedding"]),
+        world.build_mesh(),
+        param_dtype=torch.float32,
+    )
     tokens = torch.arange(26).view(2, 13) % 13
     copied: list[int] = []
 
@@ -205,7 +241,9 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
             model(tokens).logsumexp(-1).sum().backward()
     pairs = zip(plain.parameters(), ours.parameters(), strict=True)
     ratios = [(b.grad.to_local() / a.grad).nanmean().item() for a, b in pairs]  # type: ignore[union-attr]
-    ours.load_state_dict({name: weight * 2 for name, weight in ours.state_dict().items()}, assign=True)
+    ours.load_state_dict(
+        {name: weight * 2 for name, weight in ours.state_dict().items()}, assign=True
+    )
     plain.load_state_dict({name: weight * 2 for name, weight in plain.state_dict().items()})
     return copied, ratios, torch.equal(ours(tokens), plain(tokens))
 

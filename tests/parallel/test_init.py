@@ -31,7 +31,9 @@ RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * 
     ],
     ids=["fsdp 2", "fsdp 4", "tp 2, tied", "tp 2, fsdp 2", "tp 2, ddp 2, tied"],
 )
-def test_weights_are_those_of_one_rank_bit_for_bit(pool: Pools, ranks: int, changes: dict[str, Any]) -> None:
+def test_weights_are_those_of_one_rank_bit_for_bit(
+    pool: Pools, ranks: int, changes: dict[str, Any]
+) -> None:
     run = replace(RUN, **changes)
     alone = pool(1).run(initial_weights, run.alone())[0]
     for weights in pool(ranks).run(initial_weights, run):
@@ -55,7 +57,9 @@ def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
     for std, bound in ((0.02, 0.06), (0.02, 0.02), (1.0, 0.5)):
         ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
         drawn = _draw((ROWS, 300), Init("trunc_normal", std=std, bound=bound), ours)
-        assert torch.equal(drawn, nn.init.trunc_normal_(torch.empty(ROWS, 300), 0, std, -bound, bound, theirs))
+        assert torch.equal(
+            drawn, nn.init.trunc_normal_(torch.empty(ROWS, 300), 0, std, -bound, bound, theirs)
+        )
         assert torch.equal(ours.get_state(), theirs.get_state())
     for rows, columns in [
         (slice(0, 1), slice(0, 6)),
@@ -75,7 +79,9 @@ def test_a_forgotten_parameter_or_buffer_is_named() -> None:
         materialize(model, torch.device("cpu"), lambda module: nn.init.ones_(module.weight))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.complex64], ids=str
+)
 def test_a_forgotten_buffer_of_any_type_is_named(dtype: torch.dtype) -> None:
     """Memory of before would be positions, masks or rotations."""
 
@@ -99,7 +105,10 @@ def _drawn(world: DistEnv, degrees: Degrees) -> int:
 
 @pytest.mark.parametrize(
     ("degrees", "alike"),
-    [(Degrees(dp_shard=2, tensor=2), [(0, 1), (2, 3)]), (Degrees(dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)])],
+    [
+        (Degrees(dp_shard=2, tensor=2), [(0, 1), (2, 3)]),
+        (Degrees(dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)]),
+    ],
     ids=["fsdp x tp", "ddp x cp"],
 )
 def test_generators_differ_except_among_ranks_that_share_products(

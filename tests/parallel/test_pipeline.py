@@ -41,19 +41,25 @@ RUN = Run(TOKENS, LABELS, WARM, args=ARGS, accumulation=2, pipeline=2)
 
 
 def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:
-    """This rank's initial weights, their bytes, those of the optimizer after a step, and the names of layers."""
+    """This rank's initial weights, their bytes, those of the optimizer after a step, and the names
+    of layers.
+    """
     model, optimizer, take = stepper(world, run, layer_norms=True)
     own = {name: full(parameter) for name, parameter in model.named_parameters()}
     result = take(1, pipeline=run_stages(model, run, world, cross_entropy_sum))
     assert result.layer_norms is not None
-    torch.testing.assert_close(torch.stack(list(result.layer_norms.values())).norm(), result.grad_norm)
+    torch.testing.assert_close(
+        torch.stack(list(result.layer_norms.values())).norm(), result.grad_norm
+    )
     assert all(norm > 0 for norm in result.layer_norms.values())
     held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.dim())
     return own, sum(t.numel() for t in own.values()), held, list(result.layer_norms)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages_of"), [("1F1B", [[0], [1]]), ("ZBVZeroBubble", [[0, 3], [1, 2]])], ids=["1F1B", "ZBV"]
+    ("schedule", "stages_of"),
+    [("1F1B", [[0], [1]]), ("ZBVZeroBubble", [[0, 3], [1, 2]])],
+    ids=["1F1B", "ZBV"],
 )
 def test_each_rank_holds_its_stages_alone_and_starts_as_one_rank_does(
     pool: Pools, schedule: str, stages_of: list[list[int]]
@@ -97,18 +103,25 @@ def _communication(world: DistEnv, run: Run) -> Counter[str]:
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(
     pool: Pools, schedule: str, groups: list[int], hops: int
 ) -> None:
-    """Groups: four blocks, the embedding, norm with head. Four micro-batches; in a V ranks meet twice on the way."""
+    """Groups: four blocks, the embedding, norm with head.
+
+    Four micro-batches; in a V ranks meet twice on the way.
+    """
     run = replace(RUN, schedule=schedule)
     seen = pool(4).run(_communication, run)
     assert [(rank[GATHER], rank[REDUCE]) for rank in seen] == [(n, n) for n in groups]
     assert [(rank["send"], rank["recv"]) for rank in seen] == [(4 * hops, 4 * hops)] * 4
     if schedule == "1F1B":
-        again = pool(4).run(_communication, replace(run, training=full_precision(reshard_after_forward="always")))
+        again = pool(4).run(
+            _communication, replace(run, training=full_precision(reshard_after_forward="always"))
+        )
         assert min(rank[GATHER] for rank in again) > 4 * 3
 
 
 def _train_without_views(world: DistEnv, run: Run) -> Curve:
-    """FSDP warns of stages that return a view: the next operation in place would bypass its hooks."""
+    """FSDP warns of stages that return a view: the next operation in place would bypass its
+    hooks.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned a view tensor")
         return train(world, run)
@@ -125,7 +138,9 @@ def _train_without_views(world: DistEnv, run: Run) -> Curve:
 def test_a_stage_may_end_with_the_norm_where_ranks_share_products(
     pool: Pools, schedule: str, points: tuple[str, ...], chunks: int
 ) -> None:
-    run = replace(RUN, rates=WARM[:2], schedule=schedule, split_points=points, tensor=2, loss_chunks=chunks)
+    run = replace(
+        RUN, rates=WARM[:2], schedule=schedule, split_points=points, tensor=2, loss_chunks=chunks
+    )
     plain = pool(1).run(train, replace(run.alone(), loss_chunks=1))[0]
     ours = pool(4).run(_train_without_views, run)[0]
     assert ours.losses == pytest.approx(plain.losses, abs=5e-6)
@@ -147,8 +162,12 @@ COSTS = pipeline_costs(ARGS, SEQ)
     ],
     ids=["8B on 2", "8B on 4", "405B on 16", "a block each"],
 )
-def test_stages_cost_as_evenly_as_blocks_allow(args: LlamaArgs, stages: int, blocks: list[int]) -> None:
-    """The head of Llama 3 8B costs 1.8 blocks of FLOPs, that of 405B 0.7; the embedding costs memory alone."""
+def test_stages_cost_as_evenly_as_blocks_allow(
+    args: LlamaArgs, stages: int, blocks: list[int]
+) -> None:
+    """The head of Llama 3 8B costs 1.8 blocks of FLOPs, that of 405B 0.7; the embedding costs
+    memory alone.
+    """
     costs = pipeline_costs(args, 8192)
     layout = split_stages(costs, stages, "1F1B")
     assert [name for stage in layout.stages for name in stage] == list(costs)
@@ -198,7 +217,10 @@ def test_a_stage_whose_weights_would_not_be_trained_is_refused(pool: Pools) -> N
         assert message == "no stage of the pipeline has scale: pipeline_costs must name its module"
     for rank, message in enumerate(pool(2).run(_cut, False)):
         names = f"blocks.{2 + rank}.weight, blocks.{2 + rank}.bias"
-        assert message == f"two stages of a rank share the module around {names}: make it an nn.ModuleDict"
+        assert (
+            message
+            == f"two stages of a rank share the module around {names}: make it an nn.ModuleDict"
+        )
 
 
 def test_a_model_that_cannot_be_cut_is_refused() -> None:

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from tests.pool import free_port
 from tests.processes import ROOT, environment
 from titanlite import exit_codes
-from titanlite.parallel.rendezvous import RendezvousError, barrier, connect, register, report_failure, share_from_rank_0
+from titanlite.parallel.rendezvous import (
+    RendezvousError,
+    barrier,
+    connect,
+    register,
+    report_failure,
+    share_from_rank_0,
+)
 from titanlite.runs.lock import RunLock
 
 HOST = socket.gethostname()
@@ -53,7 +60,9 @@ def test_ranks_that_are_all_there_share_what_rank_0_has_and_go_on_at_once() -> N
 def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
     with pytest.raises(RendezvousError) as error:
         barrier(_register(4, 0, 2)[0], 0, 4, patience=90, limit=0.3)
-    assert str(error.value).startswith(f"ranks 1, 3 of 4 have not come within 0 s; the others are on {HOST}. ")
+    assert str(error.value).startswith(
+        f"ranks 1, 3 of 4 have not come within 0 s; the others are on {HOST}. "
+    )
     with pytest.raises(RendezvousError) as error:
         barrier(_register(2, 0, 1)[0], 0, 2, patience=1.0, limit=0.3)
     who = f"rank 1 is not ready ({HOST}, process {os.getpid()}) after 1 s (init_timeout_seconds)"
@@ -62,7 +71,10 @@ def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
 
 def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> None:
     address = "127.0.0.1", free_port()
-    with pytest.raises(RendezvousError, match=f"rank 1 on {HOST} cannot reach the store of the run at {address[0]}:"):
+    with pytest.raises(
+        RendezvousError,
+        match=f"rank 1 on {HOST} cannot reach the store of the run at {address[0]}:",
+    ):
         register(1, 2, address, limit=1)
     kept: list[dist.Store] = []
     serve = threading.Timer(0.5, lambda: kept.append(register(0, 2, address, is_master=True)))
@@ -70,19 +82,27 @@ def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> 
     kept.append(register(1, 2, address, limit=90))
     serve.join()
     assert kept[0].add("up", 0) == 2
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RendezvousError, match="no answer"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(RendezvousError, match="no answer"),
+    ):
         register(1, 2, silent.getsockname(), limit=1)
 
 
 def test_ranks_that_cannot_connect_learn_which_interface_to_check() -> None:
     store, _ = _register(2, 0, 1)
-    with pytest.raises(RendezvousError, match="all 2 ranks are there, but rank 0 on .*GLOO_SOCKET_IFNAME"):
+    with pytest.raises(
+        RendezvousError, match="all 2 ranks are there, but rank 0 on .*GLOO_SOCKET_IFNAME"
+    ):
         connect("gloo", store, 0, 2, limit=1)
     assert not dist.is_initialized()
 
 
 def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text() -> None:
-    """Rank 1 waits in the barrier already, rank 2 for rank 0; rank 3 comes to it later. No rank waits for a limit."""
+    """Rank 1 waits in the barrier already, rank 2 for rank 0; rank 3 comes to it later.
+
+    No rank waits for a limit.
+    """
     stores = _register(4, 0, 1, 2, 3)
     raised: dict[int, str] = {}
     seconds: dict[int, float] = {}
@@ -111,15 +131,26 @@ def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text() -> Non
 @pytest.mark.slow
 def test_a_run_that_the_lock_refuses_ends_on_all_ranks_with_its_text(tmp_path: Path) -> None:
     """Two ranks without torchrun, so only the waiting rank itself can end it."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
     command = [sys.executable, str(ROOT / "train.py"), f"--job.dump_folder={tmp_path}/run"]
     with RunLock(tmp_path / "run"):
         processes = [
-            subprocess.Popen(command, env=environment(**address, RANK=rank), stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                command, env=environment(**address, RANK=rank), stderr=subprocess.PIPE, text=True
+            )
             for rank in ("0", "1")
         ]
-        codes, errors = zip(*((p.wait(240), p.communicate()[1].splitlines()[-1]) for p in processes), strict=True)
+        codes, errors = zip(
+            *((p.wait(240), p.communicate()[1].splitlines()[-1]) for p in processes), strict=True
+        )
     assert codes == (exit_codes.CHECKPOINT, exit_codes.LOST_PEER)
     refused = f"{tmp_path}/run belongs to a run that is alive: process {os.getpid()} on {HOST}"
     assert errors[0].startswith(f"error: {refused}")
-    assert errors[1].startswith(f"error: rank 0 ({HOST}, process {processes[0].pid}) has ended: {refused}")
+    assert errors[1].startswith(
+        f"error: rank 0 ({HOST}, process {processes[0].pid}) has ended: {refused}"
+    )

@@ -1,4 +1,6 @@
-"""Tensor parallelism: it trains as one process does, and weights, activations and collectives are divided."""
+"""Tensor parallelism: it trains as one process does, and weights, activations and collectives are
+divided.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from titanlite.validation import validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")
-#: All blocks share one graph; before torch 2.13, whose gradients of whole blocks are right, one of each half.
+#: All blocks share one graph; before torch 2.13, whose gradients of whole blocks are right, one of
+#: each half.
 BLOCK_GRAPHS = 1 if torch.__version__ >= "2.13" else 2
 
 
@@ -35,7 +38,10 @@ def _places(world: DistEnv, run: Run) -> dict[str, tuple[str, tuple[int, ...]]]:
         return "R" if placement.is_replicate() else f"{kind}{placement.dim}"
 
     parameters: Any = model.named_parameters()
-    return {name: ("".join(map(letter, p.placements)), tuple(p.to_local().shape)) for name, p in parameters}
+    return {
+        name: ("".join(map(letter, p.placements)), tuple(p.to_local().shape))
+        for name, p in parameters
+    }
 
 
 def test_every_weight_is_where_it_should_be(pool: Pools) -> None:
@@ -51,7 +57,9 @@ def test_every_weight_is_where_it_should_be(pool: Pools) -> None:
         "attention_norm": ("S0R", (32,)),
         "ffn_norm": ("S0R", (32,)),
     }
-    expected = {f"layers.{i}.{name}.weight": place for i in range(2) for name, place in block.items()}
+    expected = {
+        f"layers.{i}.{name}.weight": place for i in range(2) for name, place in block.items()
+    }
     expected |= {"tok_embeddings.weight": ("s0S0", (48, 64)), "output.weight": ("s0S0", (48, 64))}
     expected |= {"norm.weight": ("S0R", (32,))}
     assert pool(4).run(_places, RUN) == [expected] * 4
@@ -83,20 +91,27 @@ def _profile(world: DistEnv, run: Run) -> Counter[str]:
         pytest.param({"loss_parallel": False}, 1, 0, 0, id="gathered logits"),
         pytest.param({"compile": EAGER}, 0, 2, BLOCK_GRAPHS, id="compiled", marks=pytest.mark.slow),
         pytest.param(
-            {"compile": Compile(backend="aot_eager")}, 0, 3, BLOCK_GRAPHS + 1, id="loss too", marks=pytest.mark.soak
+            {"compile": Compile(backend="aot_eager")},
+            0,
+            3,
+            BLOCK_GRAPHS + 1,
+            id="loss too",
+            marks=pytest.mark.soak,
         ),
     ],
 )
 def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
     pool: Pools, changes: dict[str, Any], gathers: int, reductions: int, graphs: int
 ) -> None:
-    """Four of each a block, one each for embedding and head; all-reduces for norms' weights and for the loss alone."""
+    """Four of each a block, one each for embedding and head; all-reduces for norms' weights and for
+    the loss alone.
+    """
     blocks, norms = 2, 5
     for counts in pool(2).run(_profile, replace(RUN, **changes)):
         assert counts["reduce_scatter_tensor"] == 4 * blocks + 2
         assert counts["all_gather_into_tensor"] == 4 * blocks + 2 + gathers
-        # Three numbers for each token: the largest logit, then the sum of exponentials and the label's logit, which a
-        # compiled loss sends apart.
+        # Three numbers for each token: the largest logit, then the sum of exponentials and the
+        # label's logit, which a compiled loss sends apart.
         assert counts["c10d::allreduce_"] == norms + reductions
         assert counts["graphs"] == graphs
 
@@ -114,16 +129,27 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     padding.backward()
     head: Any = model.get_parameter("output.weight").grad
     norms = {name: norm.item() for name, norm in result.layer_norms.items()}
-    found = {"validation": held_out.item(), "tokens": tokens.item(), "loss": result.loss.item(), "norms": norms}
+    found = {
+        "validation": held_out.item(),
+        "tokens": tokens.item(),
+        "loss": result.loss.item(),
+        "norms": norms,
+    }
     return {**found, "padding": (padding.item(), head.to_local().abs().max().item())}
 
 
 @pytest.mark.parametrize(
     ("ranks", "loss_parallel"),
-    [(2, True), pytest.param(4, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
+    [
+        (2, True),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
     ids=["tp 2", "tp 2, fsdp 2, whole logits", "tp 2, fsdp 2"],
 )
-def test_validation_and_norms_by_layer_are_those_of_one_rank(pool: Pools, ranks: int, loss_parallel: bool) -> None:
+def test_validation_and_norms_by_layer_are_those_of_one_rank(
+    pool: Pools, ranks: int, loss_parallel: bool
+) -> None:
     run = replace(RUN, loss_parallel=loss_parallel)
     alone = pool(1).run(_figures, run.alone())[0]
     assert alone["tokens"] == (LABELS[0] != -100).sum()
@@ -135,7 +161,9 @@ def test_validation_and_norms_by_layer_are_those_of_one_rank(pool: Pools, ranks:
         assert ours["padding"] == (0.0, 0.0)
 
 
-def test_overlap_needs_gpus_of_one_node_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlap_needs_gpus_of_one_node_that_reach_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a // 2 == b // 2)
     check_async(2, "cuda", 4)
     for arguments, message in [

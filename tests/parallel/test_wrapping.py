@@ -41,7 +41,9 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers in a list, a parameter of its own, and attention that never calls the module inside it."""
+    """Layers in a list, a parameter of its own, and attention that never calls the module inside
+    it.
+    """
 
     def __init__(self, layers: int = 5, width: int = 8) -> None:
         super().__init__()
@@ -63,7 +65,12 @@ LAYER = 280  # 16 * 8 + 16 + 8 * 16 + 8
         ("size", [("layers.0",), ("layers.1",)]),
         (
             ["Block", "Attention"],
-            [("layers.0.attention",), ("layers.0",), ("layers.1.attention",), ("layers.1",)],  # in the order they end
+            [
+                ("layers.0.attention",),
+                ("layers.0",),
+                ("layers.1.attention",),
+                ("layers.1",),
+            ],  # in the order they end
         ),
     ],
     ids=str,
@@ -88,7 +95,9 @@ def test_groups_by_size_hold_enough_and_every_parameter_once(least: int) -> None
     *sizes, root = numbers(model, groups)
     assert sum(sizes) + root == sum(p.numel() for p in model.parameters())
     assert min(sizes) >= least
-    assert not any("attention.out_proj" in name or name == "layers" for group in groups for name in group)
+    assert not any(
+        "attention.out_proj" in name or name == "layers" for group in groups for name in group
+    )
 
 
 def test_groups_by_size_join_small_neighbours() -> None:
@@ -102,7 +111,9 @@ def test_groups_by_size_join_small_neighbours() -> None:
 
 
 class Tied(nn.Module):
-    """Embedding and head share a weight; the middle layer runs twice; the first and last are in different lists."""
+    """Embedding and head share a weight; the middle layer runs twice; the first and last are in
+    different lists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +127,11 @@ class Tied(nn.Module):
 def test_shared_parameters_stay_in_one_group() -> None:
     model = Tied()
     layers = [("early.0",), ("early.1",), ("late.1",)]
-    assert groups_by_class(model, ["Layer"]) == layers, "a module that runs twice is one group; tied weights: the root"
-    assert groups_by_class(model, ["Layer", "Embedding"]) == layers, "the embedding's weight is the head's too"
+    assert groups_by_class(model, ["Layer"]) == layers, (
+        "a module that runs twice is one group; tied weights: the root"
+    )
+    assert groups_by_class(model, ["Layer", "Embedding"]) == layers, (
+        "the embedding's weight is the head's too"
+    )
     by_size = groups_by_size(model, 140)
     assert by_size == layers and sum(numbers(model, by_size)) == 128 + 3 * LAYER

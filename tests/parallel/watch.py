@@ -17,7 +17,9 @@ GATHER, REDUCE, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
 
 
 class Watch(TorchDispatchMode):
-    """Calls note(func, args, output) for every operator; of operators on DTensors, the outer ones."""
+    """Calls note(func, args, output) for every operator; of operators on DTensors, the
+    outer ones.
+    """
 
     def __init__(self, note: Callable[[Any, Any, Any], object]) -> None:
         super().__init__()

@@ -34,7 +34,11 @@ _SHARD, _REPLICAS = "training.data_parallel_shard_degree", "training.data_parall
 _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
 _PP, _SCHEDULE = "experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_schedule"
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-_OPTIMIZER, _GLOBAL, _CHUNKS = "optimizer.name", "training.global_batch_size", "training.loss_chunks"
+_OPTIMIZER, _GLOBAL, _CHUNKS = (
+    "optimizer.name",
+    "training.global_batch_size",
+    "training.loss_chunks",
+)
 _EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": 1e9}
 _FLOAT8 = {"float8.enable_float8_linear": "true", "float8.emulate": "true"}
 _MIXTRAL = {"model.name": "mixtral", "model.overrides.ffn_dim": 256}
@@ -53,7 +57,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank, float32": (1, {"training.mixed_precision_param": "float32"}),
     "1 rank, weights in bf16": (1, _BF16),
     "1 rank, Adam": (1, {_OPTIMIZER: "Adam"}),
-    "1 rank, AnyPrecisionAdamW, Kahan": (1, {_OPTIMIZER: "AnyPrecisionAdamW", "optimizer.kahan": "true", **_BF16}),
+    "1 rank, AnyPrecisionAdamW, Kahan": (
+        1,
+        {_OPTIMIZER: "AnyPrecisionAdamW", "optimizer.kahan": "true", **_BF16},
+    ),
     "1 rank, AdamW8bit": (1, {_OPTIMIZER: "AdamW8bit"}),
     "1 rank, Muon": (1, {_OPTIMIZER: "Muon"}),
     "1 rank, fused AdamW": (1, {"optimizer.implementation": "fused"}),
@@ -70,7 +77,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "1 rank, mixture, AC full": (1, {**_MIXTRAL, _MODE: "full"}),
     "fsdp 2": (2, {}),
     "fsdp 2, four micro-batches": (2, {_GLOBAL: 16}),
-    "fsdp 2, four micro-batches, reduced each": (2, {_GLOBAL: 16, "training.gradient_sync": "every"}),
+    "fsdp 2, four micro-batches, reduced each": (
+        2,
+        {_GLOBAL: 16, "training.gradient_sync": "every"},
+    ),
     "fsdp 2, always freed, prefetch 1, AC full": (
         2,
         {"training.reshard_after_forward": "always", "training.prefetch": 1, _MODE: "full"},
@@ -100,7 +110,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp 4": (4, {}),
     "fsdp 4, AC full, Muon": (4, {_MODE: "full", _OPTIMIZER: "Muon"}),
     "hsdp 2 x 2": (4, {_REPLICAS: 2, _SHARD: 2}),
-    "tp 2, fsdp 2, AC op, chunks": (4, {_TP: 2, _SHARD: 2, _MODE: "selective", _OPTION: "op", _CHUNKS: 4}),
+    "tp 2, fsdp 2, AC op, chunks": (
+        4,
+        {_TP: 2, _SHARD: 2, _MODE: "selective", _OPTION: "op", _CHUNKS: 4},
+    ),
     "cp 2, fsdp 2, AC every 2nd": (4, {_CP: 2, _SHARD: 2, _MODE: "selective", _OPTION: 2}),
     "pp 2, fsdp 2": (4, {_PP: 2, _SHARD: 2}),
 }
@@ -119,9 +132,14 @@ def planned(case: str) -> RunConfig:
 
 
 def measure(world: DistEnv, case: str) -> RankMemory:
-    """Train two steps of a run with its real components, and measure the second. Every rank calls it."""
+    """Train two steps of a run with its real components, and measure the second.
+
+    Every rank calls it.
+    """
     with second_step(world, case) as (run, parts, batches):
-        meter = MemoryMeter(parts.model, parts.optimizer, run.spec.block_names(parts.args), run.spec.head)
+        meter = MemoryMeter(
+            parts.model, parts.optimizer, run.spec.block_names(parts.args), run.spec.head
+        )
         parts.train_step.phase = meter.phase
         for tensor in (t for batch in batches for t in batch if t is not None):
             meter.track(tensor)
@@ -132,14 +150,18 @@ def measure(world: DistEnv, case: str) -> RankMemory:
 
 
 def allocated(world: DistEnv, case: str) -> int:
-    """Return the most bytes that the allocator hands out in the second step beyond those from before it."""
+    """Return the most bytes that the allocator hands out in the second step beyond those from
+    before it.
+    """
     with second_step(world, case) as (_, parts, batches):
         return peak_bytes(lambda: parts.train_step(batches, 2, 1e-3))
 
 
 @contextlib.contextmanager
 def second_step(world: DistEnv, case: str) -> Iterator[tuple[RunConfig, Any, list[Batch]]]:
-    """Train one step of a run, and give the run, its components and the batches of the next step."""
+    """Train one step of a run, and give the run, its components and the batches of the next
+    step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         own = f"--job.dump_folder={world.broadcast(folder)}"
         run = load_config("debug_model.toml", world.size, [*config_of(case)[1], own])

@@ -1,4 +1,5 @@
-"""Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md and docs/plan.md.
+"""Texts that the plan makes: comments of train_configs/ on hardware, examples of README.md and
+docs/plan.md.
 
 `python tests/plan/test_generated.py --write` makes them again.
 """
@@ -25,8 +26,13 @@ FOLDER = Path(__file__).parents[2] / "train_configs"
 PAGES = {FOLDER.parent / "docs" / "plan.md": 2, FOLDER.parent / "README.md": 1}
 #: File → the hardware that it names. hf_debug.toml has no formulas.
 HARDWARE = {
-    **dict.fromkeys(("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]),
-    **{f"llama3_8b_level{level}": [(8, "h100-80g")] for level in ("1_default", "2_compile", "3_float8")},
+    **dict.fromkeys(
+        ("llama3_8b", "llama3_1_8b", "mistral_7b", "mathstral_7b", "qwen3_8b"), [(8, "h100-80g")]
+    ),
+    **{
+        f"llama3_8b_level{level}": [(8, "h100-80g")]
+        for level in ("1_default", "2_compile", "3_float8")
+    },
     "llama3_8b_level4_float8_all_gather": [(8, "h100-80g")],
     "llama3_8b_h200": [(1, "h200-141g")],
     "llama2_7b": [(8, "a100-40g")],
@@ -49,7 +55,9 @@ def comment(name: str) -> str:
         run = check_config(argv, gpus, training=False)[1]
         plan = make_plan(run, cluster_of(run, gpu=kind, gpus=gpus))
         assert plan.fits, f"{name} on {gpus} x {kind}: {plan.needed / GIB:.1f} GiB"
-        needs.append(f"{gpus if gpus > 1 else 'one'} GPU{'s' * (gpus > 1)} of {kind.split('-')[-1][:-1]} GB")
+        needs.append(
+            f"{gpus if gpus > 1 else 'one'} GPU{'s' * (gpus > 1)} of {kind.split('-')[-1][:-1]} GB"
+        )
         size = f"{plan.needed / GIB:.1f} GiB of {plan.cluster.gpu.memory / GIB:.1f}"
         lines.append(f"# Fits {gpus} x {kind}: {size} per GPU, by `titanlite plan`.\n")
     return f"# Hardware: {', or '.join(needs)}.\n{''.join(lines)}"
@@ -71,7 +79,9 @@ def test_every_file_says_it() -> None:
 
 
 def examples(page: str) -> str:
-    """Return the page with the output of each command in a block that begins with "$ titanlite plan"."""
+    """Return the page with the output of each command in a block that begins with "$ titanlite
+    plan".
+    """
 
     def printed(block: re.Match[str]) -> str:
         text = io.StringIO()
@@ -90,7 +100,9 @@ def test_the_examples_of_a_page_are_what_is_printed(page: Path) -> None:
 
 
 def write() -> None:
-    """Write the examples, and the comment of each file; in one that has none after the first paragraph of comments."""
+    """Write the examples, and the comment of each file; in one that has none after the first
+    paragraph of comments.
+    """
     for page in PAGES:
         page.write_text(examples(page.read_text()))
     for name in HARDWARE:

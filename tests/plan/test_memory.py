@@ -6,11 +6,17 @@ from titanlite.fit import check_config
 from titanlite.plan.memory import NoFormula, estimate, worst_rank
 
 GIB = 2**30
-BLOCKS_6 = ("--model.overrides.n_layers=6", "--training.global_batch_size=8", "--training.loss_chunks=8")
+BLOCKS_6 = (
+    "--model.overrides.n_layers=6",
+    "--training.global_batch_size=8",
+    "--training.loss_chunks=8",
+)
 
 
 def read(config: str, ranks: int, *flags: str):
-    return check_config([f"--job.config_file=train_configs/{config}.toml", *flags], ranks, training=False)[1]
+    return check_config(
+        [f"--job.config_file=train_configs/{config}.toml", *flags], ranks, training=False
+    )[1]
 
 
 def plan(config: str, ranks: int, *flags: str):
@@ -27,39 +33,68 @@ def plan(config: str, ranks: int, *flags: str):
     ],
 )
 def test_the_peak_is_that_of_the_trace(traced, flags):
-    assert plan("llama3_1_8b", 8, *BLOCKS_6, *flags).peak.total / GIB == pytest.approx(traced, rel=0.01)
+    assert plan("llama3_1_8b", 8, *BLOCKS_6, *flags).peak.total / GIB == pytest.approx(
+        traced, rel=0.01
+    )
 
 
 WHOLE_STEP = "--training.global_batch_size=-1"
-PIPELINE = (WHOLE_STEP, "--experimental.pipeline_parallel_degree=4", "--training.gradient_sync=last")
+PIPELINE = (
+    WHOLE_STEP,
+    "--experimental.pipeline_parallel_degree=4",
+    "--training.gradient_sync=last",
+)
 
 
 @pytest.mark.parametrize(
     ("traced", "config", "ranks", "flags"),
     [
         # The gradient of the whole table in the backward of a divided embedding.
-        (6.783, "llama3_1_405b", 512, "--training.tensor_parallel_degree=8 --training.loss_chunks=8"),
+        (
+            6.783,
+            "llama3_1_405b",
+            512,
+            "--training.tensor_parallel_degree=8 --training.loss_chunks=8",
+        ),
         (2.526, "llama3_2_1b", 8, "--training.tensor_parallel_degree=2 --training.loss_chunks=8"),
-        (16.240, "llama3_1_8b", 8, "--training.tensor_parallel_degree=2 --training.enable_loss_parallel=false"),
+        (
+            16.240,
+            "llama3_1_8b",
+            8,
+            "--training.tensor_parallel_degree=2 --training.enable_loss_parallel=false",
+        ),
         (10.952, "llama3_1_8b", 8, "--training.loss_chunks=8 --training.reshard_after_forward=2"),
         (8.720, "llama3_1_8b", 8, "--training.loss_chunks=8 --optimizer.name=AdamW8bit"),
     ],
 )
 def test_rare_tensors_are_as_traced(traced, config, ranks, flags):
     layers = f"--model.overrides.n_layers={3 if ranks == 512 else 4}"
-    found = plan(config, ranks, layers, "--activation_checkpoint.mode=full", *flags.split()).peak.total / GIB
+    found = (
+        plan(config, ranks, layers, "--activation_checkpoint.mode=full", *flags.split()).peak.total
+        / GIB
+    )
     assert found == pytest.approx(traced, rel=0.002)
 
 
-@pytest.mark.parametrize(("schedule", "traced"), [("InterleavedZeroBubble", 117.522), ("ZBVZeroBubble", 101.889)])
+@pytest.mark.parametrize(
+    ("schedule", "traced"), [("InterleavedZeroBubble", 117.522), ("ZBVZeroBubble", 101.889)]
+)
 def test_split_backwards_hold_what_their_second_half_needs(schedule, traced):
     flags = ("--training.batch_size=8", "--activation_checkpoint.mode=none")
-    found = plan("llama3_1_8b", 32, *PIPELINE, *flags, f"--experimental.pipeline_parallel_schedule={schedule}")
+    found = plan(
+        "llama3_1_8b",
+        32,
+        *PIPELINE,
+        *flags,
+        f"--experimental.pipeline_parallel_schedule={schedule}",
+    )
     assert found.peak.total / GIB == pytest.approx(traced, rel=0.01)
 
 
 def test_every_rank_of_expert_parallelism_has_its_experts():
-    run = read("mixtral_8x7b", 16, "--model.overrides.n_layers=3", "--parallelism.expert_parallel_degree=4")
+    run = read(
+        "mixtral_8x7b", 16, "--model.overrides.n_layers=3", "--parallelism.expert_parallel_degree=4"
+    )
     first, last = (estimate(run, rank).peak.parts["optimizer"] for rank in (0, 15))
     assert last == pytest.approx(first, rel=1e-3)  # the router has fewer rows than ranks
 
@@ -71,7 +106,12 @@ def test_every_rank_of_expert_parallelism_has_its_experts():
         (40.01, "llama3_1_8b", 64, [WHOLE_STEP, "--training.data_parallel_replicate_degree=8"]),
         (123.58, "llama3_1_8b", 8, [WHOLE_STEP, "--training.data_parallel_type=ddp"]),
         (25.71, "llama3_1_8b", 8, [WHOLE_STEP, "--training.tensor_parallel_degree=2"]),
-        (69.92, "llama3_1_8b", 8, ["--training.gradient_sync=last", "--training.global_batch_size=16"]),
+        (
+            69.92,
+            "llama3_1_8b",
+            8,
+            ["--training.gradient_sync=last", "--training.global_batch_size=16"],
+        ),
     ],
 )
 def test_real_sizes_are_as_traced(traced, config, ranks, flags):
@@ -82,7 +122,10 @@ def test_offload_moves_bytes_to_the_host():
     device = plan("llama3_1_8b", 8)
     weights = plan("llama3_1_8b", 8, "--training.enable_cpu_offload")
     assert weights.host["parameters"] + weights.host["optimizer"] == 3 * 4 * 8_030_261_248 / 8
-    assert device.peak.total - weights.peak.total >= weights.host["parameters"] + weights.host["optimizer"]
+    assert (
+        device.peak.total - weights.peak.total
+        >= weights.host["parameters"] + weights.host["optimizer"]
+    )
     full = "--activation_checkpoint.mode=full"
     activations = plan("llama3_1_8b", 8, full, "--activation_checkpoint.offload")
     assert activations.host["activations"] == 32 * 8192 * 4096 * 2  # the inputs of blocks
@@ -91,7 +134,9 @@ def test_offload_moves_bytes_to_the_host():
 
 
 def test_the_worst_pipeline_rank_has_the_logits():
-    run = read("llama3_1_8b", 32, *PIPELINE, "--training.batch_size=8", "--activation_checkpoint.mode=full")
+    run = read(
+        "llama3_1_8b", 32, *PIPELINE, "--training.batch_size=8", "--activation_checkpoint.mode=full"
+    )
     assert worst_rank(run) == 24
     assert estimate(run).peak.total > estimate(run, rank=0).peak.total
 

@@ -36,14 +36,23 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(name: str) -> None:
     dtype = "float32" if name == "Muon" else "bfloat16"
     dim = 512 if name == "Muon" else 2048  # blocks of 256 are of such widths; Muon's step is cubic
     wide = [f"--model.overrides.dim={dim}", "--model.overrides.n_layers=1"]
-    flags = [f"--optimizer.name={name}", "--optimizer.kahan=true", f"--training.dtype={dtype}", *wide]
+    flags = [
+        f"--optimizer.name={name}",
+        "--optimizer.kahan=true",
+        f"--training.dtype={dtype}",
+        *wide,
+    ]
     run = with_vocabulary(planned("debug_model.toml", 1, *flags))
     args = run.model_args()
     with torch.device("meta") as device:  # sizes alone: Muon takes minutes for such matrices
         model = run.spec.build(args).to(getattr(torch, dtype))
         names = run.spec.block_names(args)
-        tensors = gather(model, build_optimizer(dict(model.named_parameters()), run.optimizer, device, names)).values()
-    assert checkpoint_disk(run, 1.0).checkpoint == pytest.approx(sum(t.nbytes for t in tensors), rel=0.01)
+        tensors = gather(
+            model, build_optimizer(dict(model.named_parameters()), run.optimizer, device, names)
+        ).values()
+    assert checkpoint_disk(run, 1.0).checkpoint == pytest.approx(
+        sum(t.nbytes for t in tensors), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,9 @@ def test_the_size_of_a_checkpoint_is_that_of_its_tensors(name: str) -> None:
     ],
     ids=str,
 )
-def test_as_many_checkpoints_as_the_retention_leaves(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_as_many_checkpoints_as_the_retention_leaves(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     section = options(tmp_path, interval=10, interval_type="steps", **fields)
     most = 0
     for step in range(1, 76):
@@ -70,7 +81,9 @@ def test_as_many_checkpoints_as_the_retention_leaves(tmp_path: Path, fields: dic
     assert kept_at_once(section, 75, 1.0, validated=False) == most
 
 
-def test_a_run_in_seconds_saves_by_its_speed_and_one_in_epochs_is_bounded_by_the_retention(tmp_path: Path) -> None:
+def test_a_run_in_seconds_saves_by_its_speed_and_one_in_epochs_is_bounded_by_the_retention(
+    tmp_path: Path,
+) -> None:
     section = options(tmp_path, interval=60, interval_type="seconds", keep_latest_k=0)
     assert kept_at_once(section, 100, 2.0, validated=False) == 4  # after 30, 60, 90 and 100 steps
     assert kept_at_once(section, None, 2.0, validated=False) is None
@@ -83,9 +96,13 @@ def test_numbers_of_a_plan_agree() -> None:
     plan = make_plan(run, cluster)
     found = plan.as_json()
     assert found["fits"] and sum(found["parts"].values()) == pytest.approx(found["peak_gib"])
-    assert found["peak_gib"] + found["overhead_gib"] + found["margin_gib"] == pytest.approx(found["usable_gib"])
+    assert found["peak_gib"] + found["overhead_gib"] + found["margin_gib"] == pytest.approx(
+        found["usable_gib"]
+    )
     assert found["hours"] * 3600 == pytest.approx(1000 * found["step_seconds"])
-    assert found["step_seconds"] * found["tokens_per_second"] * 16 == pytest.approx(found["tokens_per_step"])
+    assert found["step_seconds"] * found["tokens_per_second"] * 16 == pytest.approx(
+        found["tokens_per_step"]
+    )
     assert found["cost"] == pytest.approx(2 * 98.32 * found["hours"])
     low, high = found["mfu_range"]
     assert 0 < low < found["mfu"] < high < 1
@@ -95,15 +112,21 @@ def test_numbers_of_a_plan_agree() -> None:
 
     full = replace(plan, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed)))
     assert full.fits and full.margin == 0
-    assert not replace(full, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed - 1))).fits
-    assert found["host_usable_gib"] == 2048 and found["host_gib"] == pytest.approx(sum(found["host_parts"].values()))
+    assert not replace(
+        full, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed - 1))
+    ).fits
+    assert found["host_usable_gib"] == 2048 and found["host_gib"] == pytest.approx(
+        sum(found["host_parts"].values())
+    )
 
 
 def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
     run = planned("llama3_1_405b.toml", 8, "--training.enable_cpu_offload")
     plan = make_plan(run, cluster_of(run, instance="p5e.48xlarge"))
     assert plan.margin > 0 and not plan.fits
-    assert verdict(plan).endswith("does not fit: a machine needs 6,072 GiB of host memory, and has 2,048")
+    assert verdict(plan).endswith(
+        "does not fit: a machine needs 6,072 GiB of host memory, and has 2,048"
+    )
     plan = make_plan(run, cluster_of(run, gpu="h200-141g"))
     assert plan.fits and verdict(plan).endswith("and needs a host of 6,072 GiB")
     barely = replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(plan.needed * 1.04)))
@@ -124,5 +147,8 @@ def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")
     plan = make_plan(run, cluster, trace=trace)
-    assert plan.exact and plan.memory.peak.total == trace(with_vocabulary(run), plan.memory.rank).peak.total
+    assert (
+        plan.exact
+        and plan.memory.peak.total == trace(with_vocabulary(run), plan.memory.rank).peak.total
+    )
     assert plan.memory.peak.total < GIB

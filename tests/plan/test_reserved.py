@@ -19,7 +19,9 @@ from titanlite.utils import Style
 
 
 def _ratios(sharded: bool) -> list[float]:
-    """Return reserved over allocated bytes of the runs on the null GPU whose weights are gathered, or are not."""
+    """Return reserved over allocated bytes of the runs on the null GPU whose weights are gathered,
+    or are not.
+    """
     ratios = []
     for name, found in json.loads(STORED.read_text()).items():
         mesh = check_config(CASES[name].argv(), CASES[name].ranks, training=False)[1].mesh
@@ -42,13 +44,19 @@ def _plan(*flags: str, ranks: int = 8) -> Plan:
 
 
 def _with_memory(plan: Plan, size: float) -> Plan:
-    return replace(plan, cluster=replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(size))))
+    return replace(
+        plan, cluster=replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(size)))
+    )
 
 
 def test_reserved_memory_is_a_share_of_the_tensors_and_cuda_beside_them() -> None:
     plan, alone = _plan(), _plan("--training.tensor_parallel_degree=8")
-    assert plan.reserved.typical == pytest.approx(RESERVED_SHARDED.typical * plan.memory.peak.total + CONTEXT)
-    assert alone.reserved.high == pytest.approx(RESERVED_WHOLE.high * alone.memory.peak.total + CONTEXT)
+    assert plan.reserved.typical == pytest.approx(
+        RESERVED_SHARDED.typical * plan.memory.peak.total + CONTEXT
+    )
+    assert alone.reserved.high == pytest.approx(
+        RESERVED_WHOLE.high * alone.memory.peak.total + CONTEXT
+    )
     found = plan.as_json()
     assert found["reserved_range_gib"][0] < found["reserved_gib"] < found["reserved_range_gib"][1]
 
@@ -64,4 +72,7 @@ def test_the_fit_is_judged_by_needed_memory_and_a_tight_one_says_what_it_costs()
     about = "in nvidia-smi ("
     assert all(about in text for text in texts)
     assert "the fit is judged by what is needed" in texts[0] and "blocks back" not in texts[0]
-    assert "may give blocks back and ask again, 2 to 13 times" in texts[1] and "if the GPU had the room" in texts[2]
+    assert (
+        "may give blocks back and ask again, 2 to 13 times" in texts[1]
+        and "if the GPU had the room" in texts[2]
+    )

@@ -32,9 +32,10 @@ from titanlite.plan.speed import predict
 
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.25 GiB is "
-    "free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and 6.30 GiB is reserved by PyTorch but "
-    "unallocated. If reserved but unallocated memory is large try setting ..."
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of "
+    "which 1.25 GiB is free. Of the allocated memory 70.10 GiB is allocated by PyTorch, and 6.30 "
+    "GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
+    "setting ..."
 )
 
 
@@ -56,13 +57,18 @@ def too_large() -> RuntimeError:
 def test_memory_has_an_exit_code_of_its_own_wherever_it_was_missing() -> None:
     from torch._dynamo.exc import BackendCompilerFailed
 
-    libraries = [RuntimeError(f"CUDA error: CU{name}_STATUS_ALLOC_FAILED when calling") for name in ("BLAS", "DNN")]
+    libraries = [
+        RuntimeError(f"CUDA error: CU{name}_STATUS_ALLOC_FAILED when calling")
+        for name in ("BLAS", "DNN")
+    ]
     for error in (ON_GPU, too_large(), MemoryError(), *libraries):
         assert code_of(error) == OUT_OF_MEMORY
         assert code_of(caused(CallbackError("callback mine:Own failed"), error)) == OUT_OF_MEMORY
         compiler = BackendCompilerFailed("inductor", error, None)  # type: ignore[arg-type]
         assert code_of(caused(CompileError("layers.0"), compiler)) == OUT_OF_MEMORY
-    nccl = torch.distributed.DistBackendError("ncclUnhandledCudaError: Cuda failure 2 'out of memory'")
+    nccl = torch.distributed.DistBackendError(
+        "ncclUnhandledCudaError: Cuda failure 2 'out of memory'"
+    )
     assert code_of(nccl) == OUT_OF_MEMORY, "no other rank is to blame"
     assert code_of(PeerError(f"rank 1 raised: {too_large()}")) == LOST_PEER
     assert code_of(CompileError("layers.0: cannot trace")) == CONFIG
@@ -70,37 +76,56 @@ def test_memory_has_an_exit_code_of_its_own_wherever_it_was_missing() -> None:
     assert code_of(read) == read.exit_code, "it says more"  # type: ignore[attr-defined]
 
 
-def test_one_worker_of_a_machine_is_the_first_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_of_a_machine_is_the_first_with_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "codes"))
-    assert [report_code(code) for code in (LOST_PEER, OUT_OF_MEMORY, OUT_OF_MEMORY)] == [True, True, False]
+    assert [report_code(code) for code in (LOST_PEER, OUT_OF_MEMORY, OUT_OF_MEMORY)] == [
+        True,
+        True,
+        False,
+    ]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert report_code(OUT_OF_MEMORY) and (tmp_path / "codes").read_text() == "0 7\n0 8\n0 8\n1 8\n"
     monkeypatch.delenv(VARIABLE)
     assert report_code(OUT_OF_MEMORY) and report_code(OUT_OF_MEMORY), "nobody knows"
 
 
-def test_the_row_of_the_start_report_is_quick_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_of_the_start_report_is_quick_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = planned("llama3_1_8b.toml", 8)
     began = time.process_time()
     ((name, text),) = start_rows(run, "cuda", int(79.1 * GIB))
     assert time.process_time() - began < 0.2, "some 30 ms on a quiet machine"
     peak, needed = estimate(run).peak, needed_bytes(estimate(run))
     both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"
-    assert (name, text) == ("memory", f"planned {both}, of 79.1 per GPU, in {peak.phase} of {peak.module}")
+    assert (name, text) == (
+        "memory",
+        f"planned {both}, of 79.1 per GPU, in {peak.phase} of {peak.module}",
+    )
     assert [name for name, _ in start_rows(run, "cuda", needed - 1)] == ["memory", "warning"]
     compiled = planned("llama3_1_8b.toml", 8, "--training.compile")
     assert start_rows(compiled, "cuda", GIB)[0][1].startswith("planned at most ")
     ((_, on_cpu),) = start_rows(run, "cpu", 2 * GIB)
-    assert re.match(r"planned [\d.]+ GiB of tensors per rank .the process itself takes more., in ", on_cpu)
+    assert re.match(
+        r"planned [\d.]+ GiB of tensors per rank .the process itself takes more., in ", on_cpu
+    )
     assert start_rows(planned("hf_debug.toml", 1), "cuda", GIB) == [], "it has no formulas"
     monkeypatch.setattr(runtime, "estimate", lambda *_: {}["gone"])
-    assert start_rows(run, "cuda", GIB) == [("note", "the memory of this run is not planned: KeyError: 'gone'")]
+    assert start_rows(run, "cuda", GIB) == [
+        ("note", "the memory of this run is not planned: KeyError: 'gone'")
+    ]
 
 
 CHANGED = [
     ("llama3_1_8b.toml", 8, ["--training.loss_chunks=1"]),
     ("llama3_1_70b.toml", 64, ["--activation_checkpoint.mode=none"]),
-    ("llama2_7b.toml", 16, ["--training.data_parallel_replicate_degree=4", "--training.data_parallel_shard_degree=4"]),
+    (
+        "llama2_7b.toml",
+        16,
+        ["--training.data_parallel_replicate_degree=4", "--training.data_parallel_shard_degree=4"],
+    ),
     (
         "debug_model.toml",
         2,
@@ -110,7 +135,9 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("config", "ranks", "flags"), CHANGED)
-def test_each_remedy_saves_what_it_says_when_a_config_sets_its_keys(config: str, ranks: int, flags: list[str]) -> None:
+def test_each_remedy_saves_what_it_says_when_a_config_sets_its_keys(
+    config: str, ranks: int, flags: list[str]
+) -> None:
     run = planned(config, ranks, *flags)
     found, gpu = remedies(run), GPUS["h100-80g"]
     assert len(found) == 3 and all(one.slower is None for one in found)
@@ -132,23 +159,34 @@ def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
     error = caused(CallbackError("callback a:B failed"), ON_GPU)
     lines = memory_report(run, error, "log of step 3", 5, "cuda").splitlines()
     assert lines[0] == "out of memory of the GPU, in log of step 3: callback a:B failed"
-    assert lines[1].startswith("caused by OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert lines[1].startswith(
+        "caused by OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
     peak = estimate(run, 5).peak
-    assert lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}") and "allocator" in lines[2]
+    assert (
+        lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}")
+        and "allocator" in lines[2]
+    )
     table = "\n".join(lines[3:])
     for part, size in peak.parts.items():
         assert not size or re.search(rf"^{part} +[\d.]+ .?.?B", table, re.M)
-    assert re.search(r"allocated +70.1 GiB$", table, re.M) and re.search(r"reserved +76.4 GiB$", table, re.M)
+    assert re.search(r"allocated +70.1 GiB$", table, re.M) and re.search(
+        r"reserved +76.4 GiB$", table, re.M
+    )
     assert re.search(r"request +2.0 GiB$", table, re.M)
     for one in remedies(run, 5):
         enough = ", enough by the plan" * (one.saves >= 2 * GIB)  # by its request: the plan fits
-        assert re.search(rf"^  {re.escape(str(one))} +saves [\d.]+ .iB{enough}$", table, re.M), table
+        assert re.search(rf"^  {re.escape(str(one))} +saves [\d.]+ .iB{enough}$", table, re.M), (
+            table
+        )
     assert re.search(r"^The process wants 28.. GiB more than planned: other memory", table, re.M)
     larger = planned("llama3_1_8b.toml", 8, "--training.batch_size=8")
     text = memory_report(larger, ON_GPU, "forward of step 1", 5, "cuda")
     assert "wants" not in text
     for one in remedies(larger, 5):
-        assert (f"{one.saves / GIB:.1f} GiB, enough by the plan" in text) == (one.needed <= 79.1 * GIB)
+        assert (f"{one.saves / GIB:.1f} GiB, enough by the plan" in text) == (
+            one.needed <= 79.1 * GIB
+        )
     assert "are reserved and not" not in lines[-1], "expandable segments are the default"
 
 
@@ -157,7 +195,9 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
     pinned = memory_report(run, RuntimeError("CUDA error: out of memory"), "start", 0, "cuda")
     assert pinned.startswith("out of memory of the GPU or pinned host memory, before")
     on_host = memory_report(run, too_large(), "start", 0, "cpu")
-    assert re.search(r"^out of memory of the host, before the first step: .*DefaultCPUAllocator", on_host)
+    assert re.search(
+        r"^out of memory of the host, before the first step: .*DefaultCPUAllocator", on_host
+    )
     assert re.search(r"process\n", on_host) and re.search(r"resident, peak +[\d.]+ .iB\n", on_host)
     assert re.search(r"request +1048576.0 TiB\n", on_host) and "expandable" not in on_host
     validating = memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
@@ -170,13 +210,22 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
         without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
         assert "request 2.0 GiB" in without and "There is no plan" in without
         assert ("6.3 GiB are reserved and not allocated" in without) == advised
-        assert ("without PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 the allocator" in without) == advised
+        assert (
+            "without PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 the allocator" in without
+        ) == advised
 
 
 def check_peaks(
-    world: DistEnv, shares: list[float], phases: list[str], config: str = "llama3_1_8b.toml", *flags: str
+    world: DistEnv,
+    shares: list[float],
+    phases: list[str],
+    config: str = "llama3_1_8b.toml",
+    *flags: str,
 ) -> list[str]:
-    """The log of a check on this rank, where ranks measure so much of their plan. phases: between step 1 and 2."""
+    """The log of a check on this rank, where ranks measure so much of their plan.
+
+    phases: between step 1 and 2.
+    """
     run = planned(config, world.size, "--model.vocab_size=2048", "--job.dump_folder=out", *flags)
     reads: list[int] = []
 
@@ -205,7 +254,10 @@ def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(pool: P
         )
     first, other = pool(2).run(check_peaks, [1.0, 1.2], [])
     assert "on rank 1, planned" in first[0] and "(+20.0%): more than 15% apart" in first[0]
-    assert "Please report it, with this line and with config.toml and logs/rank_1.log of out" in first[0]
+    assert (
+        "Please report it, with this line and with config.toml and logs/rank_1.log of out"
+        in first[0]
+    )
     assert other[0].endswith("(+20.0%)"), "the console shows a warning once"
     (said, _) = pool(2).run(check_peaks, [1.0, 1.2], [], "debug_model.toml")
     assert said[0].endswith("(+20.0%)"), "work spaces of CUDA's libraries"

@@ -35,7 +35,15 @@ n_layers = 4
 [activation_checkpoint]
 mode = "full"
 """
-FIXED = ("model.", "optimizer.", "lr_scheduler.", "training.dtype", "training.mixed", "training.seq_len", "float8.")
+FIXED = (
+    "model.",
+    "optimizer.",
+    "lr_scheduler.",
+    "training.dtype",
+    "training.mixed",
+    "training.seq_len",
+    "float8.",
+)
 OFFLOAD = {"activation_checkpoint.offload", "training.enable_cpu_offload"}
 Search = Callable[..., SearchResult]
 
@@ -66,7 +74,9 @@ def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result: Sear
         assert plan.speed.tokens_per_second == candidate.rate
 
 
-def test_a_search_keeps_batch_and_numerics_and_offloads_nothing_without_need(result: SearchResult) -> None:
+def test_a_search_keeps_batch_and_numerics_and_offloads_nothing_without_need(
+    result: SearchResult,
+) -> None:
     for candidate in result.ranked:
         assert candidate.run.batch.tokens_per_step == 32 * 8192
         assert not [key for key in candidate.changes if key.startswith(FIXED) or key in OFFLOAD]
@@ -77,33 +87,42 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
 ) -> None:
     for candidate in result.ranked:
         (tmp_path / "overlay.toml").write_text(overlay(result, candidate))
-        run = check_config(["--job.config_file", base, str(tmp_path / "overlay.toml")], 4, training=False)[1]
+        run = check_config(
+            ["--job.config_file", base, str(tmp_path / "overlay.toml")], 4, training=False
+        )[1]
         for name in [*sections(), "mesh", "batch", "pipeline", "schedule"]:
             assert name in ("job", "model") or getattr(run, name) == getattr(candidate.run, name)
 
 
 def test_losers_have_reasons(result: SearchResult) -> None:
     shipped = result.losers[0]
-    assert shipped.candidate is result.base and shipped.reason.endswith("of a step for memory traffic")
+    assert shipped.candidate is result.base and shipped.reason.endswith(
+        "of a step for memory traffic"
+    )
     tensor = next(loser for loser in result.losers if loser.candidate.run.mesh.tensor == 4)
     assert tensor.reason.endswith("of a step for tensor traffic")
     text = "\n".join(lines(result, Style(False)))
     assert tensor.reason in text and overlay(result, result.ranked[0]) in text + "\n"
 
 
-def test_settings_that_are_best_already_are_said_to_be(result: SearchResult, base: str, tmp_path: Path) -> None:
+def test_settings_that_are_best_already_are_said_to_be(
+    result: SearchResult, base: str, tmp_path: Path
+) -> None:
     (tmp_path / "best.toml").write_text(overlay(result, result.ranked[0]))
     again = search(["--job.config_file", base, str(tmp_path / "best.toml")], H100)
     assert again.config_is_best and again.ranked[0].changes == {}
-    assert f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%}" in "\n".join(
-        lines(again, Style(False))
+    assert (
+        f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%}"
+        in "\n".join(lines(again, Style(False)))
     )
 
 
 def test_what_nearly_fits_is_named_with_what_is_missing(base: str) -> None:
     cluster = with_memory(7)
     found = search([f"--job.config_file={base}"], cluster)
-    loser = next(loser for loser in found.losers if "AC none" in loser.candidate.layout and loser.missing)
+    loser = next(
+        loser for loser in found.losers if "AC none" in loser.candidate.layout and loser.missing
+    )
     assert loser.candidate.rate > found.ranked[0].rate
     assert loser.reason.startswith("does not fit: on this mesh even ")
     assert loser.reason.endswith(f"need {loser.missing / GIB:.1f} GiB too much")
@@ -113,27 +132,51 @@ def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
     argv = [f"--job.config_file={base}", "--training.loss_chunks=8"]
     leanest = needed_bytes(formula(check_config(argv, 4, training=False)[1]))
     offloaded = search([f"--job.config_file={base}"], with_memory(0.5 * leanest / GIB))
-    assert offloaded.ranked and all(candidate.changes.keys() & OFFLOAD for candidate in offloaded.ranked)
+    assert offloaded.ranked and all(
+        candidate.changes.keys() & OFFLOAD for candidate in offloaded.ranked
+    )
     small = replace(with_memory(0.5 * leanest / GIB), instance="g6.xlarge")  # a host of 16 GiB
     nothing = search([argv[0]], small)
     assert not nothing.ranked and "nothing fits" in lines(nothing, Style(False))[1]
 
 
-def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(base: str, result: SearchResult) -> None:
+def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(
+    base: str, result: SearchResult
+) -> None:
     argv = [f"--job.config_file={base}"]
     allowed = search(argv, H100, allow=("float8",)).ranked[0]
-    assert allowed.changes["float8.enable_float8_linear"] is True and allowed.rate > result.ranked[0].rate
+    assert (
+        allowed.changes["float8.enable_float8_linear"] is True
+        and allowed.rate > result.ranked[0].rate
+    )
     a100 = search(argv, replace(H100, gpu=find_gpu("a100-80g")), allow=("float8",))
-    assert not any(key.startswith("float8.") for candidate in a100.ranked for key in candidate.changes)
+    assert not any(
+        key.startswith("float8.") for candidate in a100.ranked for key in candidate.changes
+    )
 
 
 def test_the_command_writes_the_best_settings(
     base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], result: SearchResult
 ) -> None:
-    argv = ["plan", base, "--gpus", "4", "--gpu", "h100-80g", "--search", "--json", "--write", str(tmp_path / "o.toml")]
+    argv = [
+        "plan",
+        base,
+        "--gpus",
+        "4",
+        "--gpu",
+        "h100-80g",
+        "--search",
+        "--json",
+        "--write",
+        str(tmp_path / "o.toml"),
+    ]
     assert main(argv) == exit_codes.DONE
     shown = json.loads(capsys.readouterr().out)
-    assert shown["ranked"][0]["overlay"] == (tmp_path / "o.toml").read_text() == overlay(result, result.ranked[0])
+    assert (
+        shown["ranked"][0]["overlay"]
+        == (tmp_path / "o.toml").read_text()
+        == overlay(result, result.ranked[0])
+    )
     assert shown["config"]["fits"] and not shown["config_is_best"] and shown["losers"][0]["reason"]
 
 

@@ -38,11 +38,15 @@ SLOW = [
 def config(ranks: int, name: str = "llama3_1_8b.toml", **flags: Any) -> RunConfig:
     given = {"model.overrides.n_layers": 2, "training.global_batch_size": -1, **flags}
     return check_config(
-        [f"--job.config_file={name}", *(f"--{k}={v}" for k, v in given.items())], ranks, training=False
+        [f"--job.config_file={name}", *(f"--{k}={v}" for k, v in given.items())],
+        ranks,
+        training=False,
     )[1]
 
 
-@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+@pytest.mark.parametrize(
+    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
+)
 def test_the_peak_is_that_of_the_real_run(pool, case):
     ranks = CASES[case][0]
     real = pool(ranks).run(measure, case)[ranks - 1].peak
@@ -61,7 +65,11 @@ def test_the_peak_is_that_of_the_real_run(pool, case):
         (8, "llama3_1_8b.toml", {}),
         (8, "llama3_1_8b.toml", {"activation_checkpoint.mode": "full", "training.loss_chunks": 8}),
         (8, "llama3_1_8b.toml", {"training.tensor_parallel_degree": 2}),
-        (64, "mixtral_8x7b.toml", {"activation_checkpoint.mode": "full", "model.overrides.n_layers": 3}),
+        (
+            64,
+            "mixtral_8x7b.toml",
+            {"activation_checkpoint.mode": "full", "model.overrides.n_layers": 3},
+        ),
     ],
 )
 def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
@@ -95,7 +103,9 @@ SLOW_LOSSES = [
     ids=str,
 )
 def test_formula_and_trace_agree_on_every_kind_of_loss(flags: dict[str, Any]) -> None:
-    run = config(8, **{"activation_checkpoint.mode": "full", "model.overrides.n_layers": 1, **flags})
+    run = config(
+        8, **{"activation_checkpoint.mode": "full", "model.overrides.n_layers": 1, **flags}
+    )
     formula, traced = estimate(run, 0).peak, trace(run).peak
     assert formula.total == pytest.approx(traced.total, rel=0.003)
 
@@ -120,7 +130,9 @@ BELOW_OPERATORS = 0.03
         pytest.param("1 rank, z-loss", marks=pytest.mark.slow),
     ],
 )
-def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(pool: Pools, case: str) -> None:
+def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(
+    pool: Pools, case: str
+) -> None:
     ranks = CASES[case][0]
     real = pool(ranks).run(allocated, case)[ranks - 1]
     traced = trace(planned(case), ranks - 1, "cpu")
@@ -128,7 +140,9 @@ def test_a_trace_has_the_bytes_that_the_allocator_hands_out_in_a_real_step(pool:
     assert traced.peak.total - before == pytest.approx(real, rel=BELOW_OPERATORS)
 
 
-@pytest.mark.parametrize("flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}])
+@pytest.mark.parametrize(
+    "flags", [{"training.tensor_parallel_degree": 2}, {"activation_checkpoint.mode": "full"}]
+)
 def test_the_short_way_of_frequent_operators_changes_no_byte(monkeypatch, flags):
     short = trace(config(8, **flags))
     monkeypatch.setattr(plan_trace, "_QuickFake", FakeTensorMode)
@@ -136,7 +150,10 @@ def test_the_short_way_of_frequent_operators_changes_no_byte(monkeypatch, flags)
 
 
 def test_a_gpu_takes_the_fused_optimizer():
-    fused, looped = (trace(config(8), device=device).moments[-1].parts["working memory"] for device in ("cuda", "cpu"))
+    fused, looped = (
+        trace(config(8), device=device).moments[-1].parts["working memory"]
+        for device in ("cuda", "cpu")
+    )
     assert fused < 1 << 20 < 100 << 20 < looped
 
 
@@ -146,14 +163,18 @@ def test_what_is_offloaded_is_in_host_memory():
     more = {"activation_checkpoint.offload": "true", "training.enable_cpu_offload": "true"}
     off = trace(config(8, **flags, **more))
     for part in ("parameters", "optimizer", "gradients"):
-        assert off.host[part] == pytest.approx(max(moment.parts[part] for moment in own.moments), rel=1e-3)
+        assert off.host[part] == pytest.approx(
+            max(moment.parts[part] for moment in own.moments), rel=1e-3
+        )
         assert not any(moment.parts[part] for moment in off.moments)
     blocks, tokens, dim = 4, 8192, 4096
     assert off.host["activations"] == blocks * tokens * dim * 2
     # The inputs of the last two blocks are still on their way.
     gone = own.peak.parts["activations"] - off.peak.parts["activations"]
     assert gone == (blocks - 2) * tokens * dim * 2
-    assert off.peak.total == own.peak.total - gone - sum(own.peak.parts[part] for part in ("parameters", "optimizer"))
+    assert off.peak.total == own.peak.total - gone - sum(
+        own.peak.parts[part] for part in ("parameters", "optimizer")
+    )
 
 
 def test_thousands_of_ranks_take_no_longer():
@@ -176,7 +197,9 @@ def test_a_run_in_progress_is_not_disturbed():
         dist.destroy_process_group()
 
 
-def test_experts_over_ranks_that_do_not_divide_the_rows_are_refused_and_planned_by_formula() -> None:
+def test_experts_over_ranks_that_do_not_divide_the_rows_are_refused_and_planned_by_formula() -> (
+    None
+):
     flags = [
         "--model.name=mixtral",
         "--model.vocab_size=512",
@@ -184,8 +207,12 @@ def test_experts_over_ranks_that_do_not_divide_the_rows_are_refused_and_planned_
         "--training.seq_len=256",
     ]
     run = check_config(
-        [*flags, "--training.batch_size=1", "--parallelism.expert_parallel_degree=3"], 3, training=False
+        [*flags, "--training.batch_size=1", "--parallelism.expert_parallel_degree=3"],
+        3,
+        training=False,
     )[1]
-    with pytest.raises(ConfigError, match="a trace cannot divide the rows of 256 tokens evenly over 3 ranks"):
+    with pytest.raises(
+        ConfigError, match="a trace cannot divide the rows of 256 tokens evenly over 3 ranks"
+    ):
         trace(run, 0)
     assert estimate(run).peak.total > 0

@@ -15,11 +15,21 @@ CONFIG = '[job]\ndump_folder = "x"\n\n[optimizer]\nlr = {lr}\n'
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """`start(folder, lr=…, **more)` records a start on two made-up ranks, without git; `begin`'s lines are `.lines`."""
+    """`start(folder, lr=…, **more)` records a start on two made-up ranks, without git; `begin`'s
+    lines are `.lines`.
+    """
     monkeypatch.setattr(provenance, "git_state", lambda: provenance.GitState({"commit": "c0"}))
 
-    def started(folder: Path, lr: float = 0.001, more_config: str = "", **more: Any) -> record.AttemptRecord:
-        about = {"steps": 40, "ranks": 2, "device": "CPU (made up)", "resumed": more.get("step", 0) > 0, **more}
+    def started(
+        folder: Path, lr: float = 0.001, more_config: str = "", **more: Any
+    ) -> record.AttemptRecord:
+        about = {
+            "steps": 40,
+            "ranks": 2,
+            "device": "CPU (made up)",
+            "resumed": more.get("step", 0) > 0,
+            **more,
+        }
         found, lines = record.begin(folder, config_toml=CONFIG.format(lr=lr) + more_config, **about)
         found.lines = lines  # type: ignore[attr-defined]
         return found
@@ -38,7 +48,9 @@ def change_start(folder: Path, number: int, **values: Any) -> None:
     (folder / record.FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def training_row(step: int, loss: float | str, tps: float = 100.0, time: float = 0.0, **more: Any) -> dict[str, Any]:
+def training_row(
+    step: int, loss: float | str, tps: float = 100.0, time: float = 0.0, **more: Any
+) -> dict[str, Any]:
     """A row as two ranks write it: 1,000 tokens a step over both of them."""
     return {
         "step": step,

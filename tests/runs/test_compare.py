@@ -21,13 +21,21 @@ from titanlite.tools.runs import to_json
 
 @pytest.fixture
 def two(tmp_path: Path, start: Start) -> list[Path]:
-    """Run a logs every 10 steps to 40, run b every 20 to 60 and is twice as fast; the first rows are far off."""
+    """Run a logs every 10 steps to 40, run b every 20 to 60 and is twice as fast; the first rows
+    are far off.
+    """
     a = [training_row(1, 8.0, 1), training_row(10, 7.0, 2)]
-    a += [training_row(step, 8 - step / 10, tps, mfu=tps / 5) for step, tps in ((20, 100), (30, 130), (40, 110))]
+    a += [
+        training_row(step, 8 - step / 10, tps, mfu=tps / 5)
+        for step, tps in ((20, 100), (30, 130), (40, 110))
+    ]
     a += [{"step": 40, "time": 2e6, "validation_loss": 4.5}]
     b = [training_row(1, 8.0, 900), training_row(20, 5.5, 900)]
     b += [training_row(40, 4.25, 220, mfu=44, memory_gib=2.0), training_row(60, 3.0, 222, mfu=45)]
-    b += [{"step": 40, "time": 2e6, "validation_loss": 4.75}, {"step": 60, "time": 2e6, "validation_loss": 3.5}]
+    b += [
+        {"step": 40, "time": 2e6, "validation_loss": 4.75},
+        {"step": 60, "time": 2e6, "validation_loss": 3.5},
+    ]
     folders = [write_metrics(tmp_path / "runs" / "a", a), write_metrics(tmp_path / "runs" / "b", b)]
     start(folders[0], 0.001).end("done", 40)
     start(folders[1], 0.002, "[model.overrides]\nn_layers = 4\n").end("done", 60)
@@ -42,9 +50,16 @@ def test_medians_leave_out_first_rows_and_losses_stand_at_equal_steps(two: list[
     assert values["MFU %"] == (22, 44.5)
     assert values["memory GiB, peak"] == (1.5, 2.0)
     assert found.steps == (1, 20, 40)
-    assert [values[f"loss at step {step}"] for step in found.steps] == [(8.0, 8.0), (6.0, 5.5), (4.0, 4.25)]
+    assert [values[f"loss at step {step}"] for step in found.steps] == [
+        (8.0, 8.0),
+        (6.0, 5.5),
+        (4.0, 4.25),
+    ]
     assert values["validation loss at step 40"] == (4.5, 4.75)
-    assert values["final validation loss"] == (4.5, 3.5) and values["final validation, step"] == (40, 60)
+    assert values["final validation loss"] == (4.5, 3.5) and values["final validation, step"] == (
+        40,
+        60,
+    )
     assert "reserved GiB, peak" not in values
     cells = {figure.name: figure.cells() for figure in found.figures}
     assert cells["tokens/s per device"] == ["110", "221 (2.01×)"]
@@ -59,7 +74,12 @@ def test_config_keys_and_circumstances_that_differ_are_named(two: list[Path]) ->
     git = {"commit": "d" * 40, "dirty": True}
     change_start(two[1], 1, ranks=8, git=git, versions={"torch": "9.9"}, environment=environment)
     differences = {name: values[1] for name, values in compare(read_runs(two)).differences.items()}
-    expected = {"world_size": 8, "git commit": "d" * 12, "version of torch": "9.9", "NCCL_ALGO": "Ring"}
+    expected = {
+        "world_size": 8,
+        "git commit": "d" * 12,
+        "version of torch": "9.9",
+        "NCCL_ALGO": "Ring",
+    }
     assert expected.items() <= differences.items() and "SLURM_NODEID" not in differences
 
 
@@ -68,13 +88,17 @@ def test_the_first_rows_of_every_attempt_are_left_out(tmp_path: Path, start: Sta
     start(tmp_path, step=40).end("done", 80)
     change_start(tmp_path, 1, time="1970-01-12T13:46:40.000+00:00")  # second 1,000,000
     change_start(tmp_path, 2, time="1970-01-12T13:47:25.000+00:00")  # 45 seconds later
-    write_metrics(tmp_path, [training_row(step, 5.0) for step in (1, 10, 20, 30, 40, 50, 60, 70, 80)])
+    write_metrics(
+        tmp_path, [training_row(step, 5.0) for step in (1, 10, 20, 30, 40, 50, 60, 70, 80)]
+    )
     assert [row["step"] for row in steady(read_run(tmp_path))] == [20, 30, 40, 70, 80]
     two_rows = write_metrics(tmp_path / "two", [training_row(1, 5.0), training_row(10, 5.0)])
     assert [row["step"] for row in steady(read_run(two_rows))] == [10]
 
 
-def test_a_run_that_changed_when_it_was_resumed_is_pointed_out(two: list[Path], start: Start) -> None:
+def test_a_run_that_changed_when_it_was_resumed_is_pointed_out(
+    two: list[Path], start: Start
+) -> None:
     start(two[0], 0.005, step=40, ranks=4).end("done", 80)
     found = compare(read_runs(two))
     assert any(note.startswith(f"{two[0]}: ran on 2, then 4 ranks") for note in found.notes)
@@ -83,7 +107,10 @@ def test_a_run_that_changed_when_it_was_resumed_is_pointed_out(two: list[Path], 
 
 
 def test_the_command_prints_the_table_and_writes_both_files(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *map(str, two)]) == 0
@@ -92,11 +119,16 @@ def test_the_command_prints_the_table_and_writes_both_files(
     assert re.search(r"^tokens/s +220 +442 \(2\.01×\)$", out, re.MULTILINE)
     assert re.search(r"^optimizer.lr +0.001 +0.002$", out, re.MULTILINE)
     assert out.endswith("written: comparison/comparison.html, comparison/comparison.png\n")
-    assert sorted(p.name for p in (tmp_path / "comparison").iterdir()) == ["comparison.html", "comparison.png"]
+    assert sorted(p.name for p in (tmp_path / "comparison").iterdir()) == [
+        "comparison.html",
+        "comparison.png",
+    ]
 
     assert main(["compare", *map(str, two), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["loss at step 40"] == [4.0, 4.25] and found["differences"]["optimizer.lr"] == [0.001, 0.002]
+    assert found["figures"]["loss at step 40"] == [4.0, 4.25] and found["differences"][
+        "optimizer.lr"
+    ] == [0.001, 0.002]
     assert [(run["label"], run["steady_rows"]) for run in found["runs"]] == [("a", 3), ("b", 2)]
 
 
@@ -116,10 +148,18 @@ def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_pat
     assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "comparison.html").read_text()
     losses = [(curve["run"], curve["points"]) for curve in _curves(page, 0)]
-    assert losses[0] == (0, [[1, 8], [10, 7], [20, 6], [30, 5], [40, 4]]) and losses[2] == (0, [[40, 4.5]])
-    assert losses[1] == (1, [[1, 8], [20, 5.5], [40, 4.25], [60, 3]]) and losses[3] == (1, [[40, 4.75], [60, 3.5]])
+    assert losses[0] == (0, [[1, 8], [10, 7], [20, 6], [30, 5], [40, 4]]) and losses[2] == (
+        0,
+        [[40, 4.5]],
+    )
+    assert losses[1] == (1, [[1, 8], [20, 5.5], [40, 4.25], [60, 3]]) and losses[3] == (
+        1,
+        [[40, 4.75], [60, 3.5]],
+    )
     assert _curves(page, 1)[1]["points"][-1] == [60, pytest.approx(444)]
-    assert not re.search(r"url\(|@import|https?:|fetch\(|\bimport\b|src=|href=|<(link|img|iframe|object)", page)
+    assert not re.search(
+        r"url\(|@import|https?:|fetch\(|\bimport\b|src=|href=|<(link|img|iframe|object)", page
+    )
     first, second = "c0", "c1"
     losses_drawn = [(first, False, 5), (second, False, 4), (first, True, 1), (second, True, 2)]
     speeds = memory = [(first, False, 5), (second, False, 4)]
@@ -129,7 +169,8 @@ def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_pat
 
 def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path: Path) -> None:
     folder = write_metrics(
-        tmp_path / "<b>&", [training_row(step, "nan" if step == 3 else 9.0 - step) for step in range(1, 6)]
+        tmp_path / "<b>&",
+        [training_row(step, "nan" if step == 3 else 9.0 - step) for step in range(1, 6)],
     )
     assert main(["compare", str(folder), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "comparison.html").read_text()
@@ -142,7 +183,9 @@ def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path
 
 def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
     a = write_metrics(tmp_path / "a", [training_row(step, 5.0) for step in (3, 6, 9)])
-    b = write_metrics(tmp_path / "b", [training_row(step, 5.0, tokens_seen=2000 * step) for step in (5, 10)])
+    b = write_metrics(
+        tmp_path / "b", [training_row(step, 5.0, tokens_seen=2000 * step) for step in (5, 10)]
+    )
     notes = "\n".join(compare(read_runs([a, b])).notes)
     assert "no step was logged by all runs, so no losses are compared: metrics.log_freq" in notes
     assert "tokens per step differ (a 1,000, b 2,000): equal steps are not equal tokens" in notes
@@ -153,15 +196,27 @@ def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda f: None, "there is no such folder; `titanlite runs FOLDER` lists"),
-        (lambda f: write_metrics(f, []), "metrics.jsonl has no training step yet; wait for its first logged step"),
-        (lambda f: (write_metrics(f, []) / "config.toml").write_text("= 1"), "config.toml: not TOML ("),
+        (
+            lambda f: write_metrics(f, []),
+            "metrics.jsonl has no training step yet; wait for its first logged step",
+        ),
+        (
+            lambda f: (write_metrics(f, []) / "config.toml").write_text("= 1"),
+            "config.toml: not TOML (",
+        ),
     ],
 )
 def test_errors_name_the_file_and_what_to_do(
-    make: Callable[[Path], object], message: str, two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[Path], object],
+    message: str,
+    two: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make(tmp_path / "wrong")
-    assert main(["compare", str(two[0]), str(tmp_path / "wrong"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(["compare", str(two[0]), str(tmp_path / "wrong"), "--out", str(tmp_path / "out")]) == 2
+    )
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"error: {tmp_path}/wrong") and message in err
     assert not (tmp_path / "out").exists()
@@ -170,7 +225,9 @@ def test_errors_name_the_file_and_what_to_do(
 def test_damaged_lines_are_named_and_the_others_compared(
     two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_metrics(tmp_path / "wrong", [training_row(7, 5.0), {**training_row(8, 5.0), "tps": "fast"}])
+    folder = write_metrics(
+        tmp_path / "wrong", [training_row(7, 5.0), {**training_row(8, 5.0), "tps": "fast"}]
+    )
     (folder / "metrics.jsonl").write_text("x\n" + (folder / "metrics.jsonl").read_text())
     assert main(["compare", str(two[0]), str(folder), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().err
@@ -193,7 +250,9 @@ def _luminance(color: str) -> float:
 
 
 @pytest.mark.parametrize(("colors", "background"), [(COLORS, "#ffffff"), (DARK_COLORS, "#121212")])
-def test_colours_have_the_contrast_of_graphics_on_both_backgrounds(colors: Sequence[str], background: str) -> None:
+def test_colours_have_the_contrast_of_graphics_on_both_backgrounds(
+    colors: Sequence[str], background: str
+) -> None:
     assert len(set(colors)) == len(colors) == 12
     for color in colors:
         dark, light = sorted((_luminance(color), _luminance(background)))
@@ -201,7 +260,10 @@ def test_colours_have_the_contrast_of_graphics_on_both_backgrounds(colors: Seque
 
 
 def test_the_page_has_all_figures_by_step_tokens_and_time(tmp_path: Path) -> None:
-    rows = [training_row(step, 8.0 - step, tps=250, grad_norm=step / 2, lr=step * 1e-4) for step in (1, 2, 4, 5)]
+    rows = [
+        training_row(step, 8.0 - step, tps=250, grad_norm=step / 2, lr=step * 1e-4)
+        for step in (1, 2, 4, 5)
+    ]
     rows.insert(3, {"step": 4, "time": 2e6, "validation_loss": 4.5})
     folder = write_metrics(tmp_path / "a", rows)
     bare = write_metrics(tmp_path / "b", [{"step": step, "loss": 5.0} for step in (1, 2)])
@@ -211,14 +273,21 @@ def test_the_page_has_all_figures_by_step_tokens_and_time(tmp_path: Path) -> Non
     assert titles == ["Loss", "Speed", "Gradient norm", "Learning rate", "Memory"]
     loss, without, validation = _curves(page, 0)
     assert loss["tokens"] == [1000, 2000, 4000, 5000] and loss["seconds"] == [2, 4, 8, 10]
-    assert (validation["tokens"], validation["seconds"], validation["validation"]) == ([4000], [8], True)
+    assert (validation["tokens"], validation["seconds"], validation["validation"]) == (
+        [4000],
+        [8],
+        True,
+    )
     assert without["tokens"] == without["seconds"] == [] and len(without["points"]) == 2
     assert _curves(page, 2)[0]["points"] == [[1, 0.5], [2, 1], [4, 2], [5, 2.5]]
     assert _curves(page, 3)[0]["points"][-1] == [5, pytest.approx(5e-4)]
 
 
 def test_the_picture_is_asked_for_or_silent(
-    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
     words = ["compare", *map(str, two), "--out", str(tmp_path / "out")]

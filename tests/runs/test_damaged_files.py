@@ -1,4 +1,6 @@
-"""Damaged lines and files of a run are named, and hide neither its other lines nor the other runs."""
+"""Damaged lines and files of a run are named, and hide neither its other lines nor the
+other runs.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +73,17 @@ def test_a_run_with_a_damaged_line_resumes(
     _insert(tmp_path / FILE, 1, DAMAGES[damage])
     _insert(tmp_path / "metrics.jsonl", 2, DAMAGES[damage])
     assert start(tmp_path, step=1, tokens=1000).lines == [  # type: ignore[attr-defined]
-        "attempt 1 was killed and lost at least 1 step (1,000 tokens), by the last row of its metrics"
+        (
+            "attempt 1 was killed and lost at least 1 step (1,000 tokens), by the last row of its "
+            "metrics"
+        )
     ]
     MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     assert [row["step"] for row in rows] == [1]
-    assert f"{tmp_path}/{FILE}:1: no JSON" in caplog.text and "metrics.jsonl:2: no JSON" in caplog.text
+    assert (
+        f"{tmp_path}/{FILE}:1: no JSON" in caplog.text and "metrics.jsonl:2: no JSON" in caplog.text
+    )
     assert [one["attempt"] for one in read_attempts(tmp_path)] == [1, 2]
 
 
@@ -90,7 +97,9 @@ def test_a_damaged_lock_counts_as_one_without_a_holder(
     assert "8.0000" in _listed(capsys, tmp_path)
 
 
-@pytest.mark.parametrize("process", [{"id": "x"}, {"id": 1e999}, {"id": [[]]}, {"id": 10**30}, [], "x"])
+@pytest.mark.parametrize(
+    "process", [{"id": "x"}, {"id": 1e999}, {"id": [[]]}, {"id": 10**30}, [], "x"]
+)
 def test_a_lock_with_a_strange_holder_breaks_no_list(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], process: Any
 ) -> None:
@@ -106,7 +115,9 @@ def test_a_lock_with_a_strange_holder_breaks_no_list(
 @pytest.mark.parametrize(
     "text", ["x = " + "[" * 100_000, "x = " + "[" * 500 + "]" * 500, ".".join("a" * 3000) + " = 1"]
 )
-def test_a_config_that_is_too_deep_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_a_config_that_is_too_deep_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     write_metrics(tmp_path, [training_row(1, 8.0)])
     (tmp_path / "config.toml").write_text(text)
     out = _listed(capsys, tmp_path)
@@ -118,19 +129,49 @@ def test_a_config_that_is_too_deep_is_named(tmp_path: Path, capsys: pytest.Captu
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.just(10**400) | st.just("inf"),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.just(10**400)
+    | st.just("inf"),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
-START_KEYS = ["attempt", "time", "step", "steps", "began", "renamed", "config_changes", "lost", "config", "state"]
+START_KEYS = [
+    "attempt",
+    "time",
+    "step",
+    "steps",
+    "began",
+    "renamed",
+    "config_changes",
+    "lost",
+    "config",
+    "state",
+]
 END_KEYS = ["attempt", "time", "step", "state", "reason", "exit_code", "saved_step", "lost_tokens"]
 ROW_KEYS = ["step", "time", "loss", "tps", "seconds_per_step", "tokens_seen"]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.sampled_from(START_KEYS), st.sampled_from(END_KEYS), st.sampled_from(ROW_KEYS), VALUES)
 def test_a_value_of_any_other_type_breaks_neither_the_list_nor_a_resume(
-    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str], first: str, end: str, row: str, value: Any
+    tmp_path: Path,
+    start: Start,
+    capsys: pytest.CaptureFixture[str],
+    first: str,
+    end: str,
+    row: str,
+    value: Any,
 ) -> None:
     (tmp_path / FILE).unlink(missing_ok=True)
     start(tmp_path).end("failed", 2, reason="disk")

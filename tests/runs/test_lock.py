@@ -54,7 +54,9 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture(params=["folder", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AnyPath:
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AnyPath:
     """A folder, or an object store in the memory of this process, without anything in it."""
     if request.param == "folder":
         return tmp_path / "run"
@@ -74,11 +76,21 @@ def _held(place: AnyPath) -> dict[str, Any]:
 
 
 def _names(place: AnyPath) -> list[str]:
-    return list(place.listing() if isinstance(place, StorePath) else os.listdir(place) if place.exists() else [])
+    return list(
+        place.listing()
+        if isinstance(place, StorePath)
+        else os.listdir(place)
+        if place.exists()
+        else []
+    )
 
 
-def _abandon(place: AnyPath, token: str = "dead", host: str = "node7", **process: Any) -> dict[str, Any]:
-    """Leave a lock as a process of another machine or boot does, or one of this with another start time."""
+def _abandon(
+    place: AnyPath, token: str = "dead", host: str = "node7", **process: Any
+) -> dict[str, Any]:
+    """Leave a lock as a process of another machine or boot does, or one of this with another start
+    time.
+    """
     with RunLock(place):
         holder = _held(place)
     holder.update(token=token, host=host)
@@ -111,7 +123,9 @@ def _renewed(place: AnyPath) -> Iterator[None]:
 def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_over(
     tmp_path: Path, said: list[str]
 ) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(LockedError) as refused, RunLock(tmp_path):
             pytest.fail("two hold it")
@@ -134,7 +148,11 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
 def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_its_id_is_not(
     place: AnyPath, said: list[str]
 ) -> None:
-    with RunLock(place), pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(place):
+    with (
+        RunLock(place),
+        pytest.raises(LockedError, match=f"process {os.getpid()} on"),
+        RunLock(place),
+    ):
         pytest.fail("two hold it")
     _abandon(place, id=os.getpid(), started=1)
     with RunLock(place):
@@ -145,7 +163,8 @@ def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_i
 def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
     place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Containers and cloned machines share host names; a process id means nothing in another PID namespace.
+    # Containers and cloned machines share host names; a process id means nothing in another PID
+    # namespace.
     space = lock_module._process(os.getpid())["space"].replace("pid:[", "pid:[9")
     _abandon(place, id=4711, space=space, host=os.uname().nodename)
     began = time.monotonic()
@@ -162,7 +181,9 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", None])
-def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(tmp_path: Path, content: bytes | None) -> None:
+def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(
+    tmp_path: Path, content: bytes | None
+) -> None:
     """Its age is that on the clock of the file system."""
     _abandon(tmp_path)
     if content is not None:
@@ -197,7 +218,9 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
         while not said and time.monotonic() < deadline:
             time.sleep(0.02)
         assert f"{place / FILE} was taken over" in said[0] and "on node7" in said[0]
-        with pytest.raises(LockLostError, match=f"{place / FILE} was taken over by another run: .* on node7"):
+        with pytest.raises(
+            LockLostError, match=f"{place / FILE} was taken over by another run: .* on node7"
+        ):
             check.look()
     assert _held(place)["token"] == "other", "another's lock is not deleted"
 
@@ -232,12 +255,16 @@ def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
     assert compete(place, 8) == (1, 7) and _names(place) == []
 
 
-def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(place: AnyPath) -> None:
+def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(
+    place: AnyPath,
+) -> None:
     dead = _abandon(place, id=os.getpid(), started=1)
     claim = place / f".{FILE}.dead.{dead['token']}"
     claimant = {**dead, "token": "claimant", "process": lock_module._process(os.getpid())}
     claim.write_bytes(json.dumps(claimant).encode())
-    with pytest.raises(LockedError, match=f"process {os.getpid()} on node7.* delete {re.escape(str(claim))}"):
+    with pytest.raises(
+        LockedError, match=f"process {os.getpid()} on node7.* delete {re.escape(str(claim))}"
+    ):
         RunLock(place).__enter__()
     assert _held(place) == dead
     claim.write_bytes(json.dumps({**dead, "token": "claimant"}).encode())
@@ -261,7 +288,9 @@ def _save(world: DistEnv, folder: str) -> str:
     model, optimizer = make()
     saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, PRINTS)
     saver.save(1, model, optimizer, {})
-    (Path(folder) / FILE).write_text(json.dumps({"token": "other", "process": {"id": 1}, "host": "node7"}))
+    (Path(folder) / FILE).write_text(
+        json.dumps({"token": "other", "process": {"id": 1}, "host": "node7"})
+    )
     with pytest.raises(CheckpointError) as lost:
         saver.save(2, model, optimizer, {})
     saver.close()
@@ -271,7 +300,11 @@ def _save(world: DistEnv, folder: str) -> str:
 def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path: Path) -> None:
     with RunLock(tmp_path):
         (said,) = pool(1).run(_save, str(tmp_path))
-    assert "process 1 on node7" in said and not (tmp_path / "step-2").exists() and (tmp_path / "step-1").exists()
+    assert (
+        "process 1 on node7" in said
+        and not (tmp_path / "step-2").exists()
+        and (tmp_path / "step-1").exists()
+    )
 
 
 # What a run locks
@@ -287,7 +320,9 @@ def _config(root: Path, run: str, *flags: str) -> RunConfig:
 
 
 def test_checkpoints_are_locked_wherever_they_lie(tmp_path: Path) -> None:
-    """Two runs with folders of their own and checkpoints in one would resume and delete each other's saves."""
+    """Two runs with folders of their own and checkpoints in one would resume and delete each
+    other's saves.
+    """
     shared = f"--checkpoint.folder={tmp_path / 'shared'}"
     (tmp_path / "link").symlink_to(tmp_path / "a" / "checkpoint")
     (tmp_path / "real").mkdir()
@@ -302,7 +337,10 @@ def test_checkpoints_are_locked_wherever_they_lie(tmp_path: Path) -> None:
     ):
         for folder in ("a/checkpoint", "link", "a", "real", "shared"):
             other = _config(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
-            with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(other):
+            with (
+                pytest.raises(LockedError, match=r"another --checkpoint\.folder"),
+                _lock_of_run(other),
+            ):
                 pytest.fail(f"two runs hold {folder}")
         assert _names(tmp_path / "b") == [], "the lock of its own folder is released"
     assert not list(tmp_path.rglob(FILE))
@@ -314,14 +352,23 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
     run = tmp_path / "a"
     run.mkdir()
     (run / "checkpoint").write_text("a file")
-    for folder, why in ((run / "checkpoint", "it is a file"), (run / "checkpoint" / "x", "Not a directory")):
+    for folder, why in (
+        (run / "checkpoint", "it is a file"),
+        (run / "checkpoint" / "x", "Not a directory"),
+    ):
         config = _config(tmp_path, "a", f"--checkpoint.folder={folder}")
-        with pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"), _lock_of_run(config):
+        with (
+            pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"),
+            _lock_of_run(config),
+        ):
             pytest.fail("it was not looked at")
     (tmp_path / "link").symlink_to(run / "logs")
     for flag in ("logs/checkpoint", "logs", tmp_path / "link" / "checkpoint"):
         config = _config(tmp_path, "a", f"--checkpoint.folder={flag}")
-        with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(config):
+        with (
+            pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"),
+            _lock_of_run(config),
+        ):
             pytest.fail("it was not looked at")
     assert _names(run) == ["checkpoint"]
     with (

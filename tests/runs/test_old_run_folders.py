@@ -1,4 +1,6 @@
-"""Run folders of an earlier titanlite are listed, compared, and resumed to the losses of an undisturbed run."""
+"""Run folders of an earlier titanlite are listed, compared, and resumed to the losses of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,10 @@ TEXT, UNDISTURBED = "text.jsonl", "undisturbed.jsonl"
 FLAGS = f"""
 --model.name=llama3 --model.flavor=debugmodel --model.overrides.dim=8 --model.overrides.n_layers=1
 --model.overrides.n_heads=2 --model.overrides.multiple_of=8 --model.tokenizer_path=tokenizer.json
---training.dataset_path={TEXT} --training.seq_len=16 --training.batch_size=1 --training.global_batch_size=4
---training.steps={STEPS} --training.warmup_steps=2 --training.seed=0 --training.mixed_precision_param=float32
---training.mixed_precision_reduce=float32 --lr_scheduler.total_steps=10 --checkpoint.enable_checkpoint
+--training.dataset_path={TEXT} --training.seq_len=16 --training.batch_size=1
+--training.global_batch_size=4 --training.steps={STEPS} --training.warmup_steps=2 --training.seed=0
+--training.mixed_precision_param=float32 --training.mixed_precision_reduce=float32
+--lr_scheduler.total_steps=10 --checkpoint.enable_checkpoint
 --checkpoint.keep_latest_k=1 --checkpoint.interval=3 --data.token_cache=off --metrics.log_freq=1
 """.split()
 VALIDATION = f"""
@@ -46,10 +49,20 @@ class OldRun(NamedTuple):
 RUNS = {
     "finished": OldRun(1, VALIDATION, 1),
     "killed": OldRun(2, ["--training.data_parallel_shard_degree=2"], 2),
-    "stopped": OldRun(2, ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async", *VALIDATION], 1),
+    "stopped": OldRun(
+        2, ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async", *VALIDATION], 1
+    ),
 }
 #: Of a row, what must not depend on the stop.
-NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_seen", "validation_loss", "validation_tokens")
+NUMBERS = (
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "tokens_seen",
+    "validation_loss",
+    "validation_tokens",
+)
 
 
 @pytest.fixture
@@ -75,8 +88,14 @@ def _train(runs: Path, name: str, *more: str) -> str:
 
 def _rows(path: Path) -> dict[tuple[int, str], dict[str, float]]:
     """Rows by step and kind."""
-    kinds = ((("validation" if "validation_loss" in row else "training"), row) for row in read_metrics(path))
-    return {(row["step"], kind): {name: row[name] for name in NUMBERS if name in row} for kind, row in kinds}
+    kinds = (
+        (("validation" if "validation_loss" in row else "training"), row)
+        for row in read_metrics(path)
+    )
+    return {
+        (row["step"], kind): {name: row[name] for name in NUMBERS if name in row}
+        for kind, row in kinds
+    }
 
 
 def _check_numbers(run: Path, steps: int) -> None:
@@ -90,7 +109,8 @@ def _check_numbers(run: Path, steps: int) -> None:
 def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {Path(run["run"]).name: run for run in _json(capsys, "runs", str(runs))}
     shown = {
-        name: [run[key] for key in ("state", "step", "steps", "attempts", "problems")] for name, run in found.items()
+        name: [run[key] for key in ("state", "step", "steps", "attempts", "problems")]
+        for name, run in found.items()
     }
     assert shown == {
         "finished": ["done", 8, 8, 1, []],
@@ -98,19 +118,31 @@ def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFix
         "stopped": ["preempted", 5, 8, 1, []],
     }
     assert [found[name]["loss"] for name in shown] == [
-        _rows(runs / name / UNDISTURBED)[step, "training"]["loss"] for name, (_, step, *_rest) in shown.items()
+        _rows(runs / name / UNDISTURBED)[step, "training"]["loss"]
+        for name, (_, step, *_rest) in shown.items()
     ]
     assert found["stopped"]["reason"].startswith("SIGTERM on every rank")
     assert 0 < found["killed"]["duration"] < 60, "the pause between the attempts does not count"
     entries = _json(capsys, "runs", str(runs), "--attempts")[str(runs / "killed")]
-    assert [(e["event"], e["attempt"], e["step"]) for e in entries] == [("start", 1, 0), ("end", 1, 3), ("start", 2, 3)]
+    assert [(e["event"], e["attempt"], e["step"]) for e in entries] == [
+        ("start", 1, 0),
+        ("end", 1, 3),
+        ("start", 2, 3),
+    ]
 
 
 def test_they_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = _json(capsys, "compare", *(str(runs / name) for name in RUNS), "--out", str(runs / "out"))
-    assert [run["steady_rows"] for run in found["runs"]] == [6, 3, 3], "without the first two of each attempt"
+    found = _json(
+        capsys, "compare", *(str(runs / name) for name in RUNS), "--out", str(runs / "out")
+    )
+    assert [run["steady_rows"] for run in found["runs"]] == [6, 3, 3], (
+        "without the first two of each attempt"
+    )
     assert found["differences"]["training.tensor_parallel_degree"] == [1, 1, 2]
-    assert found["steps"] == [1, 2, 3, 4, 5] and len({f"{x:.4f}" for x in found["figures"]["loss at step 5"]}) == 1
+    assert (
+        found["steps"] == [1, 2, 3, 4, 5]
+        and len({f"{x:.4f}" for x in found["figures"]["loss at step 5"]}) == 1
+    )
 
 
 @pytest.mark.slow
@@ -128,15 +160,23 @@ def test_a_finished_run_trains_on_when_it_gets_more_steps(runs: Path) -> None:
 def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
     runs: Path, name: str, step: int, after: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for lock in runs.rglob("run.lock"):  # of another machine or boot: only its age tells that nobody renews it
+    for lock in runs.rglob(
+        "run.lock"
+    ):  # of another machine or boot: only its age tells that nobody renews it
         os.utime(lock, (0, time.time() - 200))
     said = _train(runs, name)
     assert f"resumed from step {step}" in said and f"resume verified at step {step}" in said
     _check_numbers(runs / name, 8)
     assert not list((runs / name).rglob("run.lock"))
     start, end = _json(capsys, "runs", str(runs / name), "--attempts")[str(runs / name)][-2:]
-    assert (start["attempt"], start["after"], start["step"]) == (RUNS[name].attempts + 1, after, step)
-    assert start.get("lost") == ({"attempt": 2, "steps": 1, "tokens": 64} if name == "killed" else None)
+    assert (start["attempt"], start["after"], start["step"]) == (
+        RUNS[name].attempts + 1,
+        after,
+        step,
+    )
+    assert start.get("lost") == (
+        {"attempt": 2, "steps": 1, "tokens": 64} if name == "killed" else None
+    )
     assert (end["state"], end["exit_code"], end["saved_step"]) == ("done", 0, 8)
     (run,) = _json(capsys, "runs", str(runs / name))
     assert (run["state"], run["step"], run["attempts"]) == ("done", 8, RUNS[name].attempts + 1)

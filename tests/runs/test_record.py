@@ -30,16 +30,26 @@ def _last(folder: Path) -> dict[str, Any]:
 
 
 def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, start: Start) -> None:
-    record = start(tmp_path / "a" / "run", description="a trial", argv=["train.py", "--training.steps=40"])
+    record = start(
+        tmp_path / "a" / "run", description="a trial", argv=["train.py", "--training.steps=40"]
+    )
     folder = record.path.parent
     (entry,) = read_entries(folder)
-    assert [entry[key] for key in ("event", "attempt", "began", "after", "step", "steps", "ranks", "config")] == [
-        *("start", 1, "fresh", None, 0, 40, 2, "config.toml")
-    ]
+    assert [
+        entry[key]
+        for key in ("event", "attempt", "began", "after", "step", "steps", "ranks", "config")
+    ] == [*("start", 1, "fresh", None, 0, 40, 2, "config.toml")]
     assert (entry["config_changes"], entry["renamed"], entry["git"]) == ({}, {}, {"commit": "c0"})
-    assert (entry["description"], entry["command"]) == ("a trial", ["train.py", "--training.steps=40"])
+    assert (entry["description"], entry["command"]) == (
+        "a trial",
+        ["train.py", "--training.steps=40"],
+    )
     assert {"titanlite", "python", "torch", "numpy"} <= entry["versions"].keys()
-    assert (entry["pid"], entry["working_folder"], entry["host"]) == (os.getpid(), os.getcwd(), os.uname().nodename)
+    assert (entry["pid"], entry["working_folder"], entry["host"]) == (
+        os.getpid(),
+        os.getcwd(),
+        os.uname().nodename,
+    )
     assert load_file(folder / "config.toml").value("optimizer.lr") == 0.001
     record.saved(20, 20_000)
     record.end("preempted", 25, 25_000, 6, "SIGTERM on every rank")
@@ -47,11 +57,22 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
     end = _last(folder)
     assert end.pop("time") >= entry["time"]
     assert end == {
-        **{"event": "end", "attempt": 1, "state": "preempted", "exit_code": 6, "reason": "SIGTERM on every rank"},
+        **{
+            "event": "end",
+            "attempt": 1,
+            "state": "preempted",
+            "exit_code": 6,
+            "reason": "SIGTERM on every rank",
+        },
         **{"step": 25, "saved_step": 20, "lost_steps": 5, "lost_tokens": 5_000},
     }
     (found,) = read_attempts(folder)
-    assert (found["state"], found["first_step"], found["step"], found["steps"]) == ("preempted", 0, 25, 40)
+    assert (found["state"], found["first_step"], found["step"], found["steps"]) == (
+        "preempted",
+        0,
+        25,
+        40,
+    )
     assert abs(found["started"] - time.time()) < 60 and found["ended"] >= found["started"]
 
 
@@ -62,31 +83,51 @@ def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
     monkeypatch.setattr(provenance, "git_state", lambda: provenance.GitState({}, next(diffs)))
     start(tmp_path).end("failed", 10, 10_000)
     start(tmp_path, step=10, tokens=10_000).end("preempted", 20, 20_000)
-    record = start(tmp_path, 0.002, "[model.overrides]\nn_layers = 4\n", step=20, tokens=20_000, ranks=4)
+    record = start(
+        tmp_path, 0.002, "[model.overrides]\nn_layers = 4\n", step=20, tokens=20_000, ranks=4
+    )
     entry = _last(tmp_path)
-    assert (entry["attempt"], entry["began"], entry["after"]) == (3, "resumed from step 20", "preempted")
+    assert (entry["attempt"], entry["began"], entry["after"]) == (
+        3,
+        "resumed from step 20",
+        "preempted",
+    )
     changes = {"optimizer.lr": "0.001 -> 0.002", "model.overrides.n_layers": "(not set) -> 4"}
     assert entry["config_changes"] == changes and "lost" not in entry
-    assert record.lines == [f"config changed since attempt 2: {key}: {change}" for key, change in changes.items()]
+    assert record.lines == [
+        f"config changed since attempt 2: {key}: {change}" for key, change in changes.items()
+    ]
     found = read_attempts(tmp_path)
     assert [one["config"] for one in found] == ["config-2.toml", "config-2.toml", "config.toml"]
     assert [one.get("diff") for one in found] == ["git-1.diff", "git-2.diff", None]
-    assert [load_file(tmp_path / one["config"]).value("optimizer.lr") for one in found] == [0.001, 0.001, 0.002]
+    assert [load_file(tmp_path / one["config"]).value("optimizer.lr") for one in found] == [
+        0.001,
+        0.001,
+        0.002,
+    ]
     assert [(tmp_path / one["diff"]).read_bytes() for one in found[:2]] == [b"one\n", b"two\n"]
     assert not (tmp_path / "git.diff").exists()
 
 
 def test_the_start_after_a_killed_attempt_tells_its_loss(tmp_path: Path, start: Start) -> None:
     start(tmp_path)
-    write_metrics(tmp_path, [training_row(1, 8.0), training_row(31, 7.0), {"step": 31, "validation_loss": 7.1}])
+    write_metrics(
+        tmp_path,
+        [training_row(1, 8.0), training_row(31, 7.0), {"step": 31, "validation_loss": 7.1}],
+    )
     record = start(tmp_path, step=20, tokens=20_000)
     entry = _last(tmp_path)
-    assert entry["after"] == "killed" and entry["lost"] == {"attempt": 1, "steps": 11, "tokens": 11_000}
+    assert entry["after"] == "killed" and entry["lost"] == {
+        "attempt": 1,
+        "steps": 11,
+        "tokens": 11_000,
+    }
     assert len(record.lines) == 1 and "at least 11 steps (11,000 tokens)" in record.lines[0]
 
 
 @pytest.mark.parametrize(
-    ("step", "state", "saved", "lost"), [(20, "failed", 20, 3), (0, "failed", None, 23), (0, "done", None, 0)]
+    ("step", "state", "saved", "lost"),
+    [(20, "failed", 20, 3), (0, "failed", None, 23), (0, "done", None, 0)],
 )
 def test_the_loss_counts_from_the_last_checkpoint_and_a_finished_run_has_none(
     tmp_path: Path, start: Start, step: int, state: Any, saved: int | None, lost: int
@@ -101,7 +142,11 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path, start: Start) -> None:
     with open(tmp_path / FILE, "a") as file:
         file.write('{"event": "sta')
     start(tmp_path, step=40)
-    assert [(e["event"], e["attempt"]) for e in read_entries(tmp_path)] == [("start", 1), ("end", 1), ("start", 2)]
+    assert [(e["event"], e["attempt"]) for e in read_entries(tmp_path)] == [
+        ("start", 1),
+        ("end", 1),
+        ("start", 2),
+    ]
     assert _last(tmp_path)["after"] == "done"
     assert len((tmp_path / FILE).read_text().splitlines()) == 4
 
@@ -115,7 +160,9 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: St
         assert len(messages) == warnings and f"cannot write {folder / FILE}" in messages[-1]
 
 
-def test_the_command_shows_attempts(tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_attempts(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = start(tmp_path)
     record.saved(20, 20_000)
     record.end("preempted", 20, 20_000, 5, "SIGTERM on every rank")
@@ -131,31 +178,60 @@ def test_the_command_shows_attempts(tmp_path: Path, start: Start, capsys: pytest
     assert cells[2][0] == "1" and cells[2][-5:] == ["preempted", "5", "20", "20", "99"]
     assert cells[3][0] == "2" and cells[3][-6:] == ["no", "end", "–", "–", "–", "9,000"]
     assert cells[4][0] == "3" and cells[4][-5:] == ["done", "0", "40", "20", "0"]
-    assert "note: attempt 1: SIGTERM on every rank" in out and "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
+    assert (
+        "note: attempt 1: SIGTERM on every rank" in out
+        and "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
+    )
     assert main(["runs", str(tmp_path), "--attempts", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)[str(tmp_path)]
     assert [entry["event"] for entry in entries] == ["start", "end", "start", "start", "end"]
 
 
-def test_secrets_are_not_written_down(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("SLURM_JWT", "TORCH_HUB_TOKEN", "NCCL_PRIVATE_KEY", "SLURM_DB_Password", "CUDA_LICENSE_SECRET", "HF_HOME")
-    secrets = {**dict.fromkeys(names, "s3cret"), "TORCHINDUCTOR_REMOTE": "redis://me:s3cret-7@host:1/0"}
-    kept = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x", "SLURM_JOB_ID": "7"}
+def test_secrets_are_not_written_down(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = (
+        "SLURM_JWT",
+        "TORCH_HUB_TOKEN",
+        "NCCL_PRIVATE_KEY",
+        "SLURM_DB_Password",
+        "CUDA_LICENSE_SECRET",
+        "HF_HOME",
+    )
+    secrets = {
+        **dict.fromkeys(names, "s3cret"),
+        "TORCHINDUCTOR_REMOTE": "redis://me:s3cret-7@host:1/0",
+    }
+    kept = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "x",
+        "SLURM_JOB_ID": "7",
+    }
     for name, value in {**secrets, **kept}.items():
         monkeypatch.setenv(name, value)
     flags = ["--launch.environment.HF_TOKEN", "s3cret-8", "--launch.environment.MY_KEY=s3cret-9"]
     flags += ["--launch.environment.NCCL_IB=1"]
     for changed in ("s3cret-8", "s3cret-10"):
-        resolved = check_config([*flags, f"--launch.environment.HF_TOKEN={changed}"], 2, training=False)[1].toml
+        resolved = check_config(
+            [*flags, f"--launch.environment.HF_TOKEN={changed}"], 2, training=False
+        )[1].toml
         assert changed in resolved, "else this shows nothing"
-        start(tmp_path, argv=["train.py", *flags], more_config=resolved[resolved.index("[launch]") :])
+        start(
+            tmp_path, argv=["train.py", *flags], more_config=resolved[resolved.index("[launch]") :]
+        )
     for name in (FILE, CONFIG):
         assert "s3cret" not in (tmp_path / name).read_text()
     entry = read_entries(tmp_path)[0]
     assert kept.items() <= entry["environment"].items()
     assert entry["environment"]["TORCHINDUCTOR_REMOTE"] == "redis://(removed)@host:1/0"
     assert entry["command"] == [
-        *("train.py", "--launch.environment.HF_TOKEN", "(removed)", "--launch.environment.MY_KEY=(removed)"),
+        *(
+            "train.py",
+            "--launch.environment.HF_TOKEN",
+            "(removed)",
+            "--launch.environment.MY_KEY=(removed)",
+        ),
         "--launch.environment.NCCL_IB=1",
     ]
     config = load_file(tmp_path / "config.toml").value("launch.environment")
@@ -173,7 +249,9 @@ def checkout(tmp_path: Path) -> Path:
     return package
 
 
-def test_commit_changes_and_their_diff_are_kept(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_changes_and_their_diff_are_kept(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clean = provenance.git_state(checkout)
     assert (len(clean.record["commit"]), clean.record["dirty"], clean.diff) == (40, False, None)
     (checkout / "new.py").write_text("")
@@ -204,14 +282,20 @@ def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path: Path) -> N
     zero, one, three = ((tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1, 3))
     assert " INFO step: 1\n" in zero and "odd" not in zero and "after" not in zero + three
     assert one.endswith(" INFO rank 1 ends: SIGTERM on rank 0\n")
-    assert " WARNING odd\n" in three and "Traceback" in three and three.endswith("RuntimeError: shard 7 is gone\n")
+    assert (
+        " WARNING odd\n" in three
+        and "Traceback" in three
+        and three.endswith("RuntimeError: shard 7 is gone\n")
+    )
     with rank_log(tmp_path, 0):
         pass
     assert (tmp_path / "logs" / "rank_0.log").read_text().startswith(zero)
     assert not any(isinstance(handler, logging.FileHandler) for handler in logger.handlers)
 
 
-def test_a_full_disk_does_not_change_how_a_run_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_does_not_change_how_a_run_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank_0.log").symlink_to("/dev/full")
     with rank_log(tmp_path, 0):

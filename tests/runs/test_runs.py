@@ -23,7 +23,11 @@ def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
 def test_the_table_has_every_run_with_its_state_and_figures(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [training_row(1, 8.0, 50), training_row(20, 5.25, 110), {"step": 20, "time": 1.0, "validation_loss": 5.5}]
+    rows = [
+        training_row(1, 8.0, 50),
+        training_row(20, 5.25, 110),
+        {"step": 20, "time": 1.0, "validation_loss": 5.5},
+    ]
     write_metrics(tmp_path / "a" / "one", rows)
     start(tmp_path / "a" / "one").end("done", 40)
     write_metrics(tmp_path / "two", rows)
@@ -35,7 +39,9 @@ def test_the_table_has_every_run_with_its_state_and_figures(
     assert lines["one"][:7] == ["done", "40", "of", "40", "5.2500", "5.5000", "220"]
     assert lines["two"][:5] == ["unknown", "20", "5.2500", "5.5000", "220"]
     assert lines["three"][:7] == ["running", "0", "of", "40", "–", "–", "–"]
-    assert "died" in listed(capsys, str(tmp_path / "three"))[1], "its lock is gone, and it has no end"
+    assert "died" in listed(capsys, str(tmp_path / "three"))[1], (
+        "its lock is gone, and it has no end"
+    )
     record.end("stopped", 7, reason="step 8: loss nan")
     out = listed(capsys, str(tmp_path))[1]
     assert "three  stopped by guard   7 of 40" in out
@@ -47,11 +53,17 @@ def test_json_has_null_for_what_is_not_known_and_stays_json(
 ) -> None:
     write_metrics(tmp_path / "one", [training_row(1, 8.0, 50), training_row(20, "nan", 110)])
     start(tmp_path / "one").end("failed", 21, reason="OSError: disk")
-    write_metrics(tmp_path / "two", [training_row(1, 8.0, 50, time=100.0), training_row(2, 7.0, 50, time=103.5)])
+    write_metrics(
+        tmp_path / "two",
+        [training_row(1, 8.0, 50, time=100.0), training_row(2, 7.0, 50, time=103.5)],
+    )
     found = json.loads(listed(capsys, str(tmp_path), "--json")[1])
     one, two = sorted(found, key=lambda run: run["run"])
     assert one["loss"] == "nan" and (one["state"], one["step"], one["steps"]) == ("failed", 21, 40)
-    assert (one["tokens_per_second"], one["tokens_per_second_per_device"]) == (pytest.approx(220), 110)
+    assert (one["tokens_per_second"], one["tokens_per_second_per_device"]) == (
+        pytest.approx(220),
+        110,
+    )
     assert (one["reason"], one["attempts"], one["validation_loss"]) == ("OSError: disk", 1, None)
     shown = [two[key] for key in ("state", "steps", "started", "duration", "attempts")]
     assert shown == ["unknown", None, 100, 3.5, 0]
@@ -66,8 +78,12 @@ def test_time_between_attempts_does_not_count(tmp_path: Path, start: Start) -> N
     change_start(tmp_path, 2, time=at(40))
     change_start(tmp_path, 3, time=at(50), ended=at(59))
     began = read_run(tmp_path).started
-    assert began is not None and read_run(tmp_path).duration == 39, "nothing is known of the killed attempt"
-    write_metrics(tmp_path, [training_row(11, 5.0, time=began + 44), training_row(12, 5.0, time=began + 55)])
+    assert began is not None and read_run(tmp_path).duration == 39, (
+        "nothing is known of the killed attempt"
+    )
+    write_metrics(
+        tmp_path, [training_row(11, 5.0, time=began + 44), training_row(12, 5.0, time=began + 55)]
+    )
     assert read_run(tmp_path).duration == 43, "it lasted at least until its last row"
 
 
@@ -81,15 +97,24 @@ def test_a_live_run_lasts_until_its_last_sign_of_life(tmp_path: Path, start: Sta
         assert (run.state, run.duration) == ("running", pytest.approx(70))
 
 
-def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(tmp_path: Path, start: Start) -> None:
+def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(
+    tmp_path: Path, start: Start
+) -> None:
     start(tmp_path).end("done", 40)
     start(tmp_path).end("failed", 5)
     run = read_run(tmp_path)
     assert (run.state, run.step, len(run.attempts)) == ("failed", 5, 1)
 
 
-def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(tmp_path: Path, start: Start) -> None:
-    about = {"state": "running", "started": "2026-01-02T03:00:00.000+00:00", "host": "node7", "process": {"id": 7}}
+def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(
+    tmp_path: Path, start: Start
+) -> None:
+    about = {
+        "state": "running",
+        "started": "2026-01-02T03:00:00.000+00:00",
+        "host": "node7",
+        "process": {"id": 7},
+    }
     old = {**about, "first_step": 0, "steps": 40, "world_size": 4, "config": "config.toml"}
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "attempts": [old]}))
     (run,) = (read_run(path) for path in find_runs(tmp_path))
@@ -101,7 +126,10 @@ def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(t
         (1, None, 4, "config-1.toml"),
         (2, "done", 2, "config.toml"),
     ]
-    assert (found[1]["after"], found[1]["config_changes"]["optimizer.lr"]) == ("killed", "0.5 -> 0.001")
+    assert (found[1]["after"], found[1]["config_changes"]["optimizer.lr"]) == (
+        "killed",
+        "0.5 -> 0.001",
+    )
     (tmp_path / "run.json").write_text("{")
     assert [one["attempt"] for one in read_run(tmp_path).attempts] == [2]
 
@@ -116,18 +144,30 @@ def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: P
 def test_unreadable_files_are_named_and_hide_nothing_else(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = write_metrics(tmp_path / "torn", [training_row(1, 8.0), training_row(2, 7.0), training_row(3, 6.0)])
+    folder = write_metrics(
+        tmp_path / "torn", [training_row(1, 8.0), training_row(2, 7.0), training_row(3, 6.0)]
+    )
     text = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([text[0], "{{{", text[2]]) + "\n")
     start(folder).end("done", 40)
     write_metrics(tmp_path / "odd", [training_row(1, "much")])
     (write_metrics(tmp_path / "good", [training_row(1, 6.5)]) / "config.toml").write_text("= 1")
-    found = {Path(run["run"]).name: run for run in json.loads(listed(capsys, str(tmp_path), "--json")[1])}
+    found = {
+        Path(run["run"]).name: run for run in json.loads(listed(capsys, str(tmp_path), "--json")[1])
+    }
     shown = {name: (run["state"], run["loss"], len(run["problems"])) for name, run in found.items()}
-    assert shown == {"torn": ("done", 6.0, 1), "odd": ("unknown", None, 1), "good": ("unknown", 6.5, 1)}
+    assert shown == {
+        "torn": ("done", 6.0, 1),
+        "odd": ("unknown", None, 1),
+        "good": ("unknown", 6.5, 1),
+    }
     status, out, _ = listed(capsys, str(tmp_path))
     assert status == 0
-    for words in ("torn/metrics.jsonl:2: ", "odd/metrics.jsonl: row of step 1: loss is 'much'", "good/config.toml: "):
+    for words in (
+        "torn/metrics.jsonl:2: ",
+        "odd/metrics.jsonl: row of step 1: loss is 'much'",
+        "good/config.toml: ",
+    ):
         assert f"note: {tmp_path}/{words}" in out
 
 
@@ -141,5 +181,13 @@ def test_names_with_control_characters_make_no_line_and_turn_no_text(
     out = listed(capsys, str(tmp_path))[1] + listed(capsys, str(tmp_path), "--attempts")[1]
     assert not [character for character in out if character != "\n" and not character.isprintable()]
     assert not [line for line in out.splitlines() if line.startswith(("fake", "note: all", "y"))]
-    for shown in ("a\\x0afake", "b\\u202eexe", "c\\x1b[2J", "d\\x09x", "e\\u2028y", "f\\udcff", "disk\\x0anote: all"):
+    for shown in (
+        "a\\x0afake",
+        "b\\u202eexe",
+        "c\\x1b[2J",
+        "d\\x09x",
+        "e\\u2028y",
+        "f\\udcff",
+        "disk\\x0anote: all",
+    ):
         assert shown in out

@@ -14,9 +14,13 @@ from titanlite.tools.cli import main, make_parser
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS = {
     row[1]: (row[2], row[3])
-    for row in re.finditer(r"^\| `titanlite ([a-z -]+)` \| (.*) \| (.*) \|$", (DOCS / "cli.md").read_text(), re.M)
+    for row in re.finditer(
+        r"^\| `titanlite ([a-z -]+)` \| (.*) \| (.*) \|$", (DOCS / "cli.md").read_text(), re.M
+    )
 }
-CODES = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
+CODES = {
+    value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)
+}
 
 
 def codes(command: str) -> set[int]:
@@ -28,8 +32,12 @@ def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argpa
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not below:
         return {name: parser}
-    words = {p: word for word, p in reversed(below[0].choices.items())}  # the first word of each, not its other names
-    return {k: v for p, word in words.items() for k, v in commands(p, f"{name} {word}".strip()).items()}
+    words = {
+        p: word for word, p in reversed(below[0].choices.items())
+    }  # the first word of each, not its other names
+    return {
+        k: v for p, word in words.items() for k, v in commands(p, f"{name} {word}".strip()).items()
+    }
 
 
 def test_the_table_has_every_command_and_which_has_json() -> None:
@@ -40,7 +48,9 @@ def test_the_table_has_every_command_and_which_has_json() -> None:
 
 
 def test_the_documented_codes_are_those_of_the_code() -> None:
-    table = (DOCS / "reliability.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    table = (
+        (DOCS / "reliability.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    )
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == CODES
     assert all(codes(command) <= CODES for command in ROWS)
     assert codes("train") == CODES - {exit_codes.ERROR}
@@ -52,7 +62,9 @@ def test_every_command_that_the_docs_name_is_there() -> None:
         text = page.read_text()
         examples = "".join(re.findall(r"```.*?```", text, re.S))
         found = re.findall(r"`titanlite ([a-z]+)(?: ([a-z]+))?", text)
-        found += re.findall(r"^\$? ?(?:.venv/bin/)?titanlite ([a-z]+)(?: ([a-z]+))?", examples, re.M)
+        found += re.findall(
+            r"^\$? ?(?:.venv/bin/)?titanlite ([a-z]+)(?: ([a-z]+))?", examples, re.M
+        )
         for group, word in found:
             name = f"{group} {word}".strip() if group in ("config", "checkpoint") else group
             assert name in known, f"{page.name}: titanlite {name}"
@@ -63,7 +75,9 @@ ELSEWHERE = {"checkpoint convert", "eval", "export", "import", "completion", "he
 
 
 @pytest.mark.parametrize("command", sorted(set(ROWS) - ELSEWHERE))
-def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_ends_with_a_documented_code(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
         "launch": ["slurm", "/no.toml"],

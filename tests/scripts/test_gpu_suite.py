@@ -1,4 +1,6 @@
-"""benchmarks/gpu.sh: its configs, its pieces on a machine without a GPU, and with stand-ins for what runs on one."""
+"""benchmarks/gpu.sh: its configs, its pieces on a machine without a GPU, and with stand-ins for
+what runs on one.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,13 @@ levels, runs = [], []
 for level in speeds:
     losses = {"5": 7.5, "25": 5.0 + speeds[level] / 1e6}
     runs.append({"level": level, "repeat": 1, "tokens_per_second": speeds[level], "losses": losses})
-    levels.append({"level": level, "repeats": 1, "tokens_per_second": speeds[level], "mfu": speeds[level] / 250,
-                   "ratio": [speeds[level] / 10000] * 3, "memory_gib": 100.0, "loss": losses["25"],
+    levels.append({"level": level, "repeats": 1, "tokens_per_second": speeds[level],
+                   "mfu": speeds[level] / 250,
+                   "ratio": [speeds[level] / 10000] * 3, "memory_gib": 100.0,
+                   "loss": losses["25"],
                    "loss_difference": 0.5})
-config = {one["level"]: {"float8.enable_float8_linear": "float8" in one["level"], "float8.recipe_name": "tensorwise",
+config = {one["level"]: {"float8.enable_float8_linear": "float8" in one["level"],
+                         "float8.recipe_name": "tensorwise",
                          "activation_checkpoint.mode": "full"} for one in levels}
 os.makedirs(out, exist_ok=True)
 with open(f"{out}/benchmark.json", "w") as file:
@@ -77,7 +82,9 @@ def measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench whose ladders are the stand-in's."""
     command = [sys.executable, "-S", "-c", LADDER]
     monkeypatch.setattr(
-        gpu_ladder, "ladder_command", lambda bench, setting, flags, layers, out, skip: [*command, str(out)]
+        gpu_ladder,
+        "ladder_command",
+        lambda bench, setting, flags, layers, out, skip: [*command, str(out)],
     )
     monkeypatch.setattr(gpu_ladder, "fit_command", lambda *_: ["true"])
     return bench
@@ -90,7 +97,9 @@ def test_rows_say_all_that_figures_depend_on(measured: Bench) -> None:
     assert (row["seq_len"], row["sequences"], row["activation_checkpoint"]) == (8192, 1, "full")
     assert (row["state_bytes_per_parameter"], row["mfu_formula"]) == (16, gpu_ladder.MFU_FORMULA)
     assert [one["float8_recipe"] for one in found.rows] == [None, None, "tensorwise", "tensorwise"]
-    assert row["tokens_per_second"] == 16000 and row["tflops"] == pytest.approx(16000 * row["flops_per_token"] / 1e12)
+    assert row["tokens_per_second"] == 16000 and row["tflops"] == pytest.approx(
+        16000 * row["flops_per_token"] / 1e12
+    )
     # Against compiled bf16, not against the default.
     assert row["ratio"][0] == 1.6 and row["ratio_to_compile"] == pytest.approx(16 / 13)
     # Of the last step, not the largest.
@@ -105,9 +114,15 @@ def test_page_judges_each_target(measured: Bench) -> None:
     assert "- bf16 with compile: at least 50 % MFU (ladder-8b): met (52.00)" in text
     assert "- float8: at least 1.30 x the speed of compiled bf16 (ladder-8b): met (1.31)" in text
     # 1.6 times the default, and yet too slow.
-    assert "- float8-all-gather: at least 1.30 x the speed of compiled bf16 (ladder-8b): missed (1.23)" in text
+    assert (
+        "- float8-all-gather: at least 1.30 x the speed of compiled bf16 (ladder-8b): missed (1.23)"
+        in text
+    )
     assert text.count("not measured") == 3
-    assert "| float8 | 17,000 | 1.70 | 1.31 |" in text and "loss in 8 pieces, 16 bytes of state per parameter" in text
+    assert (
+        "| float8 | 17,000 | 1.70 | 1.31 |" in text
+        and "loss in 8 pieces, 16 bytes of state per parameter" in text
+    )
     published = json.loads((measured.folder.parent / "published.json").read_text())
     assert [one["verdict"] for one in published["targets"]].count("not measured") == 3
     assert published["pieces"]["ladder-8b"]["rows"][0]["tokens_per_second"] == 10000
@@ -127,6 +142,10 @@ def test_pieces_run(tmp_path: Path) -> None:
     assert all(row["tokens_per_second"] > 0 and row["ratio_to_compile"] > 0 for row in rows)
     assert [bool(row["float8_recipe"]) for row in rows] == [False, False, True, True]
     assert rows[2]["final_loss_difference"] is not None and rows[0]["final_loss_difference"] < 0.1
-    for words in ("copy within the device's memory", "10 bytes of state per parameter", "| off | full |"):
+    for words in (
+        "copy within the device's memory",
+        "10 bytes of state per parameter",
+        "| off | full |",
+    ):
         assert words in done.stdout
     assert "results" not in done.stdout  # tiny shapes are not published

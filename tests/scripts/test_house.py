@@ -23,7 +23,11 @@ def house() -> Any:
 
 
 def missed(figures: list[Any]) -> list[str]:
-    return [f"{figure.name}: {figure.text}, limit {figure.limit}" for figure in figures if not figure.holds]
+    return [
+        f"{figure.name}: {figure.text}, limit {figure.limit}"
+        for figure in figures
+        if not figure.holds
+    ]
 
 
 def test_the_library_keeps_its_limits(house: Any) -> None:

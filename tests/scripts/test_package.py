@@ -17,7 +17,8 @@ began = time.perf_counter()
 import titanlite
 assert time.perf_counter() - began < 0.5
 from titanlite import Callback
-import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock, titanlite.tools.cli
+import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock
+import titanlite.tools.cli
 import titanlite.tools.runs, titanlite.tools.compare_page, titanlite.tools.plots
 from titanlite.fit import check_config
 titanlite.models.resolve_args("llama3", "8B")
@@ -43,11 +44,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a wheel of this tree installs."""
     source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for name in ("titanlite", "train_configs", "deploy"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(site)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", build, str(site)], cwd=source, check=True, capture_output=True
+    )
     (wheel,) = site.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     return site
@@ -65,11 +70,15 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
     assert "titanlite.schema.json" in ours and (installed / "titanlite" / "py.typed").is_file()
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
-    assert [(e.name, e.value) for e in distribution.entry_points] == [("titanlite", "titanlite.tools.cli:main")]
+    assert [(e.name, e.value) for e in distribution.entry_points] == [
+        ("titanlite", "titanlite.tools.cli:main")
+    ]
 
 
 def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
-    done = from_wheel(installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8")
+    done = from_wheel(
+        installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8"
+    )
     assert done.returncode == 0, done.stderr
     assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
     done = from_wheel(installed, "train", "debug_modle.toml", "--nproc-per-node", "2")
@@ -85,20 +94,40 @@ def test_the_wheel_writes_jobs(installed: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
-    tiny = ["--training.steps=1", "--training.seq_len=32", "--model.overrides.n_layers=1", "--no-validation.enable"]
-    done = from_wheel(installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run")
+    tiny = [
+        "--training.steps=1",
+        "--training.seq_len=32",
+        "--model.overrides.n_layers=1",
+        "--no-validation.enable",
+    ]
+    done = from_wheel(
+        installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run"
+    )
     assert done.returncode == 0, done.stderr
-    assert f"config: {installed}/titanlite/" in done.stdout and "training done at step 1" in done.stdout
+    assert (
+        f"config: {installed}/titanlite/" in done.stdout
+        and "training done at step 1" in done.stdout
+    )
     assert "titanlite" in (tmp_path / "run" / "attempts.jsonl").read_text()
 
 
-def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> None:
-    listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> (  # noqa: E501
+    None
+):
+    listed = re.search(
+        r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
     assert listed is not None
     needed = set(re.findall(r'^ +"([a-z0-9]+)', listed[1], re.M))
     code = "".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
     assert needed >= {"torch", "numpy"}
-    assert not {name for name in needed if not re.search(rf"^ *(import|from) (torch\.utils\.)?{name}\b", code, re.M)}
+    assert not {
+        name
+        for name in needed
+        if not re.search(rf"^ *(import|from) (torch\.utils\.)?{name}\b", code, re.M)
+    }
     script = (ROOT / "scripts" / "setup_env.sh").read_text()
     looked_for = re.search(r'^_RUN_MODULES="(.*)"', script, re.M)
-    assert looked_for is not None and set(looked_for[1].split()) == needed - {"tomli"} | {"titanlite"}
+    assert looked_for is not None and set(looked_for[1].split()) == needed - {"tomli"} | {
+        "titanlite"
+    }

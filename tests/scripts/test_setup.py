@@ -1,4 +1,6 @@
-"""The two commands, with stand-ins for Python, uv, pip and torchrun: what is installed when, and what is said."""
+"""The two commands, with stand-ins for Python, uv, pip and torchrun: what is installed when, and
+what is said.
+"""
 
 import os
 import re
@@ -12,15 +14,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = re.findall(r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mktemp mv rm chmod sleep timeout")
+TOOLS = re.findall(
+    r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mktemp mv rm chmod sleep timeout"
+)
 #: What makes a new environment, and what updates one.
 MADE = ["venv", "pip: uv", "uv: setuptools", "uv: ."]
 UPDATED = MADE[1:]
 #: The tests need one file of it.
 HYPERPOD = "uv: sagemaker-hyperpod==3.12.0"
 
-# Answers as an interpreter of $FAKE_VERSION would, and writes what it was asked to $CALLS. The lock is real, and so are
-# pip's settings, where a test gives any.
+# Answers as an interpreter of $FAKE_VERSION would, and writes what it was asked to $CALLS. The lock
+# is real, and so are pip's settings, where a test gives any.
 PYTHON = r"""#!/usr/bin/env bash
 case "$1 $2" in
     "-c "*fcntl*) exec "$REAL_PYTHON" -S "$@" ;;
@@ -39,13 +43,15 @@ case "$1 $2" in
         chmod +x "$3/bin/python"
         printf 'home = x\nversion = %s.1\n' "${FAKE_VERSION:-3.11}" >"$3/pyvenv.cfg" ;;
     "-m pip")
-        if [ "$3" = config ]; then [ -z "${PIP_CONFIG_FILE:-}" ] || exec "$REAL_PYTHON" "$@"; exit 0; fi
+        if [ "$3" = config ]; then [ -z "${PIP_CONFIG_FILE:-}" ] || exec "$REAL_PYTHON" "$@"
+            exit 0; fi
         echo "pip: ${*: -1}" >>"$CALLS"
         sleep "${FAKE_SECONDS:-0}"
         case " ${FAKE_FAIL:-} " in
             *" ${*: -1} "*) echo "ERROR: No matching distribution found for ${*: -1}"; exit 1 ;;
         esac
-        if [ "${*: -1}" = uv ]; then cat "$UV" >"$(dirname "$0")/uv"; chmod +x "$(dirname "$0")/uv"; fi ;;
+        if [ "${*: -1}" = uv ]; then cat "$UV" >"$(dirname "$0")/uv"
+            chmod +x "$(dirname "$0")/uv"; fi ;;
     "-m titanlite")
         echo "titanlite: ${*:3}" >>"$CALLS"
         exit "${FAKE_TRAIN:-0}" ;;
@@ -75,7 +81,12 @@ class Machine:
         for name in TOOLS:
             if path := shutil.which(name):
                 (self.bin / name).symlink_to(path)
-        self.env = {"PATH": str(self.bin), "CALLS": str(self.log), "HOME": str(tmp), "TMPDIR": str(tmp)}
+        self.env = {
+            "PATH": str(self.bin),
+            "CALLS": str(self.log),
+            "HOME": str(tmp),
+            "TMPDIR": str(tmp),
+        }
         self.env |= {"REAL_PYTHON": sys.executable, "UV": str(self.executable(tmp / "uv", UV))}
 
     def executable(self, path: Path, text: str) -> Path:
@@ -128,14 +139,21 @@ def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine
 
 
 @pytest.mark.slow
-def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_same(machine: Machine) -> None:
+def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_same(
+    machine: Machine,
+) -> None:
     machine.python()
     pip = ["pip: setuptools", "pip: ."]
     without = machine.run("run_llama_train.sh", FAKE_FAIL="uv")
-    assert without.returncode == 0 and machine.installs() == ["venv", "pip: uv", *pip], without.stderr
+    assert without.returncode == 0 and machine.installs() == ["venv", "pip: uv", *pip], (
+        without.stderr
+    )
     machine.executable(machine.bin / "uv", UV)
     (machine.root / "constraints.txt").write_text("torch==2.14.0\n")
-    assert machine.run("run_llama_train.sh").returncode == 0 and machine.installs() == ["uv: setuptools", "uv: ."]
+    assert machine.run("run_llama_train.sh").returncode == 0 and machine.installs() == [
+        "uv: setuptools",
+        "uv: .",
+    ]
     (machine.root / "constraints.txt").write_text("torch==2.15.0\n")
     failing = machine.run("run_llama_train.sh", FAKE_UV="2")
     assert failing.returncode == 0 and machine.installs() == ["uv: setuptools", *pip]
@@ -143,7 +161,9 @@ def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_sam
 
 
 @pytest.mark.slow
-def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(machine: Machine) -> None:
+def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(
+    machine: Machine,
+) -> None:
     machine.python()
     machine.run("run_llama_train.sh")
     with open(machine.root / "pyproject.toml", "a") as file:
@@ -180,8 +200,14 @@ def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> Non
     machine.python("python", machine.root / ".venv" / "bin")
     (machine.root / ".venv" / "pyvenv.cfg").write_text("version = 3.11.1\n")
     (machine.root / ".venv" / "theirs").touch()
-    other = machine.run("run_llama_train.sh", PYTHON=str(machine.python("python3.12", FAKE_VERSION="3.12")))
-    assert other.returncode == 1 and "somebody else made it" in other.stderr and machine.installs() == []
+    other = machine.run(
+        "run_llama_train.sh", PYTHON=str(machine.python("python3.12", FAKE_VERSION="3.12"))
+    )
+    assert (
+        other.returncode == 1
+        and "somebody else made it" in other.stderr
+        and machine.installs() == []
+    )
     assert machine.run("run_llama_train.sh").returncode == 0
     assert machine.installs() == UPDATED and (machine.root / ".venv" / "theirs").exists()
 
@@ -201,7 +227,9 @@ def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
     assert machine.installs() == [] and not (machine.root / ".venv").exists()
     for folder, words in (("has", "lacks pytest ruff"), ("without", "making .venv")):
         shutil.rmtree(machine.root / ".venv", ignore_errors=True)
-        left = machine.run("run_tests.sh", VIRTUAL_ENV=str(tmp_path / folder), FAKE_MISSING="pytest ruff")
+        left = machine.run(
+            "run_tests.sh", VIRTUAL_ENV=str(tmp_path / folder), FAKE_MISSING="pytest ruff"
+        )
         assert words in left.stderr and machine.installs() == [*MADE[:-1], "uv: .[dev]", HYPERPOD]
 
 
@@ -252,9 +280,14 @@ def test_only_the_ci_installs_slurm_and_does_without(machine: Machine, code: int
     assert not any(call.startswith("apt") for call in machine.calls())
     done = machine.run(".ci/run")
     asked = [call.rpartition("=20 ")[2] for call in machine.calls() if call.startswith("apt")]
-    install = "install --no-install-recommends slurmctld slurmd slurm-client munge slurm-wlm-basic-plugins"
+    install = (
+        "install --no-install-recommends slurmctld slurmd slurm-client munge "
+        "slurm-wlm-basic-plugins"
+    )
     assert asked == (["update"] if code else ["update", install])
-    assert ("could not be installed" in done.stdout) == bool(code) and "-m pytest" in machine.calls()[-1]
+    assert ("could not be installed" in done.stdout) == bool(
+        code
+    ) and "-m pytest" in machine.calls()[-1]
 
 
 def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machine) -> None:

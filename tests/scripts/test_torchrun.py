@@ -32,8 +32,8 @@ from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error
         ([], "0 1\n0 7\n", 1),
         ([], "0 5\n0 5\n1 6\n1 6\n", 6),
         ([], '0 1 "rank 1 on a: OSError: 1 2"\n0 7 ""\n', 1),
-        # A worker that torchrun stops after another failed was not preempted: its code 5 would let a wrapper start a
-        # broken installation for ever.
+        # A worker that torchrun stops after another failed was not preempted: its code 5 would let
+        # a wrapper start a broken installation for ever.
         ([1], "0 5\n", None),
         ([-9], "0 5\n0 5\n", None),
         ([7], "0 7\n0 5\n", 7),
@@ -47,7 +47,9 @@ def test_which_code_stands_for_all(failed: list[int], told: str, code: int | Non
     assert worst_code(told, failed) == code
 
 
-@pytest.mark.parametrize(("told", "code"), [(None, 5), ("", 1), ("0 0\n0 0\n", 0), ("0 5\n0 0\n", 5), ("0 6\n", 6)])
+@pytest.mark.parametrize(
+    ("told", "code"), [(None, 5), ("", 1), ("0 0\n0 0\n", 0), ("0 5\n0 0\n", 5), ("0 6\n", 6)]
+)
 def test_which_code_stands_for_all_after_a_signal_to_torchrun(told: str | None, code: int) -> None:
     """Of workers that had not begun, were killed, were done, and had nothing saved."""
     assert code_after_signal(told) == code
@@ -85,17 +87,33 @@ def test_a_taken_port_is_a_wrong_setting_and_an_unreachable_store_is_not() -> No
 
 
 def test_a_killed_only_rank_ends_as_killed() -> None:
-    """So that the scripts of `titanlite launch` start it again, as when one of several is killed."""
-    words = ["--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--no-python"]
-    done = python("-m", "titanlite.torchrun", *words, sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    """So that the scripts of `titanlite launch` start it again, as when one of several is
+    killed.
+    """
+    words = [
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "--no-python",
+    ]
+    done = python(
+        "-m",
+        "titanlite.torchrun",
+        *words,
+        sys.executable,
+        "-c",
+        "import os; os.kill(os.getpid(), 9)",
+    )
     assert done.returncode == 128 + 9 and "Signal 9 (SIGKILL)" in done.stderr
 
 
-#: One of two torchruns on this machine; the second one is late with its last words to the store of the first.
+#: One of two torchruns on this machine; the second one is late with its last words to the store of
+#: the first.
 LATE = """
 import sys, time
 import torch.distributed.elastic.utils.store as store
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Handler
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+Handler = dynamic_rendezvous.DynamicRendezvousHandler
 from titanlite.torchrun import main
 
 def late(function):
@@ -115,7 +133,9 @@ def _two_machines(kind: str, port: int) -> list[list[str]]:
         master = ["--master_addr=127.0.0.1", f"--master_port={port}"]
         return [[f"--node_rank={node}", *master] for node in range(2)]
     meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=x"]
-    return [[*meet, f"--rdzv_conf=is_host={1 - node}", "--local_addr=127.0.0.1"] for node in range(2)]
+    return [
+        [*meet, f"--rdzv_conf=is_host={1 - node}", "--local_addr=127.0.0.1"] for node in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,24 +146,44 @@ def _two_machines(kind: str, port: int) -> list[list[str]]:
         pytest.param("c10d", "exit 7", 1, marks=pytest.mark.slow),
     ],
 )
-def test_an_end_on_two_machines_prints_no_stack_of_torch(kind: str, program: str, code: int) -> None:
+def test_an_end_on_two_machines_prints_no_stack_of_torch(
+    kind: str, program: str, code: int
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     processes = []
     for node, options in enumerate(_two_machines(kind, port)):
-        words = [sys.executable, "-c", LATE, str(node), "--nnodes=2", "--nproc_per_node=1", *options]
+        words = [
+            sys.executable,
+            "-c",
+            LATE,
+            str(node),
+            "--nnodes=2",
+            "--nproc_per_node=1",
+            *options,
+        ]
         words += ["--no-python", "sh", "-c", program]
-        processes.append(subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
+        )
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [code, code], said
     for text in said:
-        assert "frame #" not in text and "TCPStore" not in text and "rendezvous" not in text.partition("Traceback")[0]
+        assert (
+            "frame #" not in text
+            and "TCPStore" not in text
+            and "rendezvous" not in text.partition("Traceback")[0]
+        )
         assert code or text == ""
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated(is_full: bool) -> None:
-    """As a new pod whose peers have not ended yet. is_full: it waited beside them, and torch forgot to return a result.
+def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repeated(
+    is_full: bool,
+) -> None:
+    """As a new pod whose peers have not ended yet.
+
+    is_full: it waited beside them, and torch forgot to return a result.
 
     That was an AttributeError, and its code 1 failed the job.
     """
@@ -161,7 +201,13 @@ def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repea
             list(threads.map(lambda handler: handler.next_rendezvous(), earlier))
     else:
         earlier[0].set_closed()
-    words = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=x", "--no-python"]
+    words = [
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        "--rdzv_id=x",
+        "--no-python",
+    ]
     words += [f"--rdzv_endpoint={endpoint}", "--rdzv_conf=is_host=0", "true"]
     command = [sys.executable, "-m", "titanlite.torchrun", *words]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as late:
@@ -173,7 +219,9 @@ def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repea
             time.sleep(0.05)
         earlier[0].set_closed()
         said = late.communicate(timeout=120)[1]
-    assert late.returncode == LOST_PEER and said.endswith("which is about to end. Start again\n"), said
+    assert late.returncode == LOST_PEER and said.endswith("which is about to end. Start again\n"), (
+        said
+    )
     assert "AttributeError" not in said
 
 
@@ -186,19 +234,27 @@ end_with_parent(signal.SIGTERM)
 os.write(1, b"ready")
 time.sleep(20)
 """
-LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {WORKER!r}]); time.sleep(20)"
+LAUNCHER = (
+    f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {WORKER!r}]); "
+    "time.sleep(20)"
+)
 
 
 def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
     env = environment(TORCHELASTIC_RUN_ID="x")
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE) as launcher:
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE
+    ) as launcher:
         assert launcher.stdout is not None and launcher.stdout.read(5) == b"ready"
         launcher.kill()
         assert launcher.stdout.read() == b"asked to stop"
 
 
 def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
-    late = "from titanlite.signals import end_with_parent; end_with_parent(9, 2**22 + 1); print('goes on')"
+    late = (
+        "from titanlite.signals import end_with_parent; end_with_parent(9, 2**22 + 1); "
+        "print('goes on')"
+    )
     assert python("-c", late).returncode == -9
 
 
@@ -232,7 +288,11 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     words = ["-m", "titanlite.torchrun", "--nproc_per_node=1", "--tee", "3", "--log-dir", tmp_path]
     child, terminal = pty.fork()
     if child == 0:
-        os.execve(sys.executable, [sys.executable, *(map(str, words) if launched else ()), str(script)], environment())
+        os.execve(
+            sys.executable,
+            [sys.executable, *(map(str, words) if launched else ()), str(script)],
+            environment(),
+        )
     shown = b""
     while b"working\r\n" not in shown:
         shown += os.read(terminal, 1024)
@@ -245,4 +305,6 @@ def test_a_ctrl_c_in_a_terminal_has_its_own_line(tmp_path: Path, launched: bool)
     lines = shown.decode().replace("\r", "").split("\n")
     assert "^C" in lines, lines
     assert not [line for line in lines if "signal" in line or line.startswith("W")], lines
-    assert ("[default0]:stopped" if launched else "SIGINT: stopping as soon as this step is done") in lines
+    assert (
+        "[default0]:stopped" if launched else "SIGINT: stopping as soon as this step is done"
+    ) in lines

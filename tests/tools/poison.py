@@ -47,13 +47,17 @@ CODE = {
 
 @dataclass(frozen=True)
 class Evil:
-    """A file of Python, the file that it makes when it runs, and a folder in which it is a module, too."""
+    """A file of Python, the file that it makes when it runs, and a folder in which it is a module,
+    too.
+    """
 
     file: Path
     mark: Path
 
     def named(self, name: str, way: str = "file") -> str:
-        """Return a dotted path: of the file, of the file beside the checkpoint, or of the module."""
+        """Return a dotted path: of the file, of the file beside the checkpoint, or of the
+        module.
+        """
         lead = {"file": str(self.file), "beside": f"./{self.file.name}", "module": self.file.stem}
         return f"{lead[way]}:{name}"
 
@@ -91,8 +95,12 @@ def put(toml: str, key: str, value: Any) -> str:
     return f"{head}{mark}{line}{body}{next_head}{tail}" if mark else f"{toml}\n[{section}]\n{line}"
 
 
-def poison(step: Path, config: dict[str, Any] | None = None, family: str = "", same_text: bool = False) -> None:
-    """Write other values into the config of a run and of its checkpoint, and another family of its model."""
+def poison(
+    step: Path, config: dict[str, Any] | None = None, family: str = "", same_text: bool = False
+) -> None:
+    """Write other values into the config of a run and of its checkpoint, and another family of its
+    model.
+    """
     manifest = read_manifest(step)
     prints = dict(manifest.fingerprints)
     if not same_text:
@@ -124,12 +132,16 @@ class Pickled:
 
 
 def poison_hf(folder: Path, evil: Evil) -> None:
-    """Let all files of a Hugging Face folder name code: its own, kernels of the hub, and a template's."""
+    """Let all files of a Hugging Face folder name code: its own, kernels of the hub, and a
+    template's.
+    """
     (folder / "modeling_evil.py").write_text(evil.file.read_text())
     remote = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
     config = json.loads((folder / "config.json").read_text())
     names = ("attn_implementation", "_attn_implementation", "_experts_implementation")
-    kernel = dict.fromkeys(names, "somebody/kernel")  # transformers refuses such a config unless it has `kernels`
+    kernel = dict.fromkeys(
+        names, "somebody/kernel"
+    )  # transformers refuses such a config unless it has `kernels`
     config |= {"auto_map": remote, "trust_remote_code": True, **kernel}
     (folder / "config.json").write_text(json.dumps(config))
     file = folder / "tokenizer_config.json"

@@ -1,7 +1,8 @@
 """A trainer without torch: it writes the records of a run with made-up figures.
 
 The benchmark starts it as a process, so order, failure and resume are real.
-Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints and fails.
+Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints
+and fails.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> None:
     shift = 0.001 * list(SPEEDS).index(level)
     rows = []
     for step in range(1, steps + 1):
-        # The first two steps are as slow as those of a run that compiles; the first uses most memory.
+        # The first two steps are as slow as those of a run that compiles; the first uses most
+        # memory.
         speed = SPEEDS[level] / 2 ** (int(repeat) - 1) if step > 2 else 1.0
         rows.append(
             {
@@ -49,7 +51,14 @@ def main() -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, _ = check_config(words, RANKS, training=True)
     (folder / "config.toml").write_text(config.to_toml())
-    attempt = {"state": "done", "first_step": 0, "steps": steps, "step": steps, "world_size": RANKS, "device": DEVICE}
+    attempt = {
+        "state": "done",
+        "first_step": 0,
+        "steps": steps,
+        "step": steps,
+        "world_size": RANKS,
+        "device": DEVICE,
+    }
     attempt["versions"] = provenance.versions()
     (folder / "run.json").write_text(json.dumps({"format": 1, "attempts": [attempt]}))
 

@@ -1,4 +1,6 @@
-"""The whole command, over a stand-in for the trainer (order, table, failure, signals, resume) and over real runs."""
+"""The whole command, over a stand-in for the trainer (order, table, failure, signals, resume) and
+over real runs.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,44 @@ from titanlite.trainer import Trainer
 ROOT = Path(__file__).parents[2]
 Benchmark = Callable[..., tuple[int, str, str]]
 STAND_IN = [sys.executable, str(ROOT / "tests" / "tools" / "stand_in.py")]
-ORDER = ["default-1", "compile-1", "more-1", "compile-2", "more-2", "default-2", "more-3", "default-3", "compile-3"]
+ORDER = [
+    "default-1",
+    "compile-1",
+    "more-1",
+    "compile-2",
+    "more-2",
+    "default-2",
+    "more-3",
+    "default-3",
+    "compile-3",
+]
 FILES = ("benchmark.md", "benchmark.json", "losses.png", "throughput.png")
 
 
 @pytest.fixture
-def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Benchmark:
-    """`benchmark(*words)`: three levels, three repeats of six steps in out/; exit code, output, errors."""
+def benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Benchmark:
+    """`benchmark(*words)`: three levels, three repeats of six steps in out/; exit code, output,
+    errors.
+    """
     monkeypatch.setattr(room.torchrun, "command", lambda ranks, arguments: [*STAND_IN, *arguments])
     monkeypatch.setattr(room, "probe", lambda: room.Machine("CPU (made up)"))
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
     (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
-    (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n[training]\nsteps = 100\n')
+    (tmp_path / "base.toml").write_text(
+        '[compile]\nbackend = "aot_eager"\n[training]\nsteps = 100\n'
+    )
 
     def run(*words: str) -> tuple[int, str, str]:
-        skipped = ("--skip", "float8", "--skip", "float8-all-gather", "--overlay", f"more={tmp_path}/more.toml")
+        skipped = (
+            "--skip",
+            "float8",
+            "--skip",
+            "float8-all-gather",
+            "--overlay",
+            f"more={tmp_path}/more.toml",
+        )
         size = ("--steps", "6", "--warmup", "2", "--out", str(tmp_path / "out"))
         code = main(["benchmark", str(tmp_path / "base.toml"), *size, *skipped, *words])
         return code, *capsys.readouterr()
@@ -75,25 +100,53 @@ def results(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_levels_take_turns_and_the_results_are_printed_and_written(benchmark: Benchmark, tmp_path: Path) -> None:
+def test_levels_take_turns_and_the_results_are_printed_and_written(
+    benchmark: Benchmark, tmp_path: Path
+) -> None:
     code, out, err = benchmark()
     assert code == 0, err
     assert log(tmp_path) == ORDER
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.split() and line.split()[0] in SPEEDS}
-    # Two ranks; the machine halves its speed with every repeat, so the median is that of the second.
-    assert rows["default"] == ["default", "1,000", "1", "–", "2.50", "8.4000", "baseline", "3", "of", "3"]
+    rows = {
+        line.split()[0]: line.split()
+        for line in out.splitlines()
+        if line.split() and line.split()[0] in SPEEDS
+    }
+    # Two ranks; the machine halves its speed with every repeat, so the median is that of the
+    # second.
+    assert rows["default"] == [
+        "default",
+        "1,000",
+        "1",
+        "–",
+        "2.50",
+        "8.4000",
+        "baseline",
+        "3",
+        "of",
+        "3",
+    ]
     assert rows["compile"][1:5] == ["1,500", "1.50", "(1.50–1.50)", "–"]
     assert rows["compile"][-5:] == ["8.4010", "0.001", "3", "of", "3"]
     assert rows["more"][1:3] == ["500", "0.50"] and rows["more"][-4] == "0.002"
     said = [line[9:] for line in err.splitlines()]
-    assert said[0].startswith("run 1 of 9: default, repeat 1 starts") and "2,000 tokens/s, loss 8.4000" in said[1]
+    assert (
+        said[0].startswith("run 1 of 9: default, repeat 1 starts")
+        and "2,000 tokens/s, loss 8.4000" in said[1]
+    )
 
     folder = tmp_path / "out"
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "levels", "runs"])
     assert out.endswith(f"written: {', '.join(str(folder / n) for n in FILES)}\n")
     found = results(tmp_path)
-    assert found["levels"][1]["ratio"] == [1.5, 1.5, 1.5] and found["levels"][1]["tokens_per_second"] == 1500
-    assert found["hardware"] == {"device": "CPU (made up)", "world_size": 2, "cores": os.cpu_count()}
+    assert (
+        found["levels"][1]["ratio"] == [1.5, 1.5, 1.5]
+        and found["levels"][1]["tokens_per_second"] == 1500
+    )
+    assert found["hardware"] == {
+        "device": "CPU (made up)",
+        "world_size": 2,
+        "cores": os.cpu_count(),
+    }
     assert found["runs"][0]["losses"]["6"] == pytest.approx(8.4)
     assert found["config"]["more"]["activation_checkpoint.mode"] == "full"
     page = (folder / "benchmark.md").read_text()
@@ -121,7 +174,9 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
     assert code == 0 and log(tmp_path) == [*ORDER[:3], "more-1"]
     assert "more differs from default in data.seed, sequences per step: losses not compared" in out
     levels = results(tmp_path)["levels"]
-    assert levels[2]["loss_difference"] is None and levels[1]["loss_difference"] == pytest.approx(0.001)
+    assert levels[2]["loss_difference"] is None and levels[1]["loss_difference"] == pytest.approx(
+        0.001
+    )
     assert "throughput.png are not drawn" in err and out.endswith("benchmark.json\n")
 
 
@@ -159,23 +214,36 @@ def test_all_four_levels_train_in_the_pool(
     assert losses["compile"]["1"] == pytest.approx(losses["default"]["1"], abs=1e-5)
     assert losses["compile"]["3"] == pytest.approx(losses["default"]["3"], abs=1e-4)
     for level in ("float8", "float8-all-gather"):
-        assert losses[level]["1"] == pytest.approx(losses["default"]["1"], abs=0.02)  # the same weights and text
+        assert losses[level]["1"] == pytest.approx(
+            losses["default"]["1"], abs=0.02
+        )  # the same weights and text
         assert losses[level]["3"] == pytest.approx(losses["default"]["3"], abs=0.05)
         # And yet other products; by then, as the first step of a small model may show none.
         assert losses[level]["3"] != losses["compile"]["3"]
-    assert "float8 is emulated in float8, float8-all-gather: compare their losses, not their speed" in said
+    assert (
+        "float8 is emulated in float8, float8-all-gather: compare their losses, not their speed"
+        in said
+    )
 
 
 CONFIGS = ROOT / "train_configs"
 SHIPPED = ("level1_default", "level2_compile", "level3_float8", "level4_float8_all_gather")
 CPU = Machine("CPU (made up)")
-AMPERE = Machine("A100 (made up)", 2, [Problem("", "float8.enable_float8_linear", "compute capability 8.0", "set it")])
+AMPERE = Machine(
+    "A100 (made up)",
+    2,
+    [Problem("", "float8.enable_float8_linear", "compute capability 8.0", "set it")],
+)
 
 
 def values(path: Path) -> dict[str, Any]:
     """The config of a file, without its place and description."""
     found = to_builtins(load_file(path).sections)
-    job = {k: v for k, v in found["job"].items() if k not in ("dump_folder", "description", "config_file", "extends")}
+    job = {
+        k: v
+        for k, v in found["job"].items()
+        if k not in ("dump_folder", "description", "config_file", "extends")
+    }
     return {**found, "job": job}
 
 
@@ -194,13 +262,19 @@ def test_each_level_adds_to_the_one_before_and_an_overlay_to_the_first(tmp_path:
     (tmp_path / "base.toml").write_text(
         "[training]\ncompile = true\nseq_len = 64\n[float8]\nenable_float8_linear = true\n"
     )
-    (tmp_path / "over.toml").write_text('[activation_checkpoint]\nmode = "full"\n[training]\nseq_len = 32\n')
-    write_levels(make_levels(tmp_path / "base.toml", [f"full={tmp_path}/over.toml"]), tmp_path / "levels")
+    (tmp_path / "over.toml").write_text(
+        '[activation_checkpoint]\nmode = "full"\n[training]\nseq_len = 32\n'
+    )
+    write_levels(
+        make_levels(tmp_path / "base.toml", [f"full={tmp_path}/over.toml"]), tmp_path / "levels"
+    )
     on: list[str] = []
     for level in LEVELS:
         config = load_file(tmp_path / "levels" / f"{level.name}.toml")
         on += level.adds
-        assert [key for key in SWITCHES if config.value(key)] == on and config.value("training.seq_len") == 64
+        assert [key for key in SWITCHES if config.value(key)] == on and config.value(
+            "training.seq_len"
+        ) == 64
     config = load_file(tmp_path / "levels" / "full.toml")
     assert (config.value("training.compile"), config.value("training.seq_len")) == (False, 32)
     assert config.value("activation_checkpoint.mode") == "full"
@@ -214,13 +288,17 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
     for off in ("checkpoint.enable_checkpoint", "validation.enable", "metrics.enable_tensorboard"):
         assert f"--{off}=false" in flags
     seeded = tmp_path / "seeded.toml"
-    seeded.write_text('[training]\nseed = 7\n[checkpoint]\nenable_checkpoint = true\nstart = "resume"')
+    seeded.write_text(
+        '[training]\nseed = 7\n[checkpoint]\nenable_checkpoint = true\nstart = "resume"'
+    )
     flags = common_flags(str(seeded), [], 20, ranks=2)
     assert "--training.seed=7" in flags and "--checkpoint.start=resume-or-fresh" in flags
     load_file(seeded, flags)  # without a checkpoint "resume" would be a contradiction
 
 
-def check(tmp_path: Path, text: str, *overlays: str, machine: Machine = CPU, float8: bool = False) -> list[Level]:
+def check(
+    tmp_path: Path, text: str, *overlays: str, machine: Machine = CPU, float8: bool = False
+) -> list[Level]:
     (tmp_path / "base.toml").write_text(text)
     levels = make_levels(tmp_path / "base.toml", overlays)
     write_levels(levels, tmp_path / "levels")
@@ -239,14 +317,18 @@ def test_all_problems_of_levels_are_reported_at_once_with_the_remedy(tmp_path: P
             *(f"{name}={tmp_path / name}.toml" for name in ("wrong", "unbuilt")),
         )
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("2 of 4 levels cannot run") and lines[-1].endswith(": --skip wrong --skip unbuilt")
+    assert lines[0].startswith("2 of 4 levels cannot run") and lines[-1].endswith(
+        ": --skip wrong --skip unbuilt"
+    )
     for place in ("wrong.toml:3: training.stepz", "wrong.toml:2: training.seq_len"):
         assert any(line.startswith(f"    {tmp_path}/{place}") for line in lines)
     assert any("unbuilt.toml:2: experimental.enable_compiled_autograd" in line for line in lines)
 
 
 def test_features_that_this_machine_lacks_are_found_before_the_first_run(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match='compile.backend: torch has no backend "nosuch"') as caught:
+    with pytest.raises(
+        BenchmarkError, match='compile.backend: torch has no backend "nosuch"'
+    ) as caught:
         check(tmp_path, '[compile]\nbackend = "nosuch"\n')
     assert str(caught.value).endswith(": --skip compile")
     text = '[compile]\nbackend = "aot_eager"\n'
@@ -254,10 +336,18 @@ def test_features_that_this_machine_lacks_are_found_before_the_first_run(tmp_pat
         check(tmp_path, text, machine=AMPERE, float8=True)
     assert str(caught.value).count("    float8.enable_float8_linear: compute capability 8.0") == 2
     assert str(caught.value).endswith(": --skip float8 --skip float8-all-gather")
-    for machine, emulated in ((CPU, [False, False, True, True]), (Machine("H100 (made up)", 2), [False] * 4)):
+    for machine, emulated in (
+        (CPU, [False, False, True, True]),
+        (Machine("H100 (made up)", 2), [False] * 4),
+    ):
         levels = check(tmp_path, text, machine=machine, float8=True)
         assert [one.values["float8.emulate"] for one in levels] == emulated
-        assert [one.values["float8.enable_float8_linear"] for one in levels] == [False, False, True, True]
+        assert [one.values["float8.enable_float8_linear"] for one in levels] == [
+            False,
+            False,
+            True,
+            True,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -266,14 +356,21 @@ def test_features_that_this_machine_lacks_are_found_before_the_first_run(tmp_pat
         (["nosuch.toml"], 'no file "nosuch.toml"'),
         (["debug_model.toml", "--steps", "5", "--warmup", "5"], "--steps 5"),
         (["debug_model.toml", "--skip", "compiled"], "the levels are default, comp"),
-        (["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level.name))], "--skip leaves no level"),
+        (
+            ["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level.name))],
+            "--skip leaves no level",
+        ),
         (["debug_model.toml", "--overlay", "x.toml"], "--overlay x.toml: expected NAME=FILE.toml"),
         (["debug_model.toml", "--overlay", "compile={config}"], "there is a level compile already"),
         (["debug_model.toml", "--optimizer.lr=1e-3", "--training.tokens=500"], "--steps"),
     ],
 )
 def test_a_wrong_command_line_is_refused(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [word.replace("{config}", str(CONFIGS / "debug_model.toml")) for word in words]
@@ -286,11 +383,15 @@ def test_a_wrong_command_line_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def made(level: str, repeat: int, speed: float, losses: dict[int, float] | None = None, **more: Any) -> RunFigures:
+def made(
+    level: str, repeat: int, speed: float, losses: dict[int, float] | None = None, **more: Any
+) -> RunFigures:
     return RunFigures(level, repeat, speed, more.get("mfu"), more.get("memory"), losses or {1: 5.0})
 
 
-def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(tmp_path: Path) -> None:
+def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(
+    tmp_path: Path,
+) -> None:
     rows = [training_row(1, 8.0, 1, mfu=0.1, memory_gib=3.0), training_row(2, 7.0, 900, mfu=90.0)]
     rows += [training_row(3 + i, 6 - i, tps, mfu=tps / 5) for i, tps in enumerate((100, 130, 110))]
     run = read_run(write_metrics(tmp_path, rows))
@@ -299,28 +400,44 @@ def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(t
     assert found.mfu == 22 and found.memory_gib == 3.0
     assert found.losses == {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0, 5: 4.0}
     # A row of which a part lies in the warm-up does not count.
-    assert [row["step"] for row in after_warmup([{"step": float(n)} for n in (1, 10, 20, 25)], 5)] == [20, 25]
+    assert [
+        row["step"] for row in after_warmup([{"step": float(n)} for n in (1, 10, 20, 25)], 5)
+    ] == [20, 25]
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
-    """On a machine that becomes half as fast with each repeat, a level that is twice as fast is just that."""
+    """On a machine that becomes half as fast with each repeat, a level that is twice as fast is
+    just that.
+    """
     measured = [made("default", i + 1, 100 / 2**i) for i in range(3)]
     measured += [made("compile", i + 1, 200 / 2**i) for i in range(3)]
-    measured += [made("odd", 1, 90, mfu=40), made("odd", 2, 60, mfu=44), made("odd", 3, 25), made("odd", 4, 60)]
+    measured += [
+        made("odd", 1, 90, mfu=40),
+        made("odd", 2, 60, mfu=44),
+        made("odd", 3, 25),
+        made("odd", 4, 60),
+    ]
     baseline, compiled, odd, none = summarize(["default", "compile", "odd", "none"], measured)
     assert (baseline.tokens_per_second, compiled.tokens_per_second) == (50, 100)
     assert compiled.ratio == (2, 2, 2)
     assert odd.tokens_per_second == 60 and odd.mfu == 42
-    assert odd.ratio == (1, pytest.approx(0.9), pytest.approx(1.2)), "of repeats that the baseline has"
+    assert odd.ratio == (1, pytest.approx(0.9), pytest.approx(1.2)), (
+        "of repeats that the baseline has"
+    )
     assert none.repeats == 0 and none.tokens_per_second is None
 
 
 def test_losses_differ_by_the_largest_difference_at_equal_steps() -> None:
     base = {1: 8.0, 2: 7.0, 3: 6.0}
     measured = [made("default", 1, 1, base), made("default", 2, 1, {**base, 2: 7.25})]
-    measured += [made("compile", 1, 1, {1: 8.0, 2: 6.5, 3: 6.125, 4: 99.0}), made("compile", 2, 1, base)]
+    measured += [
+        made("compile", 1, 1, {1: 8.0, 2: 6.5, 3: 6.125, 4: 99.0}),
+        made("compile", 2, 1, base),
+    ]
     measured += [made("other", 1, 1, {1: 2.0})]
-    default, compiled, other = summarize(["default", "compile", "other"], measured, not_comparable=["other"])
+    default, compiled, other = summarize(
+        ["default", "compile", "other"], measured, not_comparable=["other"]
+    )
     assert default.loss_difference is None and default.loss_spread == 0.25
     assert compiled.loss_difference == 0.5  # and 0.25 in the second repeat
     assert default.loss == 6.0 and compiled.loss == pytest.approx((99 + 6) / 2)

@@ -1,4 +1,6 @@
-"""The command line as people type it: words in any order, wrong words, help, completion, and no torch."""
+"""The command line as people type it: words in any order, wrong words, help, completion, and no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,28 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        "debug_model.toml --training.steps 5 --optimizer.name Adam --no-training.compile --debug.deterministic",
-        "--training.steps 5 --optimizer.name Adam debug_model.toml --no-training.compile --debug.deterministic",
-        "--debug.deterministic --no-training.compile debug_model.toml --optimizer.name Adam --training.steps 5",
+        (
+            "debug_model.toml --training.steps 5 --optimizer.name Adam --no-training.compile "
+            "--debug.deterministic"
+        ),
+        (
+            "--training.steps 5 --optimizer.name Adam debug_model.toml --no-training.compile "
+            "--debug.deterministic"
+        ),
+        (
+            "--debug.deterministic --no-training.compile debug_model.toml --optimizer.name Adam "
+            "--training.steps 5"
+        ),
         "--debug.deterministic true --training.steps=5 --strict debug_model.toml --world-size 1",
     ],
 )
-def test_flags_stand_before_and_behind_the_file(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_stand_before_and_behind_the_file(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = printed(capsys, "config", "check", *words.split(), code=0)
-    assert "  steps          5, " in text and "files          train_configs/debug_model.toml" in text
+    assert (
+        "  steps          5, " in text and "files          train_configs/debug_model.toml" in text
+    )
 
 
 def test_words_that_belong_to_a_flag() -> None:
@@ -55,7 +70,9 @@ def test_words_that_belong_to_a_flag() -> None:
     assert value_words("--job.config_file", ["a.toml", "b.toml"]) == 2
     assert value_words("--training.nonsense", ["5", "a.toml"]) == 1
     assert value_words("--launch.environment.HOST", ["name", "a.toml"]) == 1
-    assert split_flags(["train", "--data.skip_steps", "3", "5-7", "a.toml", "b.toml", "--nproc-per-node", "2"]) == (
+    assert split_flags(
+        ["train", "--data.skip_steps", "3", "5-7", "a.toml", "b.toml", "--nproc-per-node", "2"]
+    ) == (
         ["train", "a.toml", "b.toml", "--nproc-per-node", "2"],
         ["--data.skip_steps", "3", "5-7"],
     )
@@ -74,10 +91,19 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("trian debug_model.toml", "titanlite: error: unknown command 'trian': did you mean `titanlite train`?"),
+        (
+            "trian debug_model.toml",
+            "titanlite: error: unknown command 'trian': did you mean `titanlite train`?",
+        ),
         ("debug_model.toml", "as in `titanlite train debug_model.toml`"),
         ("zzzz", f"unknown command 'zzzz': commands: {', '.join(COMMANDS)}"),
-        ("config chek", "titanlite config: error: unknown command 'chek': did you mean `titanlite config check`?"),
+        (
+            "config chek",
+            (
+                "titanlite config: error: unknown command 'chek': did you mean `titanlite config "
+                "check`?"
+            ),
+        ),
         ("help chekpoint", "did you mean `titanlite checkpoint`?"),
         ("help config chek", "did you mean `titanlite config check`?"),
     ],
@@ -90,11 +116,27 @@ def test_unknown_commands(words: str, expected: str, capsys: pytest.CaptureFixtu
     ("words", "usage", "expected"),
     [
         ("doctor --jsn", "titanlite doctor [-h]", "unknown option --jsn: the nearest is --json"),
-        ("checkpoint ls --jason", "titanlite checkpoint ls [-h]", "unknown option --jason: the nearest is --json"),
-        ("config check --stict debug_model.toml", "titanlite config check [-h]", "the nearest is --strict"),
+        (
+            "checkpoint ls --jason",
+            "titanlite checkpoint ls [-h]",
+            "unknown option --jason: the nearest is --json",
+        ),
+        (
+            "config check --stict debug_model.toml",
+            "titanlite config check [-h]",
+            "the nearest is --strict",
+        ),
         ("sample nowhere text --gredy", "titanlite sample [-h]", "the nearest is --greedy"),
-        ("train debug_model.toml --steps 5", "titanlite train [-h]", "as --training.steps or --validation.steps"),
-        ("runs --qqqq=3", "titanlite runs [-h]", "unknown option --qqqq: `titanlite runs --help` lists the options"),
+        (
+            "train debug_model.toml --steps 5",
+            "titanlite train [-h]",
+            "as --training.steps or --validation.steps",
+        ),
+        (
+            "runs --qqqq=3",
+            "titanlite runs [-h]",
+            "unknown option --qqqq: `titanlite runs --help` lists the options",
+        ),
         ("config schema word", "titanlite config schema [-h]", "unexpected words: word"),
     ],
 )
@@ -107,7 +149,11 @@ def test_wrong_options_show_the_usage_of_their_command(
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["train"], ["config"], ["config", "check"]):
-        assert printed(capsys, "help", *words, code=0) == printed(capsys, *words, "--help", code=0) != ""
+        assert (
+            printed(capsys, "help", *words, code=0)
+            == printed(capsys, *words, "--help", code=0)
+            != ""
+        )
 
 
 COMPLETED = {
@@ -122,7 +168,8 @@ COMPLETED = {
     "titanlite help conf": ["config "],
     "titanlite checkpoint verify ma": ["mark/"],
 }
-#: Asks bash for the completions of a line as readline does, by the function that is registered for the command.
+#: Asks bash for the completions of a line as readline does, by the function that is registered for
+#: the command.
 ASK = """
 eval "$(titanlite completion bash)"
 [[ "$(complete -p titanlite)" =~ -F\\ ([^ ]+) ]] && asked=${BASH_REMATCH[1]}
@@ -158,7 +205,10 @@ def test_completion_names_the_package_that_it_lacks(
 
 
 def test_a_normal_start_imports_no_completion() -> None:
-    code = "import sys; from titanlite.tools.cli import main; main(['--version']); print('argcomplete' in sys.modules)"
+    code = (
+        "import sys; from titanlite.tools.cli import main; main(['--version']); "
+        "print('argcomplete' in sys.modules)"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.endswith("False\n")
 
@@ -170,7 +220,11 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for package in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if not package.name.startswith(("torch", "functorch", "__")):
             (folder / package.name).symlink_to(package)
-    return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
 
 
 #: Runs each command in a process of its own; one line of JSON each: exit code and what it printed.
@@ -192,7 +246,7 @@ def test_commands_without_torch(without_torch: dict[str, str], tmp_path: Path) -
         # Wrong paths are told first.
         "train nowhere.toml": 'no file "nowhere.toml"',
         "sample nowhere text": "error: nowhere: no such folder",
-        "sample mine.toml text": "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",
+        "sample mine.toml text": "error: mine.toml is a file, and no run or folder of checkpoints: it is a config",  # noqa: E501
         "eval nowhere --tasks x": "error: nowhere: no such folder",
         "evaluate nowhere": "error: nowhere: no such folder",
         "evaluate mine.toml": "it is a config",

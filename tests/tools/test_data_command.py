@@ -29,7 +29,9 @@ def write_records(folder: Path, files: int = 3, records: int = 20) -> Path:
     folder.mkdir()
     for n in range(files):
         texts = [f"file {n} record {i} " + "word " * (i % 7) for i in range(records)]
-        (folder / f"{n}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / f"{n}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     return folder
 
 
@@ -37,7 +39,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def rows_of(path: Path, seq_len: int = 8, epochs: int | None = None, data: Any = None) -> PackedDataset:
+def rows_of(
+    path: Path, seq_len: int = 8, epochs: int | None = None, data: Any = None
+) -> PackedDataset:
     training = Training(dataset_path=str(path), seq_len=seq_len, epochs=epochs)
     found = build_dataset(training, Data(**(data or {})), TOKENIZER, 2304)
     assert isinstance(found, PackedDataset)
@@ -58,7 +62,9 @@ class Numbered(Stateless):
 
 
 def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
-    """Steps 1 to 3 of 4 sequences, then two checkpoints with 6, and skipped ranges in both parts."""
+    """Steps 1 to 3 of 4 sequences, then two checkpoints with 6, and skipped ranges in both
+    parts.
+    """
     rows = Numbered()
     batches, states = [], []
 
@@ -69,7 +75,9 @@ def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
             batches.append(list(rows.served))
         state = loader.state_dict()
         left_out = tuple(tuple(one) for one in state.get("left_out", ()))
-        states.append(State(len(batches), state["next_sequence"], left_out, loader.global_batch_size))
+        states.append(
+            State(len(batches), state["next_sequence"], left_out, loader.global_batch_size)
+        )
         return state
 
     data: Any = rows
@@ -89,7 +97,9 @@ def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
     run = Run(config, TOKENIZER, data, states)
     assert [sequences_of(run, step) for step in range(1, 9)] == batches
     assert sequences_of(run, 10) == list(range(states[-1].position + 6, states[-1].position + 12))
-    with pytest.raises(ValueError, match="between steps 0 and 6 the run changed its global batch or its place"):
+    with pytest.raises(
+        ValueError, match="between steps 0 and 6 the run changed its global batch or its place"
+    ):
         sequences_of(Run(config, TOKENIZER, data, states[1:]), 2)
 
 
@@ -97,13 +107,21 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
     text, out = write_records(tmp_path / "text"), tmp_path / "out"
     command("prepare", text, "--out", out)
     common = ["--training.seq_len", 4, "--training.batch_size", 2, "--no-data.shuffle"]
-    found = [command("at-step", 3, "--training.dataset_path", path, *common) for path in (out, text)]
+    found = [
+        command("at-step", 3, "--training.dataset_path", path, *common) for path in (out, text)
+    ]
     assert found[0] == found[1] and found[0][0] == 0
     lines = found[0][1].splitlines()
     assert lines[:2] == ["step 3: 2 sequences of 4 tokens", "sequence 4: 1 document"]
     place, _, start = lines[2].rpartition(": ")
-    assert place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens" and start in "file 0 record 1 word"
-    source = f"--data.source=[{{name='a', path='{text}', format='text', epochs=1}}, {{name='b', path='{out}'}}]"
+    assert (
+        place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens"
+        and start in "file 0 record 1 word"
+    )
+    source = (
+        f"--data.source=[{{name='a', path='{text}', format='text', epochs=1}}, {{name='b', "
+        f"path='{out}'}}]"
+    )
     printed = command("at-step", 16, source, "--training.seq_len", 64, *common[2:])[1]
     assert f"document a: 2 = {text / '2.jsonl'}, record 1, 64 tokens" in printed
     answer = json.loads(command("at-step", 3, "--json", "--training.dataset_path", out, *common)[1])
@@ -125,17 +143,28 @@ def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> Non
     assert code == 0
     for n in range(3):
         row = rows.sequence(n)
-        about = f"step {1 + n // 2}, sequence {n}, rank 0: 8 tokens, {(row.labels != IGNORE).sum()} target"
+        about = (
+            f"step {1 + n // 2}, sequence {n}, rank 0: 8 tokens, {(row.labels != IGNORE).sum()} "
+            "target"
+        )
         shown = printed.partition(about)[2].partition("\n\nstep")[0].splitlines()[1:]
-        body = "".join(line for line in shown if not line.startswith("──")).replace("[[", "").replace("]]", "")
+        body = (
+            "".join(line for line in shown if not line.startswith("──"))
+            .replace("[[", "")
+            .replace("]]", "")
+        )
         assert body.rstrip("\n") == TOKENIZER.decode(row.tokens.tolist()).rstrip("\n")
-    code, printed = command("peek", *config, "--rank", 1, "--world-size", 2, "--training.batch_size", 1, "--rows", 2)
+    code, printed = command(
+        "peek", *config, "--rank", 1, "--world-size", 2, "--training.batch_size", 1, "--rows", 2
+    )
     assert [line.split(",")[1] for line in printed.splitlines() if line.startswith("step")] == [
         " sequence 1",
         " sequence 3",
     ]
     assert command("peek", *config, "--rank", 2, "--world-size", 2)[0] == 2
-    printed = command("peek", *config, "--training.batch_size", 1, "--data.skip_steps=[1]", "--validation")[1]
+    printed = command(
+        "peek", *config, "--training.batch_size", 1, "--data.skip_steps=[1]", "--validation"
+    )[1]
     assert "step 1, sequence 0, rank 0" in printed
 
 
@@ -144,19 +173,30 @@ def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:
     command("prepare", text, "--out", out)
     lengths = np.diff(tokenize(list_files(text), TOKENIZER, 2304).offsets)
     for path in (out, text):
-        words = ["--training.dataset_path", path, "--training.seq_len", 10, "--training.batch_size", 4]
+        words = [
+            "--training.dataset_path",
+            path,
+            "--training.seq_len",
+            10,
+            "--training.batch_size",
+            4,
+        ]
         found = json.loads(command("stats", "--json", *words)[1])
         assert (found["documents"], found["tokens"]) == (60, lengths.sum())
         assert found["sequences_per_epoch"] == -(-lengths.sum() // 10)
         assert found["steps_per_epoch"] == found["sequences_per_epoch"] / 4
-        expected = {str(low): int(((lengths >= low) & (lengths < 2 * low)).sum()) for low in (8, 16)}
+        expected = {
+            str(low): int(((lengths >= low) & (lengths < 2 * low)).sum()) for low in (8, 16)
+        }
         assert found["document_tokens"]["histogram"] == expected
         assert found["document_tokens"]["longest"] == lengths.max()
         size = sum(len(record.text) for record in iter_records(list_files(text)))
         assert found["bytes_per_token"] == pytest.approx(size / lengths.sum(), rel=0.05)
     for packing in ("split", "best-fit"):  # padding is no text
         words[3:4] = [4096, "--training.epochs", 1, "--data.packing", packing]
-        padded = json.loads(command("stats", "--json", "--training.dataset_path", text, *words[2:])[1])
+        padded = json.loads(
+            command("stats", "--json", "--training.dataset_path", text, *words[2:])[1]
+        )
         assert padded["bytes_per_token"] == pytest.approx(size / lengths.sum(), rel=1e-3)
         del words[4:8]
     words[3] = 10
@@ -164,5 +204,7 @@ def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:
     sources = json.loads(command("stats", "--json", mixed, *words[2:])[1])["sources"]
     assert [one.pop("share") for one in sources.values()] == [0.75, 0.25]
     same = found.keys() - {"text", "bytes_per_token"}
-    assert same == sources["a"].keys() - {"bytes_per_token"} and all(sources["a"][key] == found[key] for key in same)
+    assert same == sources["a"].keys() - {"bytes_per_token"} and all(
+        sources["a"][key] == found[key] for key in same
+    )
     assert command("stats", mixed, *words[2:])[1].count("tokens per document") == 2

@@ -32,17 +32,26 @@ def test_json_has_every_documented_check_and_no_secret(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    flags = [f"--job.dump_folder={tmp_path}/new/run", "--checkpoint.enable_checkpoint", "--training.compile"]
+    flags = [
+        f"--job.dump_folder={tmp_path}/new/run",
+        "--checkpoint.enable_checkpoint",
+        "--training.compile",
+    ]
     flags += ["--model.tokenizer_path=/no"]
     code = main(["doctor", "llama3_8b.toml", *flags, "--float8.enable_float8_linear", "--json"])
     text = capsys.readouterr().out
     report = json.loads(text)
     names = {one["check"] for one in report["findings"]}
     documented = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "local.md").read_text(), re.MULTILINE))
-    assert report["schema"] == 1 and names <= documented == {name.split()[0] for name in checks()} | {"config"}
+    assert report["schema"] == 1 and names <= documented == {
+        name.split()[0] for name in checks()
+    } | {"config"}
     assert {frozenset(one) for one in report["findings"]} == {frozenset(Finding._fields)}
     folders = [one["message"] for one in report["findings"] if one["check"] == "folder"]
-    assert any(message.startswith(f"{tmp_path} (for {tmp_path}/new/run, which is not") for message in folders)
+    assert any(
+        message.startswith(f"{tmp_path} (for {tmp_path}/new/run, which is not")
+        for message in folders
+    )
     assert "hf_secret" not in text and "a checkpoint takes about 89.7 GiB" in text
     assert "model.tokenizer_path: /no does not exist" in text
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
@@ -60,11 +69,18 @@ def test_a_check_that_hangs_or_fails_is_a_finding() -> None:
     began = time.monotonic()
     begun, late, first, failed = examine({"folder /a b": hangs, "efa": fails}, 0.3)
     assert time.monotonic() - began < 2
-    assert (begun.message, late.check, late.status, first.message) == ("begun", "folder", ERROR, "first")
+    assert (begun.message, late.check, late.status, first.message) == (
+        "begun",
+        "folder",
+        ERROR,
+        "first",
+    )
     assert failed.status == WARNING and "OSError: broken" in failed.message
 
 
-def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_busy_machine_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The checks end by themselves, later than any line about them: no finding is lost."""
     monkeypatch.setattr(doctor, "_TELL_SECONDS", 0.01)
     go_on = threading.Event()
@@ -80,7 +96,9 @@ def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: p
 
     said = list[str]()
     monkeypatch.setattr(doctor, "print", told, raising=False)
-    assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == ["at last"]
+    assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == [
+        "at last"
+    ]
     assert len(said) >= 3 and said[0].startswith("waiting for torch (") and "Ctrl-C ends" in said[0]
     assert doctor._SECONDS >= 60 and doctor._COMMAND_SECONDS < doctor._SECONDS
 
@@ -88,12 +106,18 @@ def test_a_busy_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    flags = [f"--job.dump_folder={tmp_path}", "--checkpoint.enable_checkpoint", "--checkpoint.folder=/proc/saves"]
+    flags = [
+        f"--job.dump_folder={tmp_path}",
+        "--checkpoint.enable_checkpoint",
+        "--checkpoint.folder=/proc/saves",
+    ]
     flags += ["--training.dtype=bfloat16", "--optimizer.name=AnyPrecisionAdamW"]
     run = check_config(["--job.config_file=llama3_8b.toml", *flags], training=False)[1]
     asked = list[str]()
     monkeypatch.setattr(
-        doctor.shutil, "disk_usage", lambda folder: asked.append(str(folder)) or SimpleNamespace(free=1)
+        doctor.shutil,
+        "disk_usage",
+        lambda folder: asked.append(str(folder)) or SimpleNamespace(free=1),
     )
     size = human_bytes(checkpoint_disk(run, 1.0).checkpoint)
     assert size == "59.8 GiB" and f"about {size}; " in found(lambda: doctor._config(run), WARNING)
@@ -106,7 +130,9 @@ def test_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert doctor.file_system(Path("/proc/self")) == "proc"
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now - 60)
-    assert re.search(r"differs by \+(59|60) s", found(lambda: doctor._folder(str(tmp_path)), WARNING))
+    assert re.search(
+        r"differs by \+(59|60) s", found(lambda: doctor._folder(str(tmp_path)), WARNING)
+    )
 
 
 def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +150,13 @@ def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "nvidia-smi"
-    rows = "0, NVIDIA A100, 550.1, 40960, 12, 8.0, 3\\n1, NVIDIA H100, 550.1, 81920, 5000, 9.0, [N/A]\\n"
+    rows = (
+        "0, NVIDIA A100, 550.1, 40960, 12, 8.0, 3\\n1, NVIDIA H100, 550.1, 81920, 5000, 9.0, "
+        "[N/A]\\n"
+    )
     tool.write_text(
-        f'#!/bin/sh\ncase "$1" in --query*) printf "{rows}" ;; *) echo "Driver 550.1  CUDA Version: 12.4 " ;; esac\n'
+        f'#!/bin/sh\ncase "$1" in --query*) printf "{rows}" ;; *) echo "Driver 550.1  CUDA '
+        'Version: 12.4 " ;; esac\n'
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -149,7 +179,9 @@ def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
     row = r"^\| (`.*) \| (\d) x (\S+) \| (\d+) GB \| (\S+) \| (\S+) \| ([\d, ]+) \|$"
     documented = {}
-    for names, gpus, gpu, memory, efa, rdma, network in re.findall(row, (DOCS / "README.md").read_text(), re.M):
+    for names, gpus, gpu, memory, efa, rdma, network in re.findall(
+        row, (DOCS / "README.md").read_text(), re.M
+    ):
         types, rates = re.findall(r"`([^`]+)`", names), network.split(", ")
         for name, rate in zip(types, rates * (len(types) if len(rates) == 1 else 1), strict=True):
             devices = int(efa.replace("–", "0"))

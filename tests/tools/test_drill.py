@@ -1,4 +1,6 @@
-"""`titanlite drill`: a working trainer passes, a broken one fails; the tiny copy keeps a config's features."""
+"""`titanlite drill`: a working trainer passes, a broken one fails; the tiny copy keeps a config's
+features.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,31 @@ from titanlite.tools.drill_config import tiny_config
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def drill(*words: str, package: Path = ROOT, folder: Path | str = "") -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own. package: folder with titanlite. folder: for temporary files."""
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    variables |= {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **({"TMPDIR": str(folder)} if folder else {})}
-    command = [sys.executable, "-m", "titanlite.tools.cli", "drill", str(ROOT / "train_configs" / "debug_model.toml")]
-    return subprocess.run([*command, *words], cwd=package, env=variables, capture_output=True, text=True, timeout=900)
+def drill(
+    *words: str, package: Path = ROOT, folder: Path | str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own.
+
+    package: folder with titanlite. folder: for temporary files.
+    """
+    variables = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    variables |= {
+        "PYTHONPATH": str(package),
+        "OMP_NUM_THREADS": "1",
+        **({"TMPDIR": str(folder)} if folder else {}),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite.tools.cli",
+        "drill",
+        str(ROOT / "train_configs" / "debug_model.toml"),
+    ]
+    return subprocess.run(
+        [*command, *words], cwd=package, env=variables, capture_output=True, text=True, timeout=900
+    )
 
 
 def only(*names: str) -> list[str]:
@@ -37,13 +58,19 @@ def only(*names: str) -> list[str]:
     ("words", "code", "said"),
     [
         (["--list"], exit_codes.DONE, "kill-shard"),
-        (["debug_model.toml", "--ranks", "1"], exit_codes.CONFIG, "--ranks: expected an integer >= 2"),
+        (
+            ["debug_model.toml", "--ranks", "1"],
+            exit_codes.CONFIG,
+            "--ranks: expected an integer >= 2",
+        ),
         (["debug_model.toml", "--only", "flood"], exit_codes.CONFIG, "'flood'"),
         (["debug_model.toml", "--training.setps=3"], exit_codes.CONFIG, "training.setps"),
         (["debug_model.toml", "--training.seq_len=64"], exit_codes.CONFIG, "training.seq_len"),
     ],
 )
-def test_command_line(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         assert main(["drill", *words]) == code
     except SystemExit as end:  # argparse's own
@@ -57,19 +84,27 @@ def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
     done = drill("--json", *only(*names), "--checkpoint.async_mode=async", folder=tmp_path)
     assert done.returncode == exit_codes.DONE, done.stderr
     result = json.loads(done.stdout)
-    assert [(fault["name"], fault["passed"]) for fault in result["faults"]] == [(name, True) for name in names]
+    assert [(fault["name"], fault["passed"]) for fault in result["faults"]] == [
+        (name, True) for name in names
+    ]
     assert result["passed"] and result["kept"] is None and list(tmp_path.glob("titanlite*")) == []
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flags", [[], ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async"]]
+)
 def test_every_fault_passes(flags: list[str]) -> None:
     done = drill(*flags)
     assert done.returncode == exit_codes.DONE, done.stderr
-    assert done.stdout == f"{len(SCENARIOS)} of {len(SCENARIOS)} passed\n" and "FAIL" not in done.stderr
+    assert (
+        done.stdout == f"{len(SCENARIOS)} of {len(SCENARIOS)} passed\n"
+        and "FAIL" not in done.stderr
+    )
 
 
-#: A fault of the trainer: file, a piece of the code, what replaces it; the scenario that finds it, and what it tells.
+#: A fault of the trainer: file, a piece of the code, what replaces it; the scenario that finds it,
+#: and what it tells.
 BROKEN = [
     ("trainer.py", "parts.loader.load_state_dict(data)", "pass", "resume", "steps [5, 6, 7, 8]"),
     ("trainer.py", 'state["validation_owed"] = True', "pass", "sigterm-validation", "steps [6]"),
@@ -81,14 +116,24 @@ BROKEN = [
         "nan-skip",
         f"{[exit_codes.GUARD] * 2}",
     ),
-    ("trainer.py", '"data": skip_to(data, fetched)', '"data": data', "nan-rollback", "steps [5, 6, 7, 8]"),
+    (
+        "trainer.py",
+        '"data": skip_to(data, fetched)',
+        '"data": data',
+        "nan-rollback",
+        "steps [5, 6, 7, 8]",
+    ),
 ]
 
 
 def check_failures(folder: Path, faults: list[tuple[str, ...]], *words: str, **more: str) -> None:
-    """Drill a copy of titanlite with these faults: their scenarios, and those of `more`, must fail with their texts."""
+    """Drill a copy of titanlite with these faults: their scenarios, and those of `more`, must fail
+    with their texts.
+    """
     package = folder / "broken"
-    shutil.copytree(ROOT / "titanlite", package / "titanlite", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "titanlite", package / "titanlite", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (package / "train_configs").symlink_to(ROOT / "train_configs")
     for name, right, wrong, *_ in faults:
         text = (package / "titanlite" / name).read_text()
@@ -115,11 +160,16 @@ def test_each_other_fault_of_the_trainer_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", sorted({path.name for path in (ROOT / "train_configs").glob("*.toml")} - {"hf_debug.toml"})
+    "file",
+    sorted({path.name for path in (ROOT / "train_configs").glob("*.toml")} - {"hf_debug.toml"}),
 )
 def test_every_shipped_config_has_a_tiny_copy(file: str) -> None:
     d = tiny_config(file, []).config
-    assert (d.model.overrides["dim"], d.model.overrides["n_layers"], d.model.vocab_size) == (64, 2, 4096)
+    assert (d.model.overrides["dim"], d.model.overrides["n_layers"], d.model.vocab_size) == (
+        64,
+        2,
+        4096,
+    )
     assert d.checkpoint.enable_checkpoint and d.checkpoint.interval == 2 and d.training.steps == 8
     assert not d.training.compile and not d.metrics.enable_tensorboard and d.validation.enable
 
@@ -146,28 +196,58 @@ def test_parallelism_is_kept_at_degree_two_as_far_as_the_ranks_suffice(
 
 
 def test_features_stay_and_it_writes_only_in_its_own_folder(tmp_path: Path) -> None:
-    flags = ["--checkpoint.async_mode=async", "--activation_checkpoint.mode=full", "--optimizer.name=Adam"]
-    flags += ["--float8.enable_float8_linear", "--guard.policy=rollback", "--checkpoint.milestones=[1, 5]"]
-    flags += ["--float8.filter_fqns=attention.wk,w2,layers.30.,auto_filter_small_kn", "--training.loss_chunks=500"]
-    flags += [f"--checkpoint.folder={tmp_path}/precious", "--metrics.enable_tensorboard", "--no-validation.enable"]
+    flags = [
+        "--checkpoint.async_mode=async",
+        "--activation_checkpoint.mode=full",
+        "--optimizer.name=Adam",
+    ]
+    flags += [
+        "--float8.enable_float8_linear",
+        "--guard.policy=rollback",
+        "--checkpoint.milestones=[1, 5]",
+    ]
+    flags += [
+        "--float8.filter_fqns=attention.wk,w2,layers.30.,auto_filter_small_kn",
+        "--training.loss_chunks=500",
+    ]
+    flags += [
+        f"--checkpoint.folder={tmp_path}/precious",
+        "--metrics.enable_tensorboard",
+        "--no-validation.enable",
+    ]
     own = tmp_path / "mine.toml"
-    own.write_text(f'[job]\nsave_config_file = "{tmp_path}/saved.toml"\n[checkpoint]\nfolder = "{tmp_path}/precious"\n')
+    own.write_text(
+        f'[job]\nsave_config_file = "{tmp_path}/saved.toml"\n[checkpoint]\nfolder = '
+        f'"{tmp_path}/precious"\n'
+    )
     with pytest.raises(ConfigError, match="checkpoint.folder"):
         tiny_config("llama3_8b.toml", flags)
-    d = tiny_config(str(own), [flag for flag in flags if "precious" not in flag and "tensorboard" not in flag]).config
+    d = tiny_config(
+        str(own), [flag for flag in flags if "precious" not in flag and "tensorboard" not in flag]
+    ).config
     assert d.checkpoint.async_mode == "async" and d.activation_checkpoint.mode == "full"
     assert d.optimizer.name == "Adam" and d.guard.policy == "rollback" and d.validation.enable
-    assert d.float8.enable_float8_linear and d.float8.emulate and d.float8.filter_fqns == ["attention.wk", "w2"]
-    assert d.checkpoint.milestones == [] and d.training.loss_chunks == 2, "they would not work, or change the scenarios"
+    assert (
+        d.float8.enable_float8_linear
+        and d.float8.emulate
+        and d.float8.filter_fqns == ["attention.wk", "w2"]
+    )
+    assert d.checkpoint.milestones == [] and d.training.loss_chunks == 2, (
+        "they would not work, or change the scenarios"
+    )
     assert str(tmp_path) not in re.sub(r"config_file=\['[^']*'\]", "", repr(d))
     heads = [
-        tiny_config(file, []).config.model.overrides["n_kv_heads"] for file in ("llama3_8b.toml", "llama2_7b.toml")
+        tiny_config(file, []).config.model.overrides["n_kv_heads"]
+        for file in ("llama3_8b.toml", "llama2_7b.toml")
     ]
     assert heads == [2, 4], "of 4 heads: grouped ones stay grouped"
 
 
 def test_compile_stays_only_with_the_flag() -> None:
     flags = ["--training.compile", "--activation_checkpoint.mode=budget"]
-    off, on = (tiny_config("debug_model.toml", flags, compiled=compiled).config for compiled in (False, True))
+    off, on = (
+        tiny_config("debug_model.toml", flags, compiled=compiled).config
+        for compiled in (False, True)
+    )
     assert (off.training.compile, off.activation_checkpoint.mode) == (False, "full")
     assert (on.training.compile, on.activation_checkpoint.mode) == (True, "budget")

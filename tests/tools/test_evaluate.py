@@ -1,4 +1,6 @@
-"""`titanlite evaluate` gives the losses that the run itself has logged, and leaves the run as it is."""
+"""`titanlite evaluate` gives the losses that the run itself has logged, and leaves the run as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,13 @@ LAYOUTS = {
 
 
 def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
-    """Two steps on two ranks, on a text that is gone afterwards; return the row of the last validation."""
-    text = write_texts(folder / "text.jsonl", [f"{n} and {n + 1} are numbers, and so on to {n + 9}" for n in range(60)])
+    """Two steps on two ranks, on a text that is gone afterwards; return the row of the last
+    validation.
+    """
+    text = write_texts(
+        folder / "text.jsonl",
+        [f"{n} and {n + 1} are numbers, and so on to {n + 9}" for n in range(60)],
+    )
     sources = "--validation.sources=[{name='c4_test'}, {name='c4_validation'}]"
     own = [
         sources,
@@ -67,11 +74,17 @@ def _equal(result: ValidationResult, row: dict[str, Any]) -> bool:
     return len(found) == 4 and all(row[key] == value for key, value in found.items())
 
 
-@pytest.mark.parametrize("layout", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensor", "pipeline"))])
+@pytest.mark.parametrize(
+    "layout", ["fsdp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensor", "pipeline"))]
+)
 def test_it_equals_the_figures_of_the_run_to_the_last_bit(
     pool: Pools, trained: tuple[Path, dict[str, Any]], tmp_path: Path, layout: str
 ) -> None:
-    folder, row = trained if layout == "fsdp" else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
+    folder, row = (
+        trained
+        if layout == "fsdp"
+        else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
+    )
     before = _contents(folder)
     assert all(_equal(result, row) for result in pool(2).run(_evaluate, folder))
     assert _contents(folder) == before
@@ -82,14 +95,30 @@ def test_it_equals_the_figures_of_the_run_to_the_last_bit(
         assert on_one.all.loss == pytest.approx(row["validation_loss"], rel=1e-6)
 
 
-def test_the_command_prints_one_json_object(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_command_prints_one_json_object(
+    trained: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder, row = trained
-    command = [sys.executable, "-m", "titanlite", "evaluate", str(folder / "checkpoint" / "step-2"), "--json"]
-    done = subprocess.run([*command, "--validation.batch_size=8"], capture_output=True, text=True, cwd=tmp_path)
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite",
+        "evaluate",
+        str(folder / "checkpoint" / "step-2"),
+        "--json",
+    ]
+    done = subprocess.run(
+        [*command, "--validation.batch_size=8"], capture_output=True, text=True, cwd=tmp_path
+    )
     found = json.loads(done.stdout)
     assert done.returncode == 0 and (found["step"], found["ranks"]) == (2, 1)
-    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), "twice the batch on half the ranks"
-    assert found["tokens"] == row["validation_tokens"] and set(found["sources"]) == {"c4_test", "c4_validation"}
+    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
+        "twice the batch on half the ranks"
+    )
+    assert found["tokens"] == row["validation_tokens"] and set(found["sources"]) == {
+        "c4_test",
+        "c4_validation",
+    }
 
 
 @pytest.mark.slow
@@ -100,7 +129,9 @@ def test_torchrun_starts_its_ranks_and_one_prints_the_table(
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     title, head, *rows = done.stdout.splitlines()
     assert (
-        done.returncode == 0 and title.endswith("step-2") and head.split() == ["text", "loss", "perplexity", "tokens"]
+        done.returncode == 0
+        and title.endswith("step-2")
+        and head.split() == ["text", "loss", "perplexity", "tokens"]
     )
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
@@ -111,7 +142,9 @@ def test_weights_of_another_tokenizer_are_refused(
 ) -> None:
     step = checkpoint_of(trained[0])
     manifest = read_manifest(step)
-    flags = [f"--model.tokenizer_path={Path(__file__).parents[2] / 'titanlite/data/assets/tokenizer.model'}"]
+    flags = [
+        f"--model.tokenizer_path={Path(__file__).parents[2] / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
+    ]
     run = config_of(step, manifest, None, [*flags, "--model.name=llama2"], 1)
     with pytest.raises(CheckpointError, match=r"another .*tokenizer.*--checkpoint\.allow_changes="):
         read_texts(run, step, manifest)

@@ -1,4 +1,6 @@
-"""`titanlite eval`: lm-evaluation-harness gets the numbers that its own backend computes of the same weights."""
+"""`titanlite eval`: lm-evaluation-harness gets the numbers that its own backend computes of the
+same weights.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,19 @@ from titanlite import exit_codes
 from titanlite.tools.cli import main
 
 needs_harness = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: `titanlite eval` is NOT tested"
+    importlib.util.find_spec("lm_eval") is None,
+    reason="lm_eval is not installed: `titanlite eval` is NOT tested",
 )
 _COMMON = "dataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {file}\ntest_split: test\n"
 TASKS = {
-    "tiny_choice": "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: ['a cat', ' dogs, and on']\n"
+    "tiny_choice": "output_type: multiple_choice\ndoc_to_text: '{{text}}'\ndoc_to_choice: ['a "
+    "cat', ' dogs, and on']\n"
     "doc_to_target: 0\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
-    "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+    "tiny_rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: "
+    "'{{text}}'\n"
     "metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]\n",
-    "tiny_until": "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{text}}'\n"
+    "tiny_until": "output_type: generate_until\ndoc_to_text: '{{text}}'\ndoc_to_target: "
+    "'{{text}}'\n"
     "generation_kwargs: {until: [' t', 'e e'], max_gen_toks: 12}\nmetric_list: [{metric: bleu}]\n",
 }
 
@@ -47,17 +53,29 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder, tasks = hf_folder(tmp_path / "model"), _tasks(tmp_path)
-    words = ["eval", str(folder), "--tasks", ",".join(TASKS), "--include-path", str(tasks), "--device=cpu"]
+    words = [
+        "eval",
+        str(folder),
+        "--tasks",
+        ",".join(TASKS),
+        "--include-path",
+        str(tasks),
+        "--device=cpu",
+    ]
     assert main([*words, "--json", "--batch-size=2"]) == 0
     ours = json.loads(capsys.readouterr().out)["results"]
     theirs = lm_eval.simple_evaluate(
-        HFLM(pretrained=str(folder), device="cpu", add_bos_token=True, dtype="float32", max_length=96),
+        HFLM(
+            pretrained=str(folder), device="cpu", add_bos_token=True, dtype="float32", max_length=96
+        ),
         tasks=list(TASKS),
         task_manager=TaskManager(include_path=str(tasks)),
     )["results"]
     for name in TASKS:
         numbers = {key: value for key, value in theirs[name].items() if isinstance(value, float)}
-        assert numbers and {key: ours[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5), name
+        assert numbers and {key: ours[name][key] for key in numbers} == pytest.approx(
+            numbers, rel=1e-5
+        ), name
     assert main([*words, "--limit=1"]) == 0
     assert "tiny_choice" in capsys.readouterr().out
     assert main(["eval", str(folder), "--tasks=no_such_task"]) == exit_codes.CONFIG

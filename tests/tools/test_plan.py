@@ -42,10 +42,20 @@ def test_the_exit_code_says_whether_it_fits(plan: Any) -> None:
 
 def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
     _, out, _ = plan(
-        "llama3_8b.toml", "--instance", "p5.48xlarge", "--nodes", "2", "--price", "98.32", "--tokens", "1B"
+        "llama3_8b.toml",
+        "--instance",
+        "p5.48xlarge",
+        "--nodes",
+        "2",
+        "--price",
+        "98.32",
+        "--tokens",
+        "1B",
     )
     assert re.search(r"^activations +\d+\.\d\d +\d+\.\d%  █+$", out, re.MULTILINE)
-    found = json.loads(plan("llama3_8b.toml", "--instance=p5.48xlarge", "--nodes=2", "--tokens=1B", "--json")[1])
+    found = json.loads(
+        plan("llama3_8b.toml", "--instance=p5.48xlarge", "--nodes=2", "--tokens=1B", "--json")[1]
+    )
     assert found["steps"] == -(-(10**9) // found["tokens_per_step"]) == 1908
     cost = f"{2 * 98.32 * found['hours']:,.0f} ("
     assert f"1,908 steps, 1.0B tokens in {found['hours']:.1f} hours (" in out
@@ -59,7 +69,10 @@ def test_without_hardware_it_shows_the_fewest_gpus_of_each_kind(plan: Any) -> No
     assert code == 0 and all(entry["fits"] for entry in found.values()) and "l4-24g" not in found
     for name, entry in found.items():
         half = str(entry["world_size"] // 2)
-        assert half == "0" or plan("llama3_8b.toml", "--gpus", half, "--gpu", name)[0] == exit_codes.OUT_OF_MEMORY
+        assert (
+            half == "0"
+            or plan("llama3_8b.toml", "--gpus", half, "--gpu", name)[0] == exit_codes.OUT_OF_MEMORY
+        )
     assert re.search(r"^l4-24g .* none ", plan("llama3_8b.toml")[1], re.MULTILINE)
     assert plan("llama3_8b.toml", "--gpu", "l4-24g")[0] == exit_codes.OUT_OF_MEMORY
     rows = plan("llama3_8b_level3_float8.toml", "--gpus", "8")[1]
@@ -76,17 +89,34 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
     [
         (["llama3_8b.toml", "--gpus", "8", "--gpu", "h100-80"], "h100-80g"),
         (["llama3_8b.toml", "--instance", "p5.48"], "nearest: p5.48xlarge"),
-        (["llama3_8b.toml", "--gpus", "24", "--gpu", "h100-80g"], "not a multiple of batch_size 1 * 24"),
+        (
+            ["llama3_8b.toml", "--gpus", "24", "--gpu", "h100-80g"],
+            "not a multiple of batch_size 1 * 24",
+        ),
         (["llama3_8.toml", *H100], "nearest in train_configs/: llama3_8b.toml"),
         (["llama3_8b.toml", *H100, "--rank", "8"], "expected one of 0 … 7"),
         (["llama3_8b.toml", "--rank", "0"], "is for one cluster"),
-        (["llama3_8b.toml", "--gpus", "12", "--training.global_batch_size=48"], "12 GPUs are no whole machines of 8"),
+        (
+            ["llama3_8b.toml", "--gpus", "12", "--training.global_batch_size=48"],
+            "12 GPUs are no whole machines of 8",
+        ),
         (["llama3_8b.toml", "--price", "3"], "give --gpu NAME"),
         (["llama3_8b.toml", *H100, "--search", "--tokens", "1B"], "is not for a search"),
         (["llama3_8b.toml", *H100, "--write", "x.toml"], "give --search"),
-        (["llama3_8b.toml", *H100, "--html", "/nonexistent/x.html"], "--html: cannot write /nonexistent/x.html"),
+        (
+            ["llama3_8b.toml", *H100, "--html", "/nonexistent/x.html"],
+            "--html: cannot write /nonexistent/x.html",
+        ),
         (["hf_debug.toml"], "`titanlite plan CONFIG --gpus 1 --gpu NAME --exact` traces a step"),
-        (["llama3_8b.toml", *H100, "--model.tokenizer_path=/nowhere", "--model.flavor=debugmodel"], "/nowhere"),
+        (
+            [
+                "llama3_8b.toml",
+                *H100,
+                "--model.tokenizer_path=/nowhere",
+                "--model.flavor=debugmodel",
+            ],
+            "/nowhere",
+        ),
     ],
 )
 def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
@@ -96,7 +126,11 @@ def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "said"),
-    [("--tokens=many", "a number of tokens as 15T"), ("--price=nan", "a price"), ("--price=-1", "a price")],
+    [
+        ("--tokens=many", "a number of tokens as 15T"),
+        ("--price=nan", "a price"),
+        ("--price=-1", "a price"),
+    ],
 )
 def test_a_flag_that_is_no_number_is_refused(
     plan: Any, capsys: pytest.CaptureFixture[str], flag: str, said: str
@@ -113,7 +147,10 @@ def test_the_page_draws_the_step_and_fetches_nothing(plan: Any, tmp_path: Path) 
     assert not re.search(r"https?://|<link|src=", page)
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     sums = [sum(values) for _, values in data["moments"]]
-    assert max(sums) == pytest.approx(found["peak_gib"], abs=0.01) and f">peak {max(sums):.2f} GiB<" in page
+    assert (
+        max(sums) == pytest.approx(found["peak_gib"], abs=0.01)
+        and f">peak {max(sums):.2f} GiB<" in page
+    )
     assert data["moments"][sums.index(max(sums))][0] == f"{found['phase']} {found['module']}"
     # The highest point of all areas is the peak, on the scale of the marked memory of the GPU.
     heights = [
@@ -131,11 +168,19 @@ def test_the_page_draws_the_step_and_fetches_nothing(plan: Any, tmp_path: Path) 
 
 def test_a_plan_needs_no_torch() -> None:
     words = ["plan", "llama3_8b.toml", *H100]
-    code = f"import sys; from titanlite.tools.cli import main; main({words}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    code = (
+        f"import sys; from titanlite.tools.cli import main; main({words}); sys.exit('torch' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == 0
+    )
 
 
-def test_memory_estimation_prints_the_plan_instead_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_estimation_prints_the_plan_instead_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [
         "--memory_estimation.enable",
         f"--job.dump_folder={tmp_path / 'run'}",
@@ -146,7 +191,9 @@ def test_memory_estimation_prints_the_plan_instead_of_a_run(tmp_path: Path, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_beyond_the_gpus_of_a_machine_are_planned_for_several(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = check_config(["--job.config_file=llama3_8b.toml"], 16, training=False)[1]
     print_plan(run, gpus_per_node=16)
     assert "for each machine of 8 GPUs" in capsys.readouterr().out

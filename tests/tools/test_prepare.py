@@ -1,4 +1,6 @@
-"""`titanlite data prepare`: the same tokens from any source, on any number of processes, after any crash."""
+"""`titanlite data prepare`: the same tokens from any source, on any number of processes, after any
+crash.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,25 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
     text = write_records(tmp_path / "text")
     code, out = command("prepare", text, "--out", tmp_path / "out")
     assert code == 0 and "out: 60 documents, " in out
-    corpus, files = tokenize(list_files(text), TOKENIZER, TOKENIZER.vocab_size), files_of(tmp_path / "out")
+    corpus, files = (
+        tokenize(list_files(text), TOKENIZER, TOKENIZER.vocab_size),
+        files_of(tmp_path / "out"),
+    )
     assert files.read(0, files.size).tolist() == corpus.tokens.tolist()
     assert files.offsets.tolist() == corpus.offsets.tolist()
     records = list(iter_records(list_files(text)))
-    assert [files.place_of(n) for n in range(60)] == [(str(record.file), record.number) for record in records]
+    assert [files.place_of(n) for n in range(60)] == [
+        (str(record.file), record.number) for record in records
+    ]
     size = sum(len(record.text) for record in records)
     assert files.index is not None and files.index["text_bytes"] == size
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path: Path, command: Command, kind: str) -> None:
+def test_a_large_file_is_shared_by_any_number_of_processes(
+    tmp_path: Path, command: Command, kind: str
+) -> None:
     lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
     lines[150:150] = ["", ""]  # empty lines count, and are no documents
     file = tmp_path / f"big.{kind}"
@@ -64,9 +73,13 @@ def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path: Path, comma
     if kind == "parquet":
         parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
         rows = {"text": [json.loads(line)["text"] for line in lines if line]}
-        parquet.write_table(pyarrow.table(rows), file, row_group_size=7, compression="none", use_dictionary=False)
+        parquet.write_table(
+            pyarrow.table(rows), file, row_group_size=7, compression="none", use_dictionary=False
+        )
     else:
-        file.write_bytes(gzip.compress(content.encode()) if kind == "jsonl.gz" else content.encode())
+        file.write_bytes(
+            gzip.compress(content.encode()) if kind == "jsonl.gz" else content.encode()
+        )
     for workers in (1, 3):
         words = ["prepare", file, "--part-tokens", 400, "--workers", workers]
         assert command(*words, "--out", tmp_path / str(workers))[0] == 0
@@ -88,48 +101,79 @@ def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path: Path, comma
 
 
 def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 20 + '{"text": 3}\n' + '{"text": "good"}\n' * 20)
-    code, printed = command("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part-tokens", 30)
-    assert code == 2 and "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "good"}\n' * 20 + '{"text": 3}\n' + '{"text": "good"}\n' * 20
+    )
+    code, printed = command(
+        "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part-tokens", 30
+    )
+    assert (
+        code == 2 and "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
+    )
 
 
-def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(tmp_path: Path, command: Command) -> None:
-    records = [{"q": "why " * (n % 5) + "ask", "a": " say" + " so" * (n * 7 % 11)} for n in range(80)]
+def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
+    tmp_path: Path, command: Command
+) -> None:
+    records = [
+        {"q": "why " * (n % 5) + "ask", "a": " say" + " so" * (n * 7 % 11)} for n in range(80)
+    ]
     text, out = tmp_path / "a.jsonl", tmp_path / "out"
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert command("prepare", text, "--out", out, "--prompt-key", "q", "--completion-key", "a")[0] == 0
+    assert (
+        command("prepare", text, "--out", out, "--prompt-key", "q", "--completion-key", "a")[0] == 0
+    )
     files = files_of(out)
     ids, targets = files.read(0, files.size), files.is_target(0, files.size)
     ends = TOKENIZER.decode([TOKENIZER.eos_id])
-    assert TOKENIZER.decode(ids[targets].tolist()) == "".join(record["a"] + ends for record in records)
+    assert TOKENIZER.decode(ids[targets].tolist()) == "".join(
+        record["a"] + ends for record in records
+    )
     config = ["--training.dataset_path", out, "--training.seq_len", 16, "--training.epochs", 1]
     code, printed = command("peek", *config, "--no-data.shuffle", "--ids", "--rows", 9)
-    assert code == 0 and "[[why ask]]" in printed.replace("<|begin_of_text|>", "") and "say" in printed
+    assert (
+        code == 0 and "[[why ask]]" in printed.replace("<|begin_of_text|>", "") and "say" in printed
+    )
 
     def best_fit(path: Path, **fields: Any) -> Any:
-        return rows_of(path, epochs=2, seq_len=48, data={"packing": "best-fit", "mask_documents": True, **fields})
+        return rows_of(
+            path,
+            epochs=2,
+            seq_len=48,
+            data={"packing": "best-fit", "mask_documents": True, **fields},
+        )
 
     prepared, whole = best_fit(out), best_fit(text, prompt_key="q", completion_key="a")
     assert prepared.settings == whole.settings and prepared.total_sequences == whole.total_sequences
     assert "best-fit with" in prepared.describe()
     for epoch in range(2):
-        found = range(epoch * prepared.sequences_per_epoch, (epoch + 1) * prepared.sequences_per_epoch)
-        rows, expected = ([[c.tolist() for c in one.sequence(i)] for i in found] for one in (prepared, whole))
-        assert sorted(rows) == sorted(expected) and rows != expected  # another order of the same rows
+        found = range(
+            epoch * prepared.sequences_per_epoch, (epoch + 1) * prepared.sequences_per_epoch
+        )
+        rows, expected = (
+            [[c.tolist() for c in one.sequence(i)] for i in found] for one in (prepared, whole)
+        )
+        assert (
+            sorted(rows) == sorted(expected) and rows != expected
+        )  # another order of the same rows
         labels = [label for _, row, _ in rows for label in row if label != IGNORE]
         assert sorted(labels) == sorted(ids[targets].tolist())
         assert sorted(d for i in found for d, _ in prepared.documents_in(i)) == list(range(80))
     assert max(number for _, _, numbers in rows for number in numbers) > 2
 
 
-def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, command: Command) -> None:
+def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
+    tmp_path: Path, command: Command
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     text, records = tmp_path / "text.jsonl", itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
     words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "1", "--out"]
     assert command(*words, whole)[0] == 0
     assert len(list(whole.glob("*.tokens"))) > 100
-    process = subprocess.Popen([sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"]
+    )
     deadline = time.monotonic() + 60
     while len(list(killed.glob("part-*.json"))) < 8:
         assert process.poll() is None and time.monotonic() < deadline
@@ -139,7 +183,9 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, c
     process.wait()
     assert all(ended(int(worker)) for worker in workers)  # they end with their parent
     done = sorted(killed.glob("part-*.json"))
-    assert 8 <= len(done) < len(list(whole.glob("*.tokens"))) and not (killed / "index.json").exists()
+    assert (
+        8 <= len(done) < len(list(whole.glob("*.tokens"))) and not (killed / "index.json").exists()
+    )
     kept, damaged = done[0].with_suffix(".tokens"), done[1].with_suffix(".tokens")
     written, content = os.stat(kept).st_mtime_ns, bytearray(damaged.read_bytes())
     content[100] ^= 1
@@ -167,21 +213,43 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
     assert command(*words)[0] == 0
     assert command(*words[:3], tmp_path / "fresh", *words[4:])[0] == 0
     assert contents(out) == contents(tmp_path / "fresh")
-    assert all((out / name).stat().st_mtime_ns == time for name, time in first.items() if not name.endswith("json"))
+    assert all(
+        (out / name).stat().st_mtime_ns == time
+        for name, time in first.items()
+        if not name.endswith("json")
+    )
 
 
-def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(tmp_path: Path) -> None:
+def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("datasets")
     repo = tmp_path / "hub/datasets/allenai/c4"
     write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
-        words = ["-m", "titanlite", "data", "prepare", "c4", "--workers", 1, "--part-tokens", 500, "--out"]
+        words = [
+            "-m",
+            "titanlite",
+            "data",
+            "prepare",
+            "c4",
+            "--workers",
+            1,
+            "--part-tokens",
+            500,
+            "--out",
+        ]
         env = hub.environment(tmp_path / "home")
         hub.fail("*00001-of*", status=503, times=2)
         hub.fail("*00002-of*", status=404, times=None)
         failed = python(*words, tmp_path / "out", env=env)
-        assert failed.returncode == 2 and "c4-train.00002-of-00003.json.gz cannot be read" in failed.stderr
-        kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-00000*.tokens")}
+        assert (
+            failed.returncode == 2
+            and "c4-train.00002-of-00003.json.gz cannot be read" in failed.stderr
+        )
+        kept = {
+            path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-00000*.tokens")
+        }
         assert kept
         hub.faults.clear()
         repo.rename(repo.with_name("c4@first"))
@@ -197,7 +265,9 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "files")
     with HubServer(tmp_path) as server:
         server.fail("*/1.jsonl", cut=300, times=1)
-        code, printed = command("prepare", f"{server.url}/files/", "--out", tmp_path / "out", "--workers", 1)
+        code, printed = command(
+            "prepare", f"{server.url}/files/", "--out", tmp_path / "out", "--workers", 1
+        )
         assert code == 0, printed
     assert texts_of(tmp_path / "out") == [record.text for record in iter_records(list_files(text))]
     code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
@@ -208,7 +278,11 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
     text, out = write_records(tmp_path / "text"), tmp_path / "out"
     with RunLock(out):
         code, printed = command("prepare", text, "--out", out)
-        assert code == 2 and f"{out} is being prepared by another process" in printed and str(os.getpid()) in printed
+        assert (
+            code == 2
+            and f"{out} is being prepared by another process" in printed
+            and str(os.getpid()) in printed
+        )
     assert command("prepare", text, "--out", out)[0] == 0
     before = contents(out)
     for other in (["--text-key", "body"], ["--part-tokens", "9"]):
@@ -222,7 +296,10 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
         ([tmp_path / "none"], f"SOURCE: {tmp_path / 'none'} does not exist"),
         ([tmp_path / "empty.jsonl"], "empty.jsonl holds no records"),
         ([text, "--subset", "en"], "--subset is of data sets of the hub"),
-        ([text, "--split", "test"], f'{text} has no split "test"; no name of a file or folder holds one'),
+        (
+            [text, "--split", "test"],
+            f'{text} has no split "test"; no name of a file or folder holds one',
+        ),
     ):
         code, printed = command("prepare", *words, "--out", tmp_path / "new")
         assert code == 2 and error in printed
@@ -233,4 +310,8 @@ def test_a_disk_that_is_too_small_is_named_first(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
     code, printed = command("prepare", write_records(tmp_path / "text"), "--out", tmp_path / "out")
-    assert code == 2 and "or more, and 10 B are free" in printed and not list(tmp_path.glob("out/part-*"))
+    assert (
+        code == 2
+        and "or more, and 10 B are free" in printed
+        and not list(tmp_path.glob("out/part-*"))
+    )

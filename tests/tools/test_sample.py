@@ -25,16 +25,29 @@ from titanlite.tools.convert import convert
 def hf_folder(folder: Path) -> Path:
     """A random Llama with the bundled tokenizer and a chat template, as `transformers` saves it."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(
-        **sizes, num_key_value_heads=2, vocab_size=2304, max_position_embeddings=96, initializer_range=0.3
+        **sizes,
+        num_key_value_heads=2,
+        vocab_size=2304,
+        max_position_embeddings=96,
+        initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     made = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)
+        vocab_file=str(BUNDLED_TOKENIZER),
+        pattern=SPLIT_PATTERN,
+        extra_special_tokens=list(SPECIAL_TOKENS),
     ).converted()
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=LLAMA3, **names).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=LLAMA3, **names).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -58,18 +71,29 @@ def sample(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: Any) -> None:
     prompts = ["Once upon a time", "A naïve question:"]
     found = sample(hf, *prompts, "--greedy", "--max-tokens=64", "--json")
-    model, tokenizer = LlamaForCausalLM.from_pretrained(hf).eval(), PreTrainedTokenizerFast.from_pretrained(hf)
+    model, tokenizer = (
+        LlamaForCausalLM.from_pretrained(hf).eval(),
+        PreTrainedTokenizerFast.from_pretrained(hf),
+    )
     for prompt, one in zip(prompts, found["samples"], strict=True):
         ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(prompt)]])
-        theirs = model.generate(ids, do_sample=False, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id)
-        assert one["ids"] == theirs[0, ids.size(1) :].tolist() and one["prompt_tokens"] == ids.size(1)
+        theirs = model.generate(
+            ids, do_sample=False, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id
+        )
+        assert one["ids"] == theirs[0, ids.size(1) :].tolist() and one["prompt_tokens"] == ids.size(
+            1
+        )
         assert one["text"] == tokenizer.decode(one["ids"]) and one["finish"] == "length"
     out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64", "--batch-size=1")
-    assert out == "\n".join(f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True))
+    assert out == "\n".join(
+        f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True)
+    )
     assert "128 tokens, " in err and "tokens/s" in err
 
 
-def test_chat_renders_the_template_and_ends_with_the_turn(hf: Path, sample: Any, tmp_path: Path) -> None:
+def test_chat_renders_the_template_and_ends_with_the_turn(
+    hf: Path, sample: Any, tmp_path: Path
+) -> None:
     (one,) = sample(hf, "Hello", "--chat", "--json", "--max-tokens=80", "--seed=1")["samples"]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
     message = [{"role": "user", "content": "Hello"}]
@@ -81,7 +105,9 @@ def test_chat_renders_the_template_and_ends_with_the_turn(hf: Path, sample: Any,
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        greedy = sample(folder, "Hello", "--greedy", "--json", "--max-tokens=3")["samples"][0]["ids"]
+        greedy = sample(folder, "Hello", "--greedy", "--json", "--max-tokens=3")["samples"][0][
+            "ids"
+        ]
         assert len(greedy) == 3
     eot = SPECIAL_TOKENS.index("<|eot_id|>") + 2048
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [greedy[0], eot]}))
@@ -94,20 +120,39 @@ def test_prompts_of_a_run_come_from_files_and_standard_input(
 ) -> None:
     (tmp_path / "prompts").write_text("One\n\nTwo\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
-    words = ["--prompt-file", tmp_path / "prompts", "--max-tokens=7", "--top-k=40", "--top-p=0.9", "--json", "-"]
+    words = [
+        "--prompt-file",
+        tmp_path / "prompts",
+        "--max-tokens=7",
+        "--top-k=40",
+        "--top-p=0.9",
+        "--json",
+        "-",
+    ]
     found = sample(golden.folder, *words)
-    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"] and found["step"] == 24
+    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"] and found[
+        "step"
+    ] == 24
     monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
     again = sample(golden.folder / "checkpoint" / "step-24", *words, "--batch-size=2")
     assert again["samples"] == found["samples"], "the same seed, whatever is in a batch"
     monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
     assert sample(golden.folder, *words, "--seed=1")["samples"] != found["samples"]
-    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"][0]
+    longer = sample(golden.folder, "One", "--context=100", "--json", "--max-tokens=90")["samples"][
+        0
+    ]
     assert longer["prompt_tokens"] + len(longer["ids"]) > 64 or longer["finish"] == "stop"
-    assert sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1].count("bfloat16 on cpu") == 1
+    assert (
+        sample(golden.folder, "One", "--dtype=bfloat16", "--max-tokens=2")[1].count(
+            "bfloat16 on cpu"
+        )
+        == 1
+    )
 
 
-def test_an_imported_checkpoint_is_sampled_with_its_own_tokenizer(hf: Path, sample: Any, tmp_path: Path) -> None:
+def test_an_imported_checkpoint_is_sampled_with_its_own_tokenizer(
+    hf: Path, sample: Any, tmp_path: Path
+) -> None:
     step = convert(hf, tmp_path, "checkpoint")
     words = ["Once upon", "--greedy", "--max-tokens=3", "--json"]
     assert sample(step, *words)["samples"] == sample(hf, *words)["samples"]
@@ -122,9 +167,17 @@ def test_what_cannot_be_sampled_is_refused(
     long = "word " * 200
     for words, code, message in (
         ([tmp_path, "x"], exit_codes.CHECKPOINT, "no checkpoints"),
-        ([golden.folder, "x", "--tokenizer", BUNDLED_SENTENCEPIECE], exit_codes.CHECKPOINT, "another tokenizer"),
+        (
+            [golden.folder, "x", "--tokenizer", BUNDLED_SENTENCEPIECE],
+            exit_codes.CHECKPOINT,
+            "another tokenizer",
+        ),
         ([golden.folder, "x", long], exit_codes.CONFIG, "prompt 2 has"),
-        ([golden.folder, "x", "--chat"], exit_codes.CONFIG, "--chat-template: the tokenizer brings no"),
+        (
+            [golden.folder, "x", "--chat"],
+            exit_codes.CONFIG,
+            "--chat-template: the tokenizer brings no",
+        ),
         ([golden.folder, "--prompt-file", tmp_path / "none"], exit_codes.CONFIG, "cannot be read"),
         ([golden.folder, "x", "--training.steps=3"], exit_codes.CONFIG, "takes no --section.key"),
     ):
@@ -133,6 +186,12 @@ def test_what_cannot_be_sampled_is_refused(
     for name in ("config.json", "model.safetensors"):
         (hf.parent / "bare" / name).symlink_to(hf / name)
     assert "holds no tokenizer" in sample(hf.parent / "bare", "x", code=exit_codes.CONFIG)[1]
-    for option in ("--top-p=0", "--top-p=1.5", "--temperature=-1", "--max-tokens=0", "--temperature=nan"):
+    for option in (
+        "--top-p=0",
+        "--top-p=1.5",
+        "--temperature=-1",
+        "--max-tokens=0",
+        "--temperature=nan",
+    ):
         with pytest.raises(SystemExit):
             sample(hf, "x", option)

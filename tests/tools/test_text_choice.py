@@ -1,4 +1,6 @@
-"""Commands and configs on folders that leave a choice of text, and texts that are read too often."""
+"""Commands and configs on folders that leave a choice of text, and texts that are read too
+often.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,17 @@ def test_configs_and_commands_refuse_before_any_work(
     tmp_path: Path, command: Command, capfd: pytest.CaptureFixture[str]
 ) -> None:
     clone = make(tmp_path / "clone", *CLONE)
-    keys = [f"--training.dataset_path={clone}", "--validation.enable=true", f"--validation.dataset_path={clone}"]
+    keys = [
+        f"--training.dataset_path={clone}",
+        "--validation.enable=true",
+        f"--validation.dataset_path={clone}",
+    ]
     with pytest.raises(ConfigError) as caught:
         load_config("debug_model.toml", 1, keys)
-    assert [problem.key for problem in caught.value.problems] == ["training.dataset_path", "validation.dataset_path"]
+    assert [problem.key for problem in caught.value.problems] == [
+        "training.dataset_path",
+        "validation.dataset_path",
+    ]
     assert all(problem.code == "unclear-text" for problem in caught.value.problems)
     chosen = ["--data.split=train", "--validation.split=test"]
     run = load_config("debug_model.toml", 1, [*keys, *chosen])
@@ -39,15 +48,27 @@ def test_configs_and_commands_refuse_before_any_work(
     assert main(["doctor", "debug_model.toml", keys[0]]) == 2
     assert main(["config", "check", "debug_model.toml", keys[0]]) == 2
     assert capfd.readouterr().err.count("of several splits") == 3
-    for words in (["stats", keys[0]], ["peek", keys[0]], ["prepare", clone, "--out", tmp_path / "out"]):
+    for words in (
+        ["stats", keys[0]],
+        ["peek", keys[0]],
+        ["prepare", clone, "--out", tmp_path / "out"],
+    ):
         code, printed = command(*words)
         assert code == 2 and "of several splits" in printed and "train*.parquet" in printed
-    code, printed = command("prepare", clone, "--out", tmp_path / "out", "--split", "train", "--workers", 1)
-    assert code == 0 and "2 files of parquet" in printed and "LICENSE.txt, README.md (documentation)" in printed
+    code, printed = command(
+        "prepare", clone, "--out", tmp_path / "out", "--split", "train", "--workers", 1
+    )
+    assert (
+        code == 0
+        and "2 files of parquet" in printed
+        and "LICENSE.txt, README.md (documentation)" in printed
+    )
     assert "2 documents" in printed
 
 
-def test_peek_and_stats_say_what_was_found_and_passed_over(tmp_path: Path, command: Command) -> None:
+def test_peek_and_stats_say_what_was_found_and_passed_over(
+    tmp_path: Path, command: Command
+) -> None:
     clone = make(tmp_path / "clone", *CLONE)
     words = ["--training.dataset_path", clone, "--data.split", "train", "--training.seq_len", 8]
     found = json.loads(command("stats", "--json", *words)[1])
@@ -57,7 +78,11 @@ def test_peek_and_stats_say_what_was_found_and_passed_over(tmp_path: Path, comma
     assert re.search(r"files +2 of parquet\n", printed)
     assert re.search(r"passed over +data/test-00000-of-00001.parquet \(split test\)\n", printed)
     code, printed = command("peek", *words)
-    assert code == 0 and "2 files of parquet" in printed and "LICENSE.txt, README.md (documentation)" in printed
+    assert (
+        code == 0
+        and "2 files of parquet" in printed
+        and "LICENSE.txt, README.md (documentation)" in printed
+    )
     assert "2 documents, " in printed
     mixed = f"--data.source=[{{name='a', path='{clone}', split='train'}}, {{name='c4_test'}}]"
     assert "a: 2 files of parquet" in command("peek", mixed, "--training.seq_len", 8)[1]
@@ -68,33 +93,58 @@ def test_more_than_eight_passes_are_a_warning(tmp_path: Path, command: Command) 
     keys = [f"--training.dataset_path={text}", "--training.seq_len=8"]
 
     def warned(*more: str) -> list[str]:
-        return [one for one in load_config("debug_model.toml", 1, [*keys, *more]).warnings if "times" in one]
+        return [
+            one
+            for one in load_config("debug_model.toml", 1, [*keys, *more]).warnings
+            if "times" in one
+        ]
 
     assert warned("--training.epochs=8") == []
-    assert len(warned("--training.epochs=9")) == 1 and " reads this text 9 times" in warned("--training.epochs=9")[0]
+    assert (
+        len(warned("--training.epochs=9")) == 1
+        and " reads this text 9 times" in warned("--training.epochs=9")[0]
+    )
     source = f"--data.source=[{{name='a', path='{text}', epochs=20}}, {{name='c4_test'}}]"
     found = load_config("debug_model.toml", 1, [source]).warnings
-    assert [one.split(".")[0] for one in found if "times" in one] == ["a: the run reads this text 20 times"]
+    assert [one.split(".")[0] for one in found if "times" in one] == [
+        "a: the run reads this text 20 times"
+    ]
     out = tmp_path / "tokens"
     assert command("prepare", text, "--out", out, "--workers", 1)[0] == 0
     tokens = json.loads((out / "index.json").read_text())["tokens"]
-    run = load_config("debug_model.toml", 1, [f"--training.dataset_path={out}", "--training.seq_len=8"])
+    run = load_config(
+        "debug_model.toml", 1, [f"--training.dataset_path={out}", "--training.seq_len=8"]
+    )
     passes = (run.steps or 0) * run.batch.tokens_per_step / tokens
     assert passes > 8 and any(f"reads this text {passes:.3g} times" in one for one in run.warnings)
 
 
 def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
     clone = make(tmp_path / "clone", *CLONE)
-    keys = [f"--training.dataset_path={clone}/data/*.parquet", "--training.seq_len=8", "--validation.enable=true"]
+    keys = [
+        f"--training.dataset_path={clone}/data/*.parquet",
+        "--training.seq_len=8",
+        "--validation.enable=true",
+    ]
     keys += [f"--validation.dataset_path={clone}", "--validation.split=test"]
     run = load_config("debug_model.toml", 1, keys)
     reader = TextReader(run.data, TOKENIZER, 2304)
     train, held_out = reader.train(run.training), reader.held_out(run.validation, 8)
     found = dict(enumerate(text for _, text in file_rows(train, held_out)))
-    assert found[0].startswith("3 files of parquet (") and found[1].startswith("validation: 1 file of parquet (")
-    assert "data/train-00000-of-00002.parquet, data/train-00001-of-00002.parquet (split train)" in found[1]
+    assert found[0].startswith("3 files of parquet (") and found[1].startswith(
+        "validation: 1 file of parquet ("
+    )
+    assert (
+        "data/train-00000-of-00002.parquet, data/train-00001-of-00002.parquet (split train)"
+        in found[1]
+    )
     warnings = list(text_warnings(train, held_out, "mine", 1000))
-    assert warnings[0].startswith("mine: the pattern finds files of several splits") and "test (1 file)" in warnings[0]
+    assert (
+        warnings[0].startswith("mine: the pattern finds files of several splits")
+        and "test (1 file)" in warnings[0]
+    )
     assert warnings[1].startswith("mine: the run reads this text ") and len(warnings) == 2
-    assert is_told(warnings[1], ["mine: the run reads this text 9 times."]) and not is_told(warnings[0], warnings[1:])
+    assert is_told(warnings[1], ["mine: the run reads this text 9 times."]) and not is_told(
+        warnings[0], warnings[1:]
+    )
     assert list(text_warnings(train, held_out, "mine", 8 * train.sequences_per_epoch))[1:] == []

@@ -1,6 +1,7 @@
 """No command runs code, reads a variable or another file because a file of somebody else names it.
 
-`CASES` has every command. One that reads foreign files runs on poisoned ones here; the others have the reason.
+`CASES` has every command. One that reads foreign files runs on poisoned ones here; the others have
+the reason.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ MODEL = {
 }
 #: Commands that take the config in a checkpoint or run, and the keys whose code they would run.
 CONFIG = {
-    "evaluate": (["{step}", "--nproc-per-node=1"], ["model.name", "training.loss", "validation.dataset"]),
+    "evaluate": (
+        ["{step}", "--nproc-per-node=1"],
+        ["model.name", "training.loss", "validation.dataset"],
+    ),
     "config diff": (["{run}", "debug_model.toml", "--plans"], list(CODE)),
     "data at-step": (["1", "{run}"], ["model.name", "training.dataset", "validation.dataset"]),
     "data peek": (["{step}"], ["model.name", "training.dataset", "validation.dataset"]),
@@ -87,8 +91,11 @@ REASONS = {
     "help": "reads no file",
     "config template": "reads no file",
     "data fetch": "copies bytes",
-    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",
-    "data prepare": "reads texts; test_a_chain_of_urls_is_refused, templates: test_a_template_cannot_leave_its_sandbox",
+    "data verify": "reads numbers; an index that names files elsewhere: tests/data/test_token_checks.py",  # noqa: E501
+    "data prepare": (
+        "reads texts; test_a_chain_of_urls_is_refused, templates: "
+        "test_a_template_cannot_leave_its_sandbox"
+    ),
     "benchmark": OWN,
     "drill": "makes its files itself",
     "tokenizer fetch": "copies files of a tokenizer, which `sample` reads here",
@@ -128,7 +135,10 @@ class Poisoned:
 
 
 def _start(words: list[str]) -> int:
-    """Run a command. `eval` needs a package that is not installed: its model is loaded as it would be."""
+    """Run a command.
+
+    `eval` needs a package that is not installed: its model is loaded as it would be.
+    """
     if words[0] != "eval":
         return main(words)
     from titanlite.config.errors import ConfigError
@@ -144,9 +154,15 @@ def _start(words: list[str]) -> int:
 
 @pytest.fixture
 def poisoned(
-    golden: GoldenRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    golden: GoldenRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Poisoned]:
-    """A run that is not poisoned yet. The working directory holds the evil code, and Python looks there."""
+    """A run that is not poisoned yet.
+
+    The working directory holds the evil code, and Python looks there.
+    """
     run = tmp_path / "run"
     step = run_folder(golden, run)
     evil = make_evil(run)
@@ -187,7 +203,9 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
 
 @pytest.mark.parametrize("way", ["file", "beside", "module"])
 @pytest.mark.parametrize("command", sorted(CONFIG))
-def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, command: str, way: str) -> None:
+def test_code_that_a_kept_config_names_is_not_imported(
+    poisoned: Poisoned, command: str, way: str
+) -> None:
     words, keys = CONFIG[command]
     values = code_config(poisoned.evil, way)
     poison(poisoned.step, values)
@@ -196,10 +214,14 @@ def test_code_that_a_kept_config_names_is_not_imported(poisoned: Poisoned, comma
     assert code == exit_codes.CONFIG and not poisoned.evil.ran
     for key in keys:
         _names(said, file, key, poisoned.evil.named(CODE[key], way))
-    assert said.count(trust.FLAG) == len(keys) + (command == "config diff")  # there also compile.cache_dir
+    assert said.count(trust.FLAG) == len(keys) + (
+        command == "config diff"
+    )  # there also compile.cache_dir
     _, said = poisoned.call(command, words, trust.FLAG)
     for key in keys:
-        _is_announced(said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}")
+        _is_announced(
+            said, poisoned.evil, f"{key} = {_quoted(poisoned.evil.named(CODE[key], way))}"
+        )
     if command == "evaluate":
         assert f"started evaluate {poisoned.step} {trust.FLAG}" in said
 
@@ -232,7 +254,9 @@ def test_variables_and_other_files_that_a_kept_config_names_are_not_read(
     _names(said, file, "job.extends", str(other))
 
 
-def test_with_the_flag_a_variable_is_announced_and_read(poisoned: Poisoned, server: list[str]) -> None:
+def test_with_the_flag_a_variable_is_announced_and_read(
+    poisoned: Poisoned, server: list[str]
+) -> None:
     """The server of the test above would have seen the secret."""
     poison(poisoned.step, {"training.dataset_path": f"{server[0]}/${{{VARIABLE}}}.jsonl"})
     _, said = poisoned.call("data stats", ["{run}", trust.FLAG])
@@ -298,7 +322,9 @@ def server() -> Iterator[list[str]]:
 def _names(said: str, file: object, key: str, value: str) -> None:
     """Check that a refusal names the value, the file it is from, and the flag."""
     lines = said.splitlines()
-    found = [n for n, line in enumerate(lines) if str(file) in line and key in line and value in line]
+    found = [
+        n for n, line in enumerate(lines) if str(file) in line and key in line and value in line
+    ]
     assert found, f"{file}: {key} = {value} is not named:\n{said}"
     assert trust.FLAG in lines[found[0] + 1]
 
@@ -327,7 +353,10 @@ def test_a_torch_file_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
     content = torch.load(file, weights_only=True)
     content["model"]["family"] = path
     torch.save(content, file)
-    words = {"checkpoint convert": [str(file), "{out}", "--to", "hf"], "export": [str(file), "{out}"]}
+    words = {
+        "checkpoint convert": [str(file), "{out}", "--to", "hf"],
+        "export": [str(file), "{out}"],
+    }
     words["sample"] = [str(file), "text"]
     for command, given in words.items():
         code, said = poisoned.call(command, given)
@@ -416,7 +445,9 @@ def test_a_template_cannot_leave_its_sandbox(poisoned: Poisoned, tmp_path: Path)
 
 
 def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
-    """fsspec follows the chain, and renders templates in the file at its end: older versions without a sandbox."""
+    """fsspec follows the chain, and renders templates in the file at its end: older versions
+    without a sandbox.
+    """
     import fsspec
 
     from titanlite.config.urls import chain_problem
@@ -445,7 +476,9 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(poisoned: Poisoned, tmp_path: Path) -> None:
+def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
+    poisoned: Poisoned, tmp_path: Path
+) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.golden_run import FLAGS
     from tests.training.test_run import TINY
@@ -468,13 +501,23 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(poisoned: Poi
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no PYTHONSAFEPATH")
-def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(golden: GoldenRun, tmp_path: Path) -> None:
+def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
+    golden: GoldenRun, tmp_path: Path
+) -> None:
     step, evil = run_folder(golden, tmp_path / "run"), make_evil(tmp_path / "evil")
     for folder in (step, tmp_path / "run"):
         (folder / "xxhash.py").write_text(evil.file.read_text())
-    words = [Path(sys.executable).with_name("titanlite"), "evaluate", ".", "--nproc-per-node=1", "--json"]
+    words = [
+        Path(sys.executable).with_name("titanlite"),
+        "evaluate",
+        ".",
+        "--nproc-per-node=1",
+        "--json",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(words, cwd=tmp_path / "run", env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=tmp_path / "run", env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == MORE and not evil.ran
 
@@ -491,7 +534,9 @@ def _calls(names: set[str]) -> Iterator[tuple[str, ast.Call]]:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call):
                 called = node.func
-                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                name = (
+                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                )
                 if name in names:
                     yield str(file.relative_to(ROOT)), node
 
@@ -500,7 +545,14 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     """A new place must ask `titanlite.config.trust` first, and be added here."""
     wanted = {"resolve_as", "resolve", "load_callbacks"}
     places = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
-    assert places == {"build.py", "callbacks.py", "config/extensions.py", "main.py", "models/spec.py", "utils.py"}
+    assert places == {
+        "build.py",
+        "callbacks.py",
+        "config/extensions.py",
+        "main.py",
+        "models/spec.py",
+        "utils.py",
+    }
     wanted = {"import_module", "exec_module"}
     dynamic = {file for file, _ in _calls(wanted)}
     wanted = {"__import__", "eval", "exec", "compile"}

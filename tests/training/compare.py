@@ -15,7 +15,9 @@ from titanlite.models import get_spec
 STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
 #: Several documents in each sequence.
-DOCUMENTS = (torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.1).long().cumsum(-1)
+DOCUMENTS = (
+    (torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.1).long().cumsum(-1)
+)
 DOCUMENTS -= DOCUMENTS[..., :1].clone()
 #: Learning rates: AdamW's with a warm-up, SGD's.
 WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
@@ -23,7 +25,9 @@ FLAT = [0.1] * STEPS
 
 
 class References:
-    """Curves of `transformers`' models with torch's optimizers, each computed once and shared by all splits."""
+    """Curves of `transformers`' models with torch's optimizers, each computed once and shared by
+    all splits.
+    """
 
     def __init__(self, pool: Pools) -> None:
         self._pool = pool
@@ -68,17 +72,23 @@ class References:
         curves = self._pool(ranks).run(train_afresh, run)
         ours = curves[0]
         for other in curves[1:]:
-            assert other.losses == ours.losses and other.norms == ours.norms, "ranks disagree about the loss"
+            assert other.losses == ours.losses and other.norms == ours.norms, (
+                "ranks disagree about the loss"
+            )
         gradients = get_spec(run.family).to_hf(ours.gradients, run.args)
         assert gradients.keys() == expected.gradients.keys()
         # Ours are caught after clipping, the reference's before.
         clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
         for name, gradient in expected.gradients.items():
             assert relative(gradients[name], gradient * clip) < 1e-6, name
-        torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6)
+        torch.testing.assert_close(
+            torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6
+        )
         # AdamW divides by the root of the second moment, which amplifies rounding.
         weights_within, norms_within = (1e-6, 1e-5) if run.optimizer == "SGD" else (1e-4, 1e-4)
-        torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(expected.norms), rtol=norms_within, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(ours.norms), torch.tensor(expected.norms), rtol=norms_within, atol=0
+        )
         weights = get_spec(run.family).to_hf(ours.weights, run.args)
         for name, weight in expected.weights.items():
             assert relative(weights[name], weight) < weights_within, name

@@ -1,8 +1,9 @@
 """Every way to divide the work, times every way to save memory and time: one table.
 
-A cell is a config: flags as a user gives them, over the default TOML. What the config takes trains as `transformers`
-does on one process; what it refuses is refused with its reason. test_grid.py runs the cells on one and two ranks,
-test_grid_of_four_ranks.py the others, so that two processes share the work.
+A cell is a config: flags as a user gives them, over the default TOML. What the config takes trains
+as `transformers` does on one process; what it refuses is refused with its reason. test_grid.py runs
+the cells on one and two ranks, test_grid_of_four_ranks.py the others, so that two processes share
+the work.
 """
 
 from __future__ import annotations
@@ -13,14 +14,30 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.compare import DOCUMENTS, FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
+from tests.training.compare import (
+    DOCUMENTS,
+    FLAT,
+    GLOBAL_BATCH,
+    LABELS,
+    SEQ,
+    TOKENS,
+    WARM,
+    References,
+)
 from tests.training.harness import Degrees, Run
 from titanlite.derive import RunConfig
 from titanlite.fit import load_config
 from titanlite.parallel.pipeline_split import SCHEDULES
 
 #: Two blocks of grouped queries, as small as four ranks can share.
-MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "max_seq_len": 64}
+MODEL = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "multiple_of": 32,
+    "max_seq_len": 64,
+}
 SHARED = {
     **{f"model.overrides.{key}": value for key, value in MODEL.items()},
     "model.vocab_size": 192,
@@ -78,7 +95,11 @@ class Column:
 
 
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-CHUNKS, UNITS, MIN_PARAMS = "training.loss_chunks", "training.fsdp_units", "training.fsdp_min_params"
+CHUNKS, UNITS, MIN_PARAMS = (
+    "training.loss_chunks",
+    "training.fsdp_units",
+    "training.fsdp_min_params",
+)
 TIED = {"model.overrides.tied": "true"}
 AHEAD = {RESHARD: "always", "training.prefetch": 1}
 ZERO_BUBBLE = {PP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}
@@ -102,34 +123,64 @@ MORE = {
     "cp 2, ddp 2": (Row(4, {CP: 2, REPLICAS: 2, FSDP: 1}), 2),
     "cp 2, tp 2": (Row(4, {CP: 2, TP: 2}), 2),
     "pp 4": (Row(4, {PP: 4, **FOUR}), 2),
-    "pp 4, stages without blocks": (Row(4, {PP: 4, SPLIT: '["layers.0","norm","output"]', **FOUR}), 2),
+    "pp 4, stages without blocks": (
+        Row(4, {PP: 4, SPLIT: '["layers.0","norm","output"]', **FOUR}),
+        2,
+    ),
     "pp 2, fsdp 2, gathered again": (Row(4, {PP: 2, FSDP: 2, RESHARD: "always", **FOUR}), 2),
     "pp 2, fsdp 2, zero bubble": (Row(4, {FSDP: 2, **ZERO_BUBBLE}), 2),
     "pp 2, ddp 2": (Row(4, {PP: 2, REPLICAS: 2, FSDP: 1, **FOUR}), 2),
-    "pp 2, tp 2, zero bubble, whole logits": (Row(4, {TP: 2, LOSS_PARALLEL: "false", **ZERO_BUBBLE}), 2),
+    "pp 2, tp 2, zero bubble, whole logits": (
+        Row(4, {TP: 2, LOSS_PARALLEL: "false", **ZERO_BUBBLE}),
+        2,
+    ),
     "pp 2, cp 2": (Row(4, {PP: 2, CP: 2, **FOUR}), 2),
     "pp 2, tp 2, fsdp 2": (Row(8, {PP: 2, TP: 2, FSDP: 2, **FOUR}), 2),
     "pp 2, tp 2, cp 2": (Row(8, {PP: 2, TP: 2, CP: 2, SCHEDULE: "Interleaved1F1B", **FOUR}), 2),
     "cp 2, tp 2, fsdp 2, recomputed": (Row(8, {CP: 2, TP: 2, FSDP: 2, MODE: "full"}), 1),
-    "fsdp 2, units by size": (Row(2, {FSDP: 2, UNITS: "size", MIN_PARAMS: 30_000, "training.prefetch": 1}), 2),
-    "fsdp 2, tied, classes": (Row(2, {FSDP: 2, UNITS: '["Block","Embedding"]', "training.prefetch": 2, **TIED}), 2),
-    "fsdp 2, units in recomputed blocks": (Row(2, {FSDP: 2, UNITS: '["Block","Attention"]', MODE: "full"}), 2),
+    "fsdp 2, units by size": (
+        Row(2, {FSDP: 2, UNITS: "size", MIN_PARAMS: 30_000, "training.prefetch": 1}),
+        2,
+    ),
+    "fsdp 2, tied, classes": (
+        Row(2, {FSDP: 2, UNITS: '["Block","Embedding"]', "training.prefetch": 2, **TIED}),
+        2,
+    ),
+    "fsdp 2, units in recomputed blocks": (
+        Row(2, {FSDP: 2, UNITS: '["Block","Attention"]', MODE: "full"}),
+        2,
+    ),
     # The loss in chunks, also more than the tokens need.
     "chunks, fsdp 2, freed, tied": (Row(2, {CHUNKS: 100, FSDP: 2, RESHARD: "always", **TIED}), 1),
-    "chunks, fsdp 2, one unit, freed": (Row(2, {CHUNKS: 3, FSDP: 2, RESHARD: "always", UNITS: "root"}), 2),
+    "chunks, fsdp 2, one unit, freed": (
+        Row(2, {CHUNKS: 3, FSDP: 2, RESHARD: "always", UNITS: "root"}),
+        2,
+    ),
     "chunks, fsdp 2, compiled": (Row(2, {CHUNKS: 3, FSDP: 2, "training.compile": "true"}), 1),
     "chunks, hsdp 2 x 2": (Row(4, {CHUNKS: 3, REPLICAS: 2, FSDP: 2}), 1),
     "chunks, tp 2": (Row(2, {CHUNKS: 3, TP: 2}), 1),
-    "chunks, tp 2, fsdp 2, whole logits": (Row(4, {CHUNKS: 3, TP: 2, FSDP: 2, LOSS_PARALLEL: "false"}), 1),
+    "chunks, tp 2, fsdp 2, whole logits": (
+        Row(4, {CHUNKS: 3, TP: 2, FSDP: 2, LOSS_PARALLEL: "false"}),
+        1,
+    ),
     "chunks, cp 2": (Row(2, {CHUNKS: 3, CP: 2}), 1),
     "chunks, pp 2, cp 2": (Row(4, {CHUNKS: 3, PP: 2, CP: 2, **FOUR}), 1),
     "chunks, pp 2, zero bubble": (Row(2, {CHUNKS: 3, **ZERO_BUBBLE}), 2),
     "chunks, pp 2, loss compiled": (
-        Row(2, {CHUNKS: 3, **ZERO_BUBBLE, "training.compile": "true", "compile.components": '["loss"]'}),
+        Row(
+            2,
+            {
+                CHUNKS: 3,
+                **ZERO_BUBBLE,
+                "training.compile": "true",
+                "compile.components": '["loss"]',
+            },
+        ),
         1,
     ),
 }
-#: The plain backends do not divide a graph by a budget; this one divides it as inductor does, and builds no code.
+#: The plain backends do not divide a graph by a budget; this one divides it as inductor does, and
+#: builds no code.
 BUDGET = {
     "training.compile": "true",
     "compile.backend": "aot_eager_decomp_partition",
@@ -184,9 +235,9 @@ COLUMNS = {
 
 #: Schedules whose stages are those of another row.
 SELDOM = ("pp 2, GPipe", "pp 2, LoopedBFS")
-#: Cells of `./run_tests.sh`: every kind of parallelism, every column (the compiled one in `MASKED`). The whole table is
-#: in `--full`, but for graphs of four ranks without the policy by operation, and for what each rank does anew under
-#: `SELDOM`: `--soak` has them.
+#: Cells of `./run_tests.sh`: every kind of parallelism, every column (the compiled one in
+#: `MASKED`). The whole table is in `--full`, but for graphs of four ranks without the policy by
+#: operation, and for what each rank does anew under `SELDOM`: `--soak` has them.
 QUICK = {
     ("fsdp 2", "at once"),
     ("hsdp 2 x 2", "every 2nd recomputed"),
@@ -211,7 +262,9 @@ def config_of(row: Row, column: Column) -> RunConfig:
     data_ranks = row.ranks // (row.flags.get(TP, 1) * row.flags.get(CP, 1) * row.flags.get(PP, 1))
     batch = {"training.batch_size": GLOBAL_BATCH // data_ranks // column.accumulation}
     flags = {**SHARED, **batch, **row.flags, **column.flags}
-    return load_config("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
+    return load_config(
+        "debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()]
+    )
 
 
 def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 4) -> Run:
@@ -241,7 +294,11 @@ def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 4) -> Run:
     )
     degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.context, mesh.tensor, mesh.pipeline)
     assert run.mesh(mesh.world_size) == Degrees(*degrees)
-    assert batch.global_batch_size == GLOBAL_BATCH == batch.micro_batch_size * batch.accumulation * mesh.dp_degree
+    assert (
+        batch.global_batch_size
+        == GLOBAL_BATCH
+        == batch.micro_batch_size * batch.accumulation * mesh.dp_degree
+    )
     return run
 
 
@@ -249,12 +306,15 @@ def _tier(row: str, column: str) -> list[pytest.MarkDecorator]:
     if (row, column) in QUICK:
         return []
     seldom = (
-        ROWS[row].ranks == 4 if column == "compiled" else row in SELDOM and column not in ("at once", "accumulated")
+        ROWS[row].ranks == 4
+        if column == "compiled"
+        else row in SELDOM and column not in ("at once", "accumulated")
     )
     return [pytest.mark.soak if seldom else pytest.mark.slow]
 
 
-#: Rows with masks between documents, each with a column: what reaches attention, positions and recomputation.
+#: Rows with masks between documents, each with a column: what reaches attention, positions and
+#: recomputation.
 MASKED = {
     "fsdp 2": "compiled, by operation",
     "tp 2": "by operation",
@@ -274,7 +334,9 @@ QUICK_MASKED = {"fsdp 2", "cp 2", "pp 2, 1F1B"}
 
 
 def grid_on(*ranks: int) -> tuple[Any, ...]:
-    """Make the tests of all rows on these numbers of ranks: cells, other rows, masked documents, bf16."""
+    """Make the tests of all rows on these numbers of ranks: cells, other rows, masked documents,
+    bf16.
+    """
     rows = {**{name: (row, 2) for name, row in ROWS.items()}, **MORE}
     assert {row.ranks for row, _ in rows.values()} <= {1, 2, 4, 8}, "no file would run the others"
     here = {name: pair for name, pair in rows.items() if pair[0].ranks in ranks}
@@ -282,7 +344,11 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
     def some(names: Any, quick: Any = ()) -> Any:
         chosen = [name for name in names if name in here]
         return pytest.mark.parametrize(
-            "row", [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in chosen]
+            "row",
+            [
+                pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
+                for name in chosen
+            ],
         )
 
     @pytest.mark.parametrize(
@@ -295,11 +361,16 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         ],
     )
     def cell(references: References, row: str, column: str) -> None:
-        """Gradients of every parameter, losses and norms of each step, weights after the last, as in `transformers`."""
+        """Gradients of every parameter, losses and norms of each step, weights after the last, as
+        in `transformers`.
+        """
         done = COLUMNS[column]
-        # Twenty steps of AdamW in one cell: longer runs of the others would show nothing that this does not.
+        # Twenty steps of AdamW in one cell: longer runs of the others would show nothing that this
+        # does not.
         steps = 20 if (row, column) == ("cp 2", "accumulated") else 4
-        references.compare(run_of(config_of(ROWS[row], done), done.optimizer, steps), ROWS[row].ranks)
+        references.compare(
+            run_of(config_of(ROWS[row], done), done.optimizer, steps), ROWS[row].ranks
+        )
 
     @some(MORE, QUICK_MORE)
     def other(references: References, row: str) -> None:
@@ -311,13 +382,18 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
         """Held against `transformers` with each document in a row of its own."""
         split, column = rows[row][0], COLUMNS[MASKED[row]]
         references.compare(
-            replace(run_of(config_of(split, column), column.optimizer), documents=DOCUMENTS), split.ranks
+            replace(run_of(config_of(split, column), column.optimizer), documents=DOCUMENTS),
+            split.ranks,
         )
 
     @some(ROWS)
     def bf16(references: References, row: str) -> None:
-        """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
-        low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
+        """Mean distance of the losses from those on one rank: at most twice what another seed makes
+        of them.
+        """
+        low = replace(
+            ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"}
+        )
         run = run_of(config_of(low, COLUMNS["accumulated"]), steps=8)
         assert run.training.mixed_precision_param == "bfloat16"
         plain, *others = map(torch.tensor, references.seeds(run))

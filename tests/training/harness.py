@@ -1,4 +1,6 @@
-"""Trains a tiny model with titanlite's own pieces on dumped batches; runs inside a rank of the pool."""
+"""Trains a tiny model with titanlite's own pieces on dumped batches; runs inside a rank of the
+pool.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,16 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
 from titanlite.step import ReplicationFactors, StepResult
 
-TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
+TINY = LlamaArgs(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64
+)
 
 #: Ways to recompute.
 NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
-EVERY_2, OP = ActivationCheckpoint(selective_ac_option="2"), ActivationCheckpoint(selective_ac_option="op")
+EVERY_2, OP = (
+    ActivationCheckpoint(selective_ac_option="2"),
+    ActivationCheckpoint(selective_ac_option="op"),
+)
 MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
 #: A linear in the middle of the model.
 W2 = "layers.1.feed_forward.w2"
@@ -62,7 +69,11 @@ class Degrees:
     def build(self, world: DistEnv) -> DeviceMesh:
         replicate, shard = self.dp_replicate, self.dp_shard
         return world.build_mesh(
-            pp=self.pipeline, dp_replicate=replicate, dp_shard=shard, cp=self.context, tp=self.tensor
+            pp=self.pipeline,
+            dp_replicate=replicate,
+            dp_shard=shard,
+            cp=self.context,
+            tp=self.tensor,
         )
 
 
@@ -148,14 +159,22 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
-    """This rank's share of a global batch, dealt out as the loader deals: sequence i goes to rank i mod degree."""
+    """This rank's share of a global batch, dealt out as the loader deals: sequence i goes to rank i
+    mod degree.
+    """
     tokens, labels = run.tokens[step, rank::degree], run.labels[step, rank::degree]
-    whole = [tokens, labels] if run.documents is None else [tokens, labels, run.documents[step, rank::degree]]
+    whole = (
+        [tokens, labels]
+        if run.documents is None
+        else [tokens, labels, run.documents[step, rank::degree]]
+    )
     return [Batch(*part) for part in zip(*(t.chunk(run.accumulation) for t in whole), strict=True)]
 
 
 def sequence_part(run: Run, batches: list[Batch], rank: int) -> list[Batch]:
-    """What a rank keeps of sequences that `run.context` ranks share: one chunk from the front, one from the back."""
+    """What a rank keeps of sequences that `run.context` ranks share: one chunk from the front, one
+    from the back.
+    """
     if run.context == 1:
         return batches
     place = rank // run.tensor % run.context
@@ -167,12 +186,18 @@ def sequence_part(run: Run, batches: list[Batch], rank: int) -> list[Batch]:
     return [Batch(part(batch.tokens), part(batch.labels), batch.documents) for batch in batches]
 
 
-def alone(tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens and labels [steps, rows, seq] with each document in a row of its own, filled up without targets."""
+def alone(
+    tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels [steps, rows, seq] with each document in a row of its own, filled up
+    without targets.
+    """
     most = int(documents.max()) + 1
     size = torch.Size([len(tokens), tokens.size(1) * most, tokens.size(2)])
     apart, targets = torch.zeros(size, dtype=torch.int64), torch.full(size, -100)
-    for step, row in torch.cartesian_prod(torch.arange(size[0]), torch.arange(tokens.size(1))).tolist():
+    for step, row in torch.cartesian_prod(
+        torch.arange(size[0]), torch.arange(tokens.size(1))
+    ).tolist():
         for number in range(most):
             own = documents[step, row] == number
             apart[step, row * most + number, : int(own.sum())] = tokens[step, row, own]
@@ -186,7 +211,9 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
-        settings = run.settings or Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
+        settings = run.settings or Optimizer(
+            implementation=run.implementation, weight_decay=run.weight_decay
+        )  # type: ignore[arg-type]
         blocks = builder.spec.block_names(run.args)
         optimizer = build_optimizer(dict(model.named_parameters()), settings, world.device, blocks)
     return model, optimizer, data_parallel_rank(builder.mesh)
@@ -195,7 +222,8 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
 def stepper(
     world: DistEnv, run: Run, **common: Any
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[..., StepResult]]:
-    """The model, its optimizer, and `take(step, …)`: a step on this rank's share of a global batch, else the first.
+    """The model, its optimizer, and `take(step, …)`: a step on this rank's share of a global batch,
+    else the first.
 
     common: settings of each `train_step`.
     """
@@ -213,13 +241,17 @@ def stepper(
     return model, optimizer, take
 
 
-def run_stages(model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction) -> Pipeline | None:
+def run_stages(
+    model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction
+) -> Pipeline | None:
     """What runs the model where ranks share its layers."""
     if not isinstance(model, PipelineModel):
         return None
     _, sequences, seq_len = run.tokens.shape
     rows = sequences // run.mesh(world.size).dp_degree // run.accumulation
-    return run.builder(world).pipeline(model, loss, batch_size=rows, seq_len=seq_len, accumulation=run.accumulation)
+    return run.builder(world).pipeline(
+        model, loss, batch_size=rows, seq_len=seq_len, accumulation=run.accumulation
+    )
 
 
 def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -240,9 +272,12 @@ def train(world: DistEnv, run: Run) -> Curve:
     precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
     after_update = ScalePrecompute(model, builder.mesh) if precompute else None
     curve = Curve([], [], {}, {})
-    # Clipping happens in place inside the step: the first gradients are caught on their way to the optimizer.
+    # Clipping happens in place inside the step: the first gradients are caught on their way to the
+    # optimizer.
     keep = optimizer.register_step_pre_hook(
-        lambda *_: curve.gradients.update({n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        lambda *_: curve.gradients.update(
+            {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        )
     )
     for step, rate in enumerate(run.rates, start=1):
         result = take(step, rate, step - 1, pipeline=pipeline, after_update=after_update)
@@ -255,11 +290,14 @@ def train(world: DistEnv, run: Run) -> Curve:
 
 
 def train_afresh(world: DistEnv, run: Run) -> Curve:
-    """`train` with nothing left of what earlier runs of this process compiled, nor anything for later ones."""
+    """`train` with nothing left of what earlier runs of this process compiled, nor anything for
+    later ones.
+    """
     if run.compile is None:
         return train(world, run)
     torch._dynamo.reset()
-    # A loss that ran op by op on sharded logits leaves entries with which the compiled one cannot be partitioned.
+    # A loss that ran op by op on sharded logits leaves entries with which the compiled one cannot
+    # be partitioned.
     _clear_sharding_prop_cache()
     try:
         return train(world, run)
@@ -275,7 +313,9 @@ def initial_weights(world: DistEnv, run: Run) -> dict[str, torch.Tensor]:
 def batches(
     steps: int, global_batch: int, seq_len: int, vocab: int, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens and shifted labels [steps, global batch, seq_len]; sequences end after very unequal lengths."""
+    """Random tokens and shifted labels [steps, global batch, seq_len]; sequences end after very
+    unequal lengths.
+    """
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(0, vocab, (steps, global_batch, seq_len + 1), generator=generator)
     tokens, labels = window[..., :-1].contiguous(), window[..., 1:].clone()

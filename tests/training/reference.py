@@ -1,6 +1,7 @@
 """The plain single-process run that all others are held against.
 
-Imports nothing of titanlite: `transformers`' models, torch's optimizers, batches and initial weights as tensors.
+Imports nothing of titanlite: `transformers`' models, torch's optimizers, batches and initial
+weights as tensors.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ def train_reference(
 ) -> Curve:
     """Train the model of `transformers` on whole global batches.
 
-    config: its config.json; weights: its state dictionary. tokens, labels: [steps, global batch, seq] int64, label
-    -100 where there is no target. optimizer: "AdamW" or "SGD". rates: learning rate of each step.
+    config: its config.json; weights: its state dictionary. tokens, labels: [steps, global batch,
+    seq] int64, label -100 where there is no target. optimizer: "AdamW" or "SGD". rates: learning
+    rate of each step.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), attn_implementation="sdpa"
+    )
     model.train()
     model.load_state_dict(weights, strict=not config.get("tie_word_embeddings"))
     if optimizer == "AdamW":
@@ -52,10 +56,14 @@ def train_reference(
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(rates):
         logits = model(tokens[step]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[step].flatten(), ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[step].flatten(), ignore_index=-100
+        )
         loss.backward()
         if step == 0:
-            curve.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            curve.gradients = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         for group in optim.param_groups:
             group["lr"] = rate

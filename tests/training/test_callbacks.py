@@ -28,7 +28,12 @@ from titanlite.signals import StopRequested
 from titanlite.trainer import Trainer
 from titanlite.utils import resolve
 
-FLAGS = ["--training.steps=4", "--validation.freq=2", "--checkpoint.interval=3", "--metrics.log_freq=2"]
+FLAGS = [
+    "--training.steps=4",
+    "--validation.freq=2",
+    "--checkpoint.interval=3",
+    "--metrics.log_freq=2",
+]
 
 
 class Note(Callback):
@@ -49,7 +54,9 @@ class Note(Callback):
         self.calls.append(("step", trainer.step))
 
     def on_log(self, trainer: Trainer, figures: Any) -> None:
-        self.calls.append(("log", trainer.step, round(figures["loss"], 3) > 5 and figures["grad_norm"] > 0))
+        self.calls.append(
+            ("log", trainer.step, round(figures["loss"], 3) > 5 and figures["grad_norm"] > 0)
+        )
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         self.calls.append(("validation", trainer.step, tokens))
@@ -73,7 +80,9 @@ def _noted(world: DistEnv, folder: str, *flags: str) -> list[Any]:
     return note.calls
 
 
-def test_each_point_is_called_on_every_rank_and_state_comes_back(pool: Pools, tmp_path: Path) -> None:
+def test_each_point_is_called_on_every_rank_and_state_comes_back(
+    pool: Pools, tmp_path: Path
+) -> None:
     tokens = 2 * 2 * 4 * 32  # ranks x batches x sequences x length
     middle = [("step", 2), ("validation", 2, tokens), ("step", 3), ("save", 3)]
     last = [("step", 4), ("validation", 4, tokens), ("save", 4), ("end", "done", 4)]
@@ -83,7 +92,11 @@ def test_each_point_is_called_on_every_rank_and_state_comes_back(pool: Pools, tm
         rest = [call for call in calls if call[0] != "log"]
         assert rest == [("start", 0, None), ("step", 1), *middle, *last]
     assert read_manifest(tmp_path / "checkpoint" / "step-3").train["note"] == "of step 3"
-    assert pool(2).run(_noted, str(tmp_path), "--training.steps=5")[0][0] == ("start", 4, "of step 4")
+    assert pool(2).run(_noted, str(tmp_path), "--training.steps=5")[0][0] == (
+        "start",
+        4,
+        "of step 4",
+    )
 
 
 class RaisesAtTheEnd(Callback):
@@ -111,9 +124,14 @@ def _raised(world: DistEnv, folder: str, kind: type[Callback]) -> str:
 
 def test_a_callback_that_raises_ends_the_run_with_its_name(pool: Pools, tmp_path: Path) -> None:
     (said,) = pool(1).run(_raised, str(tmp_path / "log"), RaisesAtALog)
-    assert said == f"callback {__name__}:RaisesAtALog failed in on_log: ZeroDivisionError: division by zero"
+    assert (
+        said
+        == f"callback {__name__}:RaisesAtALog failed in on_log: ZeroDivisionError: division by zero"
+    )
     (said,) = pool(1).run(_raised, str(tmp_path), RaisesAtTheEnd)
-    assert "test_callbacks:RaisesAtTheEnd failed in on_step_end: ZeroDivisionError: on purpose" in said
+    assert (
+        "test_callbacks:RaisesAtTheEnd failed in on_step_end: ZeroDivisionError: on purpose" in said
+    )
     end = read_entries(tmp_path)[-1]
     assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, exit_codes.ERROR)
 
@@ -154,7 +172,9 @@ class Keeps(Callback):
         ([Keeps(best=1), Keeps(best=2)], "has 'best' already"),
     ],
 )
-def test_entries_that_a_checkpoint_cannot_hold_name_their_callback(callbacks: list[Callback], said: str) -> None:
+def test_entries_that_a_checkpoint_cannot_hold_name_their_callback(
+    callbacks: list[Callback], said: str
+) -> None:
     state = {"tokens_seen": 64}
     with pytest.raises(CallbackError, match=f"callback {__name__}:Keeps: .*{said}"):
         Callbacks(callbacks).add_state(None, state)  # type: ignore[arg-type]
@@ -179,20 +199,30 @@ class Needs(Callback):
 def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolve("os.path:join") is os.path.join and resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
+    assert (
+        resolve("os.path:join") is os.path.join
+        and resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
+    )
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.py").write_text(SOURCE)
     (tmp_path / "here.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "there" / "run.toml"
-    config.write_text('[job]\ncallbacks = ["./mine.py:Mine", "./mine.py:ready", "./here.py:Mine"]\n')
+    config.write_text(
+        '[job]\ncallbacks = ["./mine.py:Mine", "./mine.py:ready", "./here.py:Mine"]\n'
+    )
     paths = load_file(str(config)).sections.job.callbacks
-    assert paths == [f"{tmp_path}/{name}" for name in ("there/mine.py:Mine", "there/mine.py:ready", "here.py:Mine")]
+    assert paths == [
+        f"{tmp_path}/{name}"
+        for name in ("there/mine.py:Mine", "there/mine.py:ready", "here.py:Mine")
+    ]
     mine = resolve("./there/mine.py:Mine")
     first, second, third = load_callbacks(paths)
     assert type(first) is type(second) is mine and mine.made == 2, "one file is one module"
     assert type(third) is not mine
-    with pytest.raises(CallbackError, match=r"^callback mine:Mine failed in on_end: AttributeError"):
+    with pytest.raises(
+        CallbackError, match=r"^callback mine:Mine failed in on_end: AttributeError"
+    ):
         Callbacks([first])._call(first, "on_end", None, None)
 
 
@@ -218,7 +248,11 @@ def test_what_cannot_be_loaded_is_a_config_error(
         load_callbacks([path, "os:also_missing"], "run.toml:7")
     problem, other = caught.value.problems
     assert (problem.key, problem.where) == ("job.callbacks", "run.toml:7")
-    assert repr(path) in problem.message and words in problem.message and "also_missing" in other.message
+    assert (
+        repr(path) in problem.message
+        and words in problem.message
+        and "also_missing" in other.message
+    )
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
 
 
@@ -226,7 +260,9 @@ def test_what_cannot_be_loaded_is_a_config_error(
 
 
 def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, tuple[str, ...]]]:
-    """Settings of the process while it trains with debug.deterministic, and the calls that make a new tensor."""
+    """Settings of the process while it trains with debug.deterministic, and the calls that make a
+    new tensor.
+    """
     seen = set[tuple[bool, str | None, tuple[str, ...]]]()
 
     class Look(Callback):
@@ -234,7 +270,13 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, t
             with torch.autograd.profiler.profile() as calls:
                 torch.empty(9)
             names = tuple(one.name for one in calls.function_events)
-            seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"), names))
+            seen.add(
+                (
+                    torch.are_deterministic_algorithms_enabled(),
+                    os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+                    names,
+                )
+            )
 
     try:
         trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
@@ -247,12 +289,16 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, t
     return seen
 
 
-def test_deterministic_kernels_are_on_in_training_and_new_tensors_stay_empty(pool: Pools, tmp_path: Path) -> None:
+def test_deterministic_kernels_are_on_in_training_and_new_tensors_stay_empty(
+    pool: Pools, tmp_path: Path
+) -> None:
     assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8", ("aten::empty",))}]
 
 
 def _groups_made(world: DistEnv, folder: str) -> list[int]:
-    """The step at each process group that was made, in a run that saves in the background; -1: before the trainer."""
+    """The step at each process group that was made, in a run that saves in the background; -1:
+    before the trainer.
+    """
     real, made, trainer = distributed_c10d._new_process_group_helper, list[int](), None
 
     def make(*args: Any, **more: Any) -> Any:
@@ -267,7 +313,9 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
 
 def test_no_process_group_is_made_once_training_runs(pool: Pools, tmp_path: Path) -> None:
     for made in pool(2).run(_groups_made, str(tmp_path)):
-        assert len(made) >= 2 and set(made) == {-1}, "those of saves, among others, before the trainer exists"
+        assert len(made) >= 2 and set(made) == {-1}, (
+            "those of saves, among others, before the trainer exists"
+        )
 
 
 class Exits(Callback):
@@ -290,18 +338,27 @@ class DerivedError(BadStepError):
 
 
 def test_exit_codes_are_those_of_the_table_alone() -> None:
-    """Schedulers act on them: 0 of a foreign error would mean that the run is done, 5 that it may go on."""
+    """Schedulers act on them: 0 of a foreign error would mean that the run is done, 5 that it may
+    go on.
+    """
     assert exit_codes.code_of(ForeignError("x")) == exit_codes.ERROR
     assert exit_codes.code_of(DerivedError(1, 1.0, 2.0, "why")) == exit_codes.GUARD
     assert exit_codes.code_of(StopRequested("x", 3, True)) == exit_codes.PREEMPTED
     assert exit_codes.code_of(StopRequested("x", 3, False)) == exit_codes.PREEMPTED_UNSAVED
 
 
-@pytest.mark.parametrize(("code", "said"), [(0, "sys.exit(0)"), (7, "sys.exit(7)"), (None, "sys.exit()")])
+@pytest.mark.parametrize(
+    ("code", "said"), [(0, "sys.exit(0)"), (7, "sys.exit(7)"), (None, "sys.exit()")]
+)
 def test_an_exit_of_a_callback_is_an_error_that_names_it(code: object, said: str) -> None:
     callbacks: Any = Callbacks([Exits(code)])
-    for call in (lambda: callbacks("on_step_end", None, None), lambda: callbacks.end(None, RunEnd("done", 3))):
-        with pytest.raises(CallbackError, match=f"Exits called {re.escape(said)}. That ends no run") as caught:
+    for call in (
+        lambda: callbacks("on_step_end", None, None),
+        lambda: callbacks.end(None, RunEnd("done", 3)),
+    ):
+        with pytest.raises(
+            CallbackError, match=f"Exits called {re.escape(said)}. That ends no run"
+        ) as caught:
             call()
         assert exit_codes.code_of(caught.value) == exit_codes.ERROR
 
@@ -335,10 +392,17 @@ class Hangs(Callback):
         ("Hangs", "done", "Hangs has not come to its end in 4 s"),
     ],
 )
-def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(tmp_path: Path, kind: str, state: str, words: str) -> None:
+def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
+    tmp_path: Path, kind: str, state: str, words: str
+) -> None:
     """One process. A scheduler takes 0 for done; a process that hangs keeps the folder locked."""
     (tmp_path / "mine.py").write_text(_ENDINGS)
-    flags = [*TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=2", "--comm.init_timeout_seconds=2"]
+    flags = [
+        *TINY,
+        f"--job.dump_folder={tmp_path}/run",
+        "--training.steps=2",
+        "--comm.init_timeout_seconds=2",
+    ]
     flags += ["--stall.deadline_seconds=2", f"--job.callbacks={tmp_path}/mine.py:{kind}"]
     done = python("train.py", "--job.config_file=debug_model.toml", *flags)
     assert done.returncode == exit_codes.ERROR, done.stderr

@@ -1,4 +1,6 @@
-"""A bad step reaches no weight on any rank, whatever the policy; spikes are found as the formula says."""
+"""A bad step reaches no weight on any rank, whatever the policy; spikes are found as the formula
+says.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,11 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | None) -> dict[str, Any]:
-    """Six steps with `value` in the loss, a gradient or an activation of the third on the last rank.
+def _train(
+    world: DistEnv, run: Run, policy: Any, where: str, value: float | None
+) -> dict[str, Any]:
+    """Six steps with `value` in the loss, a gradient or an activation of the third on the last
+    rank.
 
     value: None for five steps, without that batch.
     """
@@ -49,7 +54,11 @@ def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | Non
     poison = False
 
     def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.masked_fill(torch.ones_like(gradient, dtype=torch.bool), value) if poison else gradient
+        return (
+            gradient.masked_fill(torch.ones_like(gradient, dtype=torch.bool), value)
+            if poison
+            else gradient
+        )
 
     def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         if not poison:
@@ -92,7 +101,9 @@ def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
     for result in results:
         states = result["states"]
         assert not _equal(states[0], states[1]), "healthy steps must train"
-        assert all(_equal(state, states[BAD - 2]) for state in states[BAD - 1 :]), "the bad step, and all after it"
+        assert all(_equal(state, states[BAD - 2]) for state in states[BAD - 1 :]), (
+            "the bad step, and all after it"
+        )
         assert result["error"] == results[0]["error"], "all ranks stop alike"
         assert result["error"][:3] == (BAD, BAD - 1, [1] if where == "loss" else [])
         assert ("backward pass" in result["error"][3]) == (where == "gradient")
@@ -113,10 +124,14 @@ def _spread(**changes: Any) -> Any:
 )
 def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> None:
     without = pool(2).run(_train, run, "skip", "activation", None)
-    for found, other in zip(pool(2).run(_train, run, "skip", "activation", value), without, strict=True):
+    for found, other in zip(
+        pool(2).run(_train, run, "skip", "activation", value), without, strict=True
+    ):
         states = found["states"]
         assert [step for step, _ in found["skipped"]] == [BAD]
-        assert _equal(states[BAD - 1], states[BAD - 2]), "weights, moments and step count stay bit for bit"
+        assert _equal(states[BAD - 1], states[BAD - 2]), (
+            "weights, moments and step count stay bit for bit"
+        )
         assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
         assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
 
@@ -126,7 +141,9 @@ def _zero_probability(world: DistEnv) -> tuple[bool, int]:
     model, _, take = stepper(world, RUN, guard=guard)
     target = next(int(t) for t in LABELS[0].flatten() if t >= 0)
     model.register_forward_hook(
-        lambda module, inputs, logits: logits.masked_fill(torch.arange(logits.shape[-1]) == target, -INF)
+        lambda module, inputs, logits: logits.masked_fill(
+            torch.arange(logits.shape[-1]) == target, -INF
+        )
     )
     result = take(1)
     with pytest.raises(BadStepError) as caught:
@@ -135,7 +152,9 @@ def _zero_probability(world: DistEnv) -> tuple[bool, int]:
 
 
 def test_infinite_loss_with_finite_gradients_is_caught(pool: Pools) -> None:
-    """A target of probability zero has loss infinity, but a finite gradient: the norm alone would miss it."""
+    """A target of probability zero has loss infinity, but a finite gradient: the norm alone would
+    miss it.
+    """
     assert pool(1).run(_zero_probability) == [(True, 1)]
 
 
@@ -174,7 +193,9 @@ def _noisy(seed: int, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(("sigmas", "window"), [(3.0, 12), (1.5, 7), (6.0, 30)])
 def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
-    """Against mean and sample deviation of Python's own over the last losses that were not flagged."""
+    """Against mean and sample deviation of Python's own over the last losses that were not
+    flagged.
+    """
     guard = FiniteGuard(CPU, "skip", 149, sigmas, 150)
     guard._losses = type(guard._losses)(window, sigmas, CPU)  # type: ignore[misc]
     kept: list[float] = []
@@ -196,7 +217,9 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
 def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
     guard = FiniteGuard(world.device, "skip", 5, 4.0, 4)
     losses = [2.0, 2.1, NAN, 1.9, INF, 2.0, 9.0, 2.05, -INF, 2.0, 9.0]
-    return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
+    return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()[
+        "losses"
+    ]
 
 
 def test_a_flagged_loss_never_enters_the_window(pool: Pools) -> None:
@@ -234,7 +257,9 @@ def test_the_budget_is_of_the_last_steps() -> None:
 
 
 def test_the_end_of_a_budget_names_the_step_whose_weights_there_are() -> None:
-    """Steps 28 and 29 were skipped, also by an earlier attempt: the weights are those after step 27."""
+    """Steps 28 and 29 were skipped, also by an earlier attempt: the weights are those after step
+    27.
+    """
     guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
     for step in range(1, 29):
         _feed(guard, step, 9.0 if step == 28 else 2.0)
@@ -244,7 +269,9 @@ def test_the_end_of_a_budget_names_the_step_whose_weights_there_are() -> None:
     _feed(guard, 29, 9.0)
     (skipped,) = guard.skipped()
     assert "step 29: " in str(skipped) and "the weights are those after step 27" in str(skipped)
-    with pytest.raises(BadStepError, match="step 30: .*the weights are those after step 27") as caught:
+    with pytest.raises(
+        BadStepError, match="step 30: .*the weights are those after step 27"
+    ) as caught:
         _feed(guard, 30, 9.0)
     assert (caught.value.step, caught.value.done, caught.value.updated) == (30, 29, 27)
 
@@ -262,10 +289,16 @@ def _search(world: DistEnv) -> list[str]:
         return tensor
 
     whole = torch.ones(3, dtype=torch.int64)
-    largest = [torch.full((100,), torch.finfo(t).max, dtype=t) for t in (torch.float16, torch.bfloat16, torch.float32)]
+    largest = [
+        torch.full((100,), torch.finfo(t).max, dtype=t)
+        for t in (torch.float16, torch.bfloat16, torch.float32)
+    ]
     return [
         found(whole, torch.empty(0), *largest, torch.ones(3, dtype=torch.float64) * 1e300),
-        *(found(whole, *largest, one(NAN, t)) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+        *(
+            found(whole, *largest, one(NAN, t))
+            for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        ),
         found(one(-INF, torch.float32), one(NAN, torch.float32)),
         found(one(1.0, torch.float32), one(NAN, torch.float32, rank=0)),
         found(torch.tensor([INF, -INF])),
@@ -274,4 +307,10 @@ def _search(world: DistEnv) -> list[str]:
 
 def test_the_search_finds_what_is_not_finite_and_nothing_else(pool: Pools) -> None:
     for found in pool(2).run(_search):
-        assert found == ["", *["t4 on rank 1"] * 4, "t0 on rank 1", "t1 on rank 0", "t0 on ranks 0, 1"]
+        assert found == [
+            "",
+            *["t4 on rank 1"] * 4,
+            "t0 on rank 1",
+            "t1 on rank 0",
+            "t0 on ranks 0, 1",
+        ]

@@ -1,4 +1,6 @@
-"""Whole runs with bad steps or bad weights: skipped, stopped, or rolled back to a run that left the text out."""
+"""Whole runs with bad steps or bad weights: skipped, stopped, or rolled back to a run that left the
+text out.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,19 @@ GLOBAL = 8
 
 
 def _run(world: DistEnv, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
-    """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the logits are scaled."""
+    """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the
+    logits are scaled.
+    """
     trainer = _trainer(world, folder, "--no-validation.enable", *flags)
     model = trainer.parts.model
 
     def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         factor = poison.get(trainer.parts.loader.state_dict()["next_sequence"] // GLOBAL)
-        mine = factor is not None and world.rank == world.size - 1 and (module is model) == math.isfinite(factor)
+        mine = (
+            factor is not None
+            and world.rank == world.size - 1
+            and (module is model) == math.isfinite(factor)
+        )
         return out * factor if mine else out
 
     for module in (model, model.get_submodule(W2)):
@@ -64,7 +72,9 @@ def _loop(folder: Path) -> dict[str, Any]:
 
 
 def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | None:
-    """Train with a NaN in step 5, and ask to stop in step 4 after that; return the loss in that save's manifest."""
+    """Train with a NaN in step 5, and ask to stop in step 4 after that; return the loss in that
+    save's manifest.
+    """
     trainer = _trainer(world, folder, *flags)
     fetch = trainer.parts.loader.next_step
 
@@ -75,13 +85,23 @@ def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | No
 
     trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
     model = trainer.parts.model
-    model.register_forward_hook(lambda _, __, out: out * NAN if (model.training and trainer.step == 5) else out)
+    model.register_forward_hook(
+        lambda _, __, out: out * NAN if (model.training and trainer.step == 5) else out
+    )
     _outcome(trainer, folder)
     return Contents(Path(folder) / "checkpoint" / "step-4").manifest.validation_loss
 
 
-def test_a_loss_from_before_a_rollback_is_not_that_of_a_later_save(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--checkpoint.interval=3", "--validation.freq=4", "--validation.steps=1", "--training.steps=9", ROLLBACK]
+def test_a_loss_from_before_a_rollback_is_not_that_of_a_later_save(
+    pool: Pools, tmp_path: Path
+) -> None:
+    flags = [
+        "--checkpoint.interval=3",
+        "--validation.freq=4",
+        "--validation.steps=1",
+        "--training.steps=9",
+        ROLLBACK,
+    ]
     assert pool(1).run(_stop_after_rollback, str(tmp_path), *flags) == [None]
 
 
@@ -90,12 +110,19 @@ def test_skip_goes_on_and_records_the_documents(golden: GoldenRun) -> None:
     assert [step for step, row in rows.items() if not math.isfinite(float(row["loss"]))] == [5]
     assert sorted(rows) == list(range(1, 25))
     (event,) = golden.events()
-    assert (event["step"], event["action"], event["kind"], event["ranks"]) == (5, "skip", "not finite", [1])
+    assert (event["step"], event["action"], event["kind"], event["ranks"]) == (
+        5,
+        "skip",
+        "not finite",
+        [1],
+    )
     assert (event["loss"], event["data_steps"]) == ("nan", "5")
     text = read_datasets(load_config(str(golden.folder / "config.toml"), 2)).train
     assert event["documents"] == {str(n): _names_in(text, n) for n in range(32, 40)}
     (line,) = [line for line in golden.console()[0] if "Skipped" in line]
-    assert line.startswith("WARNING: step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
+    assert (
+        line.startswith("WARNING: step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
+    )
 
 
 SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]
@@ -105,14 +132,18 @@ ROLLBACK, ASYNC = "--guard.policy=rollback", "--checkpoint.async_mode=async"
 
 def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
     rolled, plain = tmp_path / "rolled", tmp_path / "plain"
-    found = pool(2).run(_run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard")[0]
+    found = pool(2).run(
+        _run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard"
+    )[0]
     pool(2).run(_run, str(plain), {}, *SHORT, "--training.steps=4")
     other = pool(2).run(_run, str(plain), {}, *SHORT, "--data.skip_steps=5-6")[0]
     assert found["step"] == other["step"] == 9
     assert _losses(found["rows"]) == _losses(other["rows"])
     assert [row["step"] for row in found["rows"]] == list(range(1, 10)), "no step twice"
     (dated,) = (rolled / "tb").iterdir()
-    assert [step for step, _ in scalars(dated)["loss_metrics/global_avg_loss"]] == list(range(1, 10))
+    assert [step for step, _ in scalars(dated)["loss_metrics/global_avg_loss"]] == list(
+        range(1, 10)
+    )
     state = _loop(rolled / "checkpoint" / "step-9")
     assert state["data"] == {"next_sequence": 11 * GLOBAL, "left_out": [[4 * GLOBAL, 6 * GLOBAL]]}
     assert len(state["guard"]["losses"]) == 6
@@ -131,19 +162,33 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
 def _with_a_nan_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     trainer, bad = _trainer(world, folder, *flags), [4]
     model = trainer.parts.model
-    model.register_forward_hook(lambda _, __, out: out * NAN if bad and trainer.step == 4 and bad.pop() else out)
+    model.register_forward_hook(
+        lambda _, __, out: out * NAN if bad and trainer.step == 4 and bad.pop() else out
+    )
     return _outcome(trainer, folder)
 
 
 def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: Path) -> None:
     """All of its text is in the steps that the config asks for."""
-    files = {name: write_texts(tmp_path / f"{name}.jsonl", [f"{name} {n} " * 9 for n in range(30)]) for name in "ab"}
+    files = {
+        name: write_texts(tmp_path / f"{name}.jsonl", [f"{name} {n} " * 9 for n in range(30)])
+        for name in "ab"
+    }
     tables = (f"{{name='{name}', path='{path}', epochs=1}}" for name, path in files.items())
-    flags = ["--no-validation.enable", "--checkpoint.interval=2", ROLLBACK, f"--data.source=[{', '.join(tables)}]"]
-    text = read_datasets(load_config("debug_model.toml", 1, [*TINY, *flags, "--training.steps=1"])).train
+    flags = [
+        "--no-validation.enable",
+        "--checkpoint.interval=2",
+        ROLLBACK,
+        f"--data.source=[{', '.join(tables)}]",
+    ]
+    text = read_datasets(
+        load_config("debug_model.toml", 1, [*TINY, *flags, "--training.steps=1"])
+    ).train
     total = text.total_sequences or 0
     steps = total // GLOBAL
-    found = pool(1).run(_with_a_nan_in_step_4, str(tmp_path), *flags, f"--training.steps={steps}")[0]
+    found = pool(1).run(_with_a_nan_in_step_4, str(tmp_path), *flags, f"--training.steps={steps}")[
+        0
+    ]
     assert steps > 6 and [event["left_out"] for event in found["events"]] == ["3-4"]
     left = steps - 2 + (total % GLOBAL > 0)  # the last step is filled up
     assert sorted(_losses(found["rows"])) == list(range(1, left + 1))
@@ -153,27 +198,45 @@ def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: 
 def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     trainer = _trainer(world, folder, *flags)
     model, last = trainer.parts.model, trainer.steps
-    model.register_forward_hook(lambda _, __, out: out * NAN if model.training and trainer.step == last else out)
+    model.register_forward_hook(
+        lambda _, __, out: out * NAN if model.training and trainer.step == last else out
+    )
     return {**_outcome(trainer, folder), "last": last}
 
 
-def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(pool: Pools, tmp_path: Path) -> None:
-    """No text is left behind the bad step: the run ends at the checkpoint, with all that belongs to its end."""
+def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """No text is left behind the bad step: the run ends at the checkpoint, with all that belongs to
+    its end.
+    """
     text = write_texts(tmp_path / "a.jsonl", [f"text {n} " * 9 for n in range(60)])
     flags = [f"--training.dataset_path={text}", "--training.epochs=1", "--validation.freq=1000"]
-    flags += ["--checkpoint.interval=2", "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    flags += [
+        "--checkpoint.interval=2",
+        "--checkpoint.model_weights_only",
+        "--checkpoint.last_save_in_hf",
+    ]
     found = pool(1).run(_with_a_nan_in_the_last_step, str(tmp_path / "run"), *flags, ROLLBACK)[0]
     end = (found["last"] - 1) // 2 * 2
     assert found["error"] == "" and (found["step"], end > 0) == (end, True)
-    assert [(event["action"], event["back_to_step"]) for event in found["events"]] == [("rollback", end)]
+    assert [(event["action"], event["back_to_step"]) for event in found["events"]] == [
+        ("rollback", end)
+    ]
     measured = [row for row in found["rows"] if "validation_loss" in row]
-    assert [row["step"] for row in measured] == [end] and math.isfinite(measured[0]["validation_loss"])
+    assert [row["step"] for row in measured] == [end] and math.isfinite(
+        measured[0]["validation_loss"]
+    )
     assert (tmp_path / "run" / "checkpoint" / f"step-{end}-hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
-def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(_run, str(tmp_path / "a"), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, ASYNC)[0]
+def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
+    pool: Pools, tmp_path: Path
+) -> None:
+    found = pool(2).run(
+        _run, str(tmp_path / "a"), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, ASYNC
+    )[0]
     steps = [(e["step"], e["action"], e["data_steps"]) for e in found["events"]]
     assert steps == [(6, "rollback", "6"), (6, "rollback", "8"), (7, "stop", "11")]
     assert found["code"] == exit_codes.GUARD and "bad were the steps 6, 6, 7" in found["error"]
@@ -181,33 +244,59 @@ def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(pool: Pools, tm
     assert found["code"] == exit_codes.GUARD and "nothing to go back to" in found["error"]
 
 
-def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, tmp_path: Path) -> None:
-    """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on from step 2."""
+def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on
+    from step 2.
+    """
     poison = dict.fromkeys((5, 7, 8), NAN)  # in the data order: each time another stretch
-    found = pool(2).run(_run, str(tmp_path), poison, "--checkpoint.interval=2", "--training.steps=8", ROLLBACK)[0]
+    found = pool(2).run(
+        _run, str(tmp_path), poison, "--checkpoint.interval=2", "--training.steps=8", ROLLBACK
+    )[0]
     assert [(e["step"], e["back_to_step"], e["left_out"]) for e in found["events"]] == [
         (5, 4, "5"),
         (6, 4, "5-7"),
         (5, 2, "3-8"),
     ]
-    assert found["step"] == 8 and [row["step"] for row in found["rows"]] == list(range(1, 9)), "no step twice"
+    assert found["step"] == 8 and [row["step"] for row in found["rows"]] == list(range(1, 9)), (
+        "no step twice"
+    )
     root = tmp_path / "checkpoint"
     why = (root / "step-4.invalid-0" / "invalid.txt").read_text()
     assert "suspect" in why and "2 times" in why and "the last time step 5" in why
-    assert sorted(path.name for path in root.iterdir()) == ["step-2", "step-4", "step-4.invalid-0", "step-6", "step-8"]
-    assert _loop(root / "step-4")["data"] == {"next_sequence": 10 * GLOBAL, "left_out": [[2 * GLOBAL, 8 * GLOBAL]]}
+    assert sorted(path.name for path in root.iterdir()) == [
+        "step-2",
+        "step-4",
+        "step-4.invalid-0",
+        "step-6",
+        "step-8",
+    ]
+    assert _loop(root / "step-4")["data"] == {
+        "next_sequence": 10 * GLOBAL,
+        "left_out": [[2 * GLOBAL, 8 * GLOBAL]],
+    }
     (end,) = [entry for entry in read_entries(tmp_path) if entry["event"] == "end"]
     assert (end["state"], end["saved_step"], end["lost_steps"]) == ("done", 8, 0)
 
 
 @pytest.mark.slow
-def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(pool: Pools, tmp_path: Path) -> None:
+def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(
+    pool: Pools, tmp_path: Path
+) -> None:
     """The steps after 4 are all skipped, whatever the text: what is saved then was never proven."""
-    flags = ["--training.steps=9", "--guard.policy=skip", "--guard.max_skips=9", "--checkpoint.interval=2"]
+    flags = [
+        "--training.steps=9",
+        "--guard.policy=skip",
+        "--guard.max_skips=9",
+        "--checkpoint.interval=2",
+    ]
     poison = dict.fromkeys(range(5, 12), NAN)
     found = pool(2).run(_run, str(tmp_path), poison, *flags, "--checkpoint.keep_latest_k=2")[0]
     assert [event["step"] for event in found["events"]] == [5, 6, 7, 8, 9]
-    assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], "2 is the newest of which later steps were good"
+    assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], (
+        "2 is the newest of which later steps were good"
+    )
 
 
 # Weights that are not finite: never saved, skipped over or gone on from
@@ -222,10 +311,14 @@ RUN = Run(TOKENS, LABELS, [3e-3])
 
 
 def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
-    """Save with a NaN in a weight of the last rank, then in a moment of it, then with neither; what each save says."""
+    """Save with a NaN in a weight of the last rank, then in a moment of it, then with neither; what
+    each save says.
+    """
     model, optimizer, take = stepper(world, run)
     take(1, pipeline=run_stages(model, run, world, cross_entropy_sum))
-    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder, async_mode=mode), world, {})
+    saver = Checkpointer(
+        Checkpoint(enable_checkpoint=True, folder=folder, async_mode=mode), world, {}
+    )
     weight = list(model.parameters())[-1]
     moment = optimizer.state[weight]["exp_avg"]
     said = []
@@ -246,12 +339,18 @@ def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("run", "mode"), [(RUN, "async"), (replace(RUN, pipeline=2), "disabled")], ids=["sharded", "pipeline"]
+    ("run", "mode"),
+    [(RUN, "async"), (replace(RUN, pipeline=2), "disabled")],
+    ids=["sharded", "pipeline"],
 )
-def test_no_save_publishes_what_is_not_finite(pool: Pools, tmp_path: Path, mode: str, run: Run) -> None:
+def test_no_save_publishes_what_is_not_finite(
+    pool: Pools, tmp_path: Path, mode: str, run: Run
+) -> None:
     for said in pool(2).run(_saves, str(tmp_path), run, mode):
         weight = "step 1: model.output.weight on rank 1 is not finite after step 1"
-        assert all(words.startswith(weight) and words.endswith(" []") for words in said[:2]), "nothing was written"
+        assert all(words.startswith(weight) and words.endswith(" []") for words in said[:2]), (
+            "nothing was written"
+        )
         assert "optimizer.state.output.weight.exp_avg on rank 1 is not finite" in said[2]
         assert said[3] == "saved"
     assert steps_in(tmp_path) == [1]
@@ -267,13 +366,22 @@ def _too_large(world: DistEnv, folder: str) -> str:
     return str(caught.value)
 
 
-def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(pool: Pools, tmp_path: Path) -> None:
+def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(
+    pool: Pools, tmp_path: Path
+) -> None:
     (said,) = pool(1).run(_too_large, str(tmp_path))
-    assert "model.output.weight on rank 0 does not fit float16" in said and "checkpoint.export_dtype" in said
+    assert (
+        "model.output.weight on rank 0 does not fit float16" in said
+        and "checkpoint.export_dtype" in said
+    )
 
 
-def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
-    """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`. How that ended.
+def _spoil_weight(
+    world: DistEnv, folder: str, spoilt: int, *flags: str, checked: bool = True
+) -> dict[str, Any]:
+    """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`.
+
+    How that ended.
 
     checked: otherwise saves do not look, as in versions that did not.
     """
@@ -302,7 +410,13 @@ EVERY_TWO = "--checkpoint.interval=2"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    [("stop", "disabled"), ("stop", "async"), ("rollback", "disabled"), ("rollback", "async"), ("skip", "disabled")],
+    [
+        ("stop", "disabled"),
+        ("stop", "async"),
+        ("rollback", "disabled"),
+        ("rollback", "async"),
+        ("skip", "disabled"),
+    ],
 )
 def test_no_policy_goes_on_with_weights_that_are_not_finite(
     pool: Pools, tmp_path: Path, policy: str, mode: str
@@ -314,32 +428,57 @@ def test_no_policy_goes_on_with_weights_that_are_not_finite(
     (event,) = found["events"]
     if policy == "rollback":
         assert (found["step"], found["error"]) == (8, "")
-        assert (event["step"], event["action"], event["back_to_step"], event["left_out"]) == (4, policy, 2, "3-4")
+        assert (event["step"], event["action"], event["back_to_step"], event["left_out"]) == (
+            4,
+            policy,
+            2,
+            "3-4",
+        )
         assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8]
         return
     step, saved = (4, 2) if policy == "stop" else (5, None)
-    assert (found["code"], event["action"], event["kind"]) == (exit_codes.GUARD, "stop", "weights not finite")
-    assert found["error"].startswith(f"step {step}: model.output.weight on rank 1 is not finite after step 4")
+    assert (found["code"], event["action"], event["kind"]) == (
+        exit_codes.GUARD,
+        "stop",
+        "weights not finite",
+    )
+    assert found["error"].startswith(
+        f"step {step}: model.output.weight on rank 1 is not finite after step 4"
+    )
     end = read_entries(tmp_path)[-1]
-    assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == ("stopped", exit_codes.GUARD, 4, saved)
+    assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == (
+        "stopped",
+        exit_codes.GUARD,
+        4,
+        saved,
+    )
     again = pool(2).run(_spoil_weight, str(tmp_path), 0, *flags)[0]
     assert (again["step"], again["error"]) == (8, "")
     assert saved is None or any(f"resumed from step {saved}" in line for line in again["said"])
 
 
 @pytest.mark.slow
-def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pools, tmp_path: Path) -> None:
+def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(
+    pool: Pools, tmp_path: Path
+) -> None:
     pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
     root = tmp_path / "checkpoint"
     assert steps_in(root) == [2, 4]
     named = f"--checkpoint.initial_load_path={root}/step-4"
     other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
     why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
-    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(f"checkpoint.initial_load_path: {why}")
+    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(
+        f"checkpoint.initial_load_path: {why}"
+    )
     found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
     assert (found["step"], found["error"]) == (8, "")
     (passed,) = [line for line in found["said"] if line.startswith("passed over")]
-    assert passed.startswith(f"passed over: {why}") and f"`titanlite checkpoint rm {root}/step-4`" in passed
+    assert (
+        passed.startswith(f"passed over: {why}")
+        and f"`titanlite checkpoint rm {root}/step-4`" in passed
+    )
     assert any("resumed from step 2" in line for line in found["said"])
     contents = Contents(root / "step-4")
-    assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), "a good one is there now"
+    assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), (
+        "a good one is there now"
+    )

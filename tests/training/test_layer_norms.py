@@ -24,13 +24,17 @@ LAYERS = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
 
 
 def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
-    """Norms by layer as the step tells them and as the full gradients have them, and the norm of all."""
+    """Norms by layer as the step tells them and as the full gradients have them, and the norm of
+    all.
+    """
     # A norm to clip to that is never reached: clipping happens in place.
     model, optimizer, take = stepper(world, run, max_norm=1e9, layer_norms=True)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: object) -> None:
-        gradients.update({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        gradients.update(
+            {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        )
 
     optimizer.register_step_pre_hook(keep)
     result = take(1)
@@ -39,11 +43,17 @@ def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float]
     for name, gradient in gradients.items():
         squares[layer_of(name)] += gradient.double().square().sum().item()
     told = {layer: norm.item() for layer, norm in result.layer_norms.items()}
-    return told, {layer: math.sqrt(square) for layer, square in squares.items()}, result.grad_norm.item()
+    return (
+        told,
+        {layer: math.sqrt(square) for layer, square in squares.items()},
+        result.grad_norm.item(),
+    )
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)], ids=["FSDP", "HSDP"])
-def test_norms_by_layer_are_those_of_the_whole_gradient(pool: Pools, ranks: int, replicas: int) -> None:
+def test_norms_by_layer_are_those_of_the_whole_gradient(
+    pool: Pools, ranks: int, replicas: int
+) -> None:
     (alone, _, _), *_ = pool(1).run(_norms, RUN)
     for told, true, norm in pool(ranks).run(_norms, replace(RUN, replicas=replicas)):
         assert list(told) == LAYERS
@@ -55,7 +65,9 @@ def test_norms_by_layer_are_those_of_the_whole_gradient(pool: Pools, ranks: int,
 def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
     """Two ranks divide the experts, and share every other weight."""
     # Without the loss that balances experts: it depends on how sequences are cut into calls.
-    args = MixtralArgs(64, 2, 4, n_kv_heads=2, ffn_dim=48, vocab_size=192, n_experts=4, aux_loss=0.0)
+    args = MixtralArgs(
+        64, 2, 4, n_kv_heads=2, ffn_dim=48, vocab_size=192, n_experts=4, aux_loss=0.0
+    )
     mixture = replace(RUN, family="mixtral", args=args)
     (alone, _, _), *_ = pool(1).run(_norms, mixture)
     for told, true, norm in pool(2).run(_norms, replace(mixture, expert=2)):
@@ -68,10 +80,14 @@ def test_ranks_of_a_pipeline_name_the_same_layers_of_a_nested_model() -> None:
     def stage(*names: str) -> nn.Module:
         model = nn.Module()
         model.decoder = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
-        model.layout = SimpleNamespace(trained=["decoder.table", "decoder.blocks.0", "decoder.head"])
+        model.layout = SimpleNamespace(
+            trained=["decoder.table", "decoder.blocks.0", "decoder.head"]
+        )
         return model
 
-    first, middle = (square_norms(model, torch.device("cpu")) for model in (stage("table"), stage()))
+    first, middle = (
+        square_norms(model, torch.device("cpu")) for model in (stage("table"), stage())
+    )
     assert list(first) == list(middle) == ["decoder", "decoder.blocks.0"]
 
 
@@ -82,11 +98,26 @@ def test_wrappers_do_not_change_a_layers_name() -> None:
 
 def test_the_trainer_writes_them_with_every_nth_log(golden: GoldenRun) -> None:
     rows = {step: row for step, row in golden.rows().items() if step <= 20}
-    found = {step: {k.partition("/")[2]: v for k, v in row.items() if "/" in k} for step, row in rows.items()}
-    assert [step for step, norms in found.items() if list(norms) == LAYERS] == [1, 4, 7, 10, 13, 16, 19]
+    found = {
+        step: {k.partition("/")[2]: v for k, v in row.items() if "/" in k}
+        for step, row in rows.items()
+    }
+    assert [step for step, norms in found.items() if list(norms) == LAYERS] == [
+        1,
+        4,
+        7,
+        10,
+        13,
+        16,
+        19,
+    ]
     assert sum(map(bool, found.values())) == 7
     for step in (1, 4, 19):
-        assert math.sqrt(sum(n**2 for n in found[step].values())) == pytest.approx(rows[step]["grad_norm"], rel=1e-6)
+        assert math.sqrt(sum(n**2 for n in found[step].values())) == pytest.approx(
+            rows[step]["grad_norm"], rel=1e-6
+        )
     (folder,) = (golden.folder / "tb").iterdir()
     shown = [(step, value) for step, value in scalars(folder)["grad_norm/layers.1"] if step <= 20]
-    assert shown == [(step, pytest.approx(norms["layers.1"], rel=1e-6)) for step, norms in found.items() if norms]
+    assert shown == [
+        (step, pytest.approx(norms["layers.1"], rel=1e-6)) for step, norms in found.items() if norms
+    ]

@@ -1,4 +1,6 @@
-"""The loss in chunks, with the numbers and collectives of the whole one; label smoothing and z-loss."""
+"""The loss in chunks, with the numbers and collectives of the whole one; label smoothing and
+z-loss.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,9 @@ def test_without_gradients_it_is_the_loss_alone_and_without_labels_the_logits() 
         logits = parts(tokens)
     assert not loss.requires_grad
     head = 2 * tokens.numel() * DIM * VOCAB
-    assert flops.get_flop_counts()["Llama.output"] == {torch.ops.aten.mm: 2 * head}  # of the loss, and of the logits
+    assert flops.get_flop_counts()["Llama.output"] == {
+        torch.ops.aten.mm: 2 * head
+    }  # of the loss, and of the logits
     torch.testing.assert_close(logits, whole(tokens))
     torch.testing.assert_close(loss, cross_entropy_sum(logits, labels))
 
@@ -106,7 +110,9 @@ class _Memory(Watch):
         self._made: dict[StorageWeakRef, int] = {}
 
     def _look(self, func: Any, args: Any, out: Any) -> None:
-        for storage in (leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+        for storage in (
+            leaf.untyped_storage() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)
+        ):
             self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
             self.largest = max(self.largest, storage.nbytes())
         self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
@@ -125,7 +131,8 @@ def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
         seen[count] = memory
     logits = 4 * rows * SEQ * vocab
     assert seen[1].largest == logits and seen[chunks].largest == logits // chunks
-    # Logits, what the loss saves, and their gradients in the loss's backward: three times as many bytes.
+    # Logits, what the loss saves, and their gradients in the loss's backward: three times as many
+    # bytes.
     saved = seen[1].peak - seen[chunks].peak
     assert saved > 2 * logits * (chunks - 1) / chunks, (saved / logits, seen[1].peak / logits)
 
@@ -139,13 +146,18 @@ def test_in_bf16_gradients_are_as_near_to_float32_as_those_of_the_whole() -> Non
     _, expected = _gradients(exact, batch)
 
     def distance(gradients: dict[str, Tensor]) -> list[float]:
-        return [relative(gradients[name].float(), expected[name]) for name in ("output.weight", "norm.weight")]
+        return [
+            relative(gradients[name].float(), expected[name])
+            for name in ("output.weight", "norm.weight")
+        ]
 
     _, whole = _gradients(copy.deepcopy(low), batch)
     for chunks in (2, 16):
         _, parts = _gradients(_chunked(low, chunks), batch)
         assert parts["output.weight"].dtype == torch.bfloat16
-        assert all(a < 1.25 * b for a, b in zip(distance(parts), distance(whole), strict=True)), chunks
+        assert all(a < 1.25 * b for a, b in zip(distance(parts), distance(whole), strict=True)), (
+            chunks
+        )
 
 
 def test_a_head_that_cannot_do_it_is_refused() -> None:
@@ -161,7 +173,9 @@ def test_a_head_that_cannot_do_it_is_refused() -> None:
 
 
 def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
-    """A later step: what c10d sent but for counts, loss and norm, DTensor's collectives, and calls of the loss."""
+    """A later step: what c10d sent but for counts, loss and norm, DTensor's collectives, and calls
+    of the loss.
+    """
     calls = [0]
 
     def counting(logits: Tensor, labels: Tensor) -> Tensor:
@@ -169,7 +183,9 @@ def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
         return cross_entropy_sum(logits, labels)
 
     plan = run.mesh(world.size)
-    _, _, take = stepper(world, run, loss_function=tensor_loss(counting) if plan.tensor > 1 else counting)
+    _, _, take = stepper(
+        world, run, loss_function=tensor_loss(counting) if plan.tensor > 1 else counting
+    )
     seen: list[Sent] = []
     take(1)  # FSDP sets itself up
     calls[0] = 0
@@ -179,7 +195,10 @@ def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
     with torch.profiler.profile() as profile:
         take(3)
     names = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
-    tensor = {kind: names.count(kind) for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")}
+    tensor = {
+        kind: names.count(kind)
+        for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    }
     return [sent for sent in seen if sent.name != SUM or sent.bytes_in > 24], tensor, counted
 
 
@@ -196,11 +215,17 @@ FREED = full_precision(reshard_after_forward="always")
     ],
     ids=["fsdp, accumulated", "fsdp, freed, tied", "cp"],
 )
-def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(pool: Pools, run: Run) -> None:
+def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(
+    pool: Pools, run: Run
+) -> None:
     whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
-    for (expected, expected_too, calls), (seen, seen_too, more_calls) in zip(whole, parts, strict=True):
+    for (expected, expected_too, calls), (seen, seen_too, more_calls) in zip(
+        whole, parts, strict=True
+    ):
         assert more_calls == 4 * calls > 0
-        assert (seen, seen_too) == (expected, expected_too) and GATHER in {sent.name for sent in seen}
+        assert (seen, seen_too) == (expected, expected_too) and GATHER in {
+            sent.name for sent in seen
+        }
 
 
 @pytest.mark.slow
@@ -212,19 +237,25 @@ def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_on
     whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
     for (_, expected, _), (_, seen, calls) in zip(whole, parts, strict=True):
         assert calls == 4 and expected["reduce_scatter_tensor"] > 0
-        # Of each chunk the largest logits, the sums of exponentials and the labels' logits, or else all logits.
+        # Of each chunk the largest logits, the sums of exponentials and the labels' logits, or else
+        # all logits.
         more = {"all_reduce": 3 * 3} if loss_parallel else {"all_gather_into_tensor": 3}
         assert seen == dict(Counter(expected) + Counter(more))
 
 
-# Label smoothing and z-loss: the gradients of the plain formulas on every layout, and the loss that is shown
+# Label smoothing and z-loss: the gradients of the plain formulas on every layout, and the loss that
+# is shown
 
 Z, SMOOTHING = 1e-2, 0.1
-PENALIZED = Run(TOKENS, LABELS, [3e-3] * 2, training=full_precision(z_loss=Z, label_smoothing=SMOOTHING))
+PENALIZED = Run(
+    TOKENS, LABELS, [3e-3] * 2, training=full_precision(z_loss=Z, label_smoothing=SMOOTHING)
+)
 
 
 @pytest.mark.parametrize(("z", "smoothing"), [(Z, 0.0), (0.0, SMOOTHING), (Z, SMOOTHING)])
-def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(z: float, smoothing: float) -> None:
+def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(
+    z: float, smoothing: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(2, 9, 50, generator=generator)).requires_grad_()
     labels = torch.randint(0, 50, (2, 9), generator=generator)
@@ -237,9 +268,14 @@ def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(z: f
     (3 * loss).backward()
     assert logits.grad is not None and exact.grad is not None
     torch.testing.assert_close(logits.grad.double(), 3 * exact.grad, rtol=1e-5, atol=1e-6)
-    assert relative(logits.grad, torch.autograd.grad(3 * cross_entropy_sum(logits, labels), logits)[0]) > 1e-2
+    assert (
+        relative(logits.grad, torch.autograd.grad(3 * cross_entropy_sum(logits, labels), logits)[0])
+        > 1e-2
+    )
     with torch.no_grad():
-        assert loss == regularized(z, smoothing)(logits, labels) == cross_entropy_sum(logits, labels)
+        assert (
+            loss == regularized(z, smoothing)(logits, labels) == cross_entropy_sum(logits, labels)
+        )
 
 
 @pytest.mark.parametrize(
@@ -250,14 +286,21 @@ def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(z: f
         {"tensor": 2, "loss_chunks": 3},
         {"pipeline": 2, "loss_chunks": 2},
         pytest.param({"compile": Compile(components=["loss"])}, marks=pytest.mark.slow),
-        pytest.param({"compile": Compile(components=["loss"]), "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"compile": Compile(components=["loss"]), "tensor": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
 def test_every_layout_trains_as_one_rank(pool: Pools, layout: dict[str, Any]) -> None:
-    alone, plain = (pool(1).run(train, run)[0] for run in (PENALIZED, replace(PENALIZED, training=full_precision())))
+    alone, plain = (
+        pool(1).run(train, run)[0]
+        for run in (PENALIZED, replace(PENALIZED, training=full_precision()))
+    )
     curve = pool(2).run(train_afresh, replace(PENALIZED, **layout))[0]
-    assert curve.losses == pytest.approx(alone.losses, rel=1e-5) and curve.norms == pytest.approx(alone.norms, rel=1e-5)
+    assert curve.losses == pytest.approx(alone.losses, rel=1e-5) and curve.norms == pytest.approx(
+        alone.norms, rel=1e-5
+    )
     assert plain.losses[0] == alone.losses[0] and plain.losses[1] != alone.losses[1]
     for name, gradient in alone.gradients.items():
         assert relative(curve.gradients[name], gradient) < 1e-5, name

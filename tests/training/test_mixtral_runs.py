@@ -1,4 +1,6 @@
-"""Training runs of a small Mixtral: equal however the work is divided, with experts that the router's loss balances."""
+"""Training runs of a small Mixtral: equal however the work is divided, with experts that the
+router's loss balances.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ FLAGS = [
     *TWO_LAYERS,
     *["--model.name=mixtral", "--model.overrides.n_kv_heads=2", "--model.overrides.ffn_dim=64"],
     *["--model.overrides.aux_loss=0.1", "--model.overrides.z_loss=0.01"],
-    *["--training.batch_size=1", "--training.global_batch_size=4", "--training.steps=4", "--metrics.log_freq=1"],
+    *[
+        "--training.batch_size=1",
+        "--training.global_batch_size=4",
+        "--training.steps=4",
+        "--metrics.log_freq=1",
+    ],
     *["--training.mixed_precision_param=float32", "--no-validation.enable"],
 ]
 
@@ -43,7 +50,14 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
     [
         (2, ["--parallelism.expert_parallel_degree=2"]),
         (2, [*STAGES, "--training.loss_chunks=2"]),
-        (2, [*STAGES, f"--{PP}schedule=ZBVZeroBubble", f"--{PP}split_points=['layers.0','layers.1','norm']"]),
+        (
+            2,
+            [
+                *STAGES,
+                f"--{PP}schedule=ZBVZeroBubble",
+                f"--{PP}split_points=['layers.0','layers.1','norm']",
+            ],
+        ),
         (1, [f"{AC}full", "--training.loss_chunks=3"]),
         pytest.param(1, BY_OP, marks=pytest.mark.slow),
         pytest.param(1, [f"{AC}full", *COMPILE], marks=pytest.mark.slow),
@@ -57,31 +71,51 @@ def test_equal_however_the_work_is_divided(
     for row, expected in zip(rows, alone, strict=True):
         names = [name for name in expected if re.match("loss|grad_norm|experts/", name)]
         assert len(names) == 8
-        assert {n: row[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4)
+        assert {n: row[n] for n in names} == pytest.approx(
+            {n: expected[n] for n in names}, rel=1e-4
+        )
 
 
 @pytest.mark.slow
 def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Path) -> None:
-    """Without it half of a layer's rows go to one of eight experts; the loss per token is as low with it."""
+    """Without it half of a layer's rows go to one of eight experts; the loss per token is as low
+    with it.
+    """
     last = {}
     for weight in (0.0, 0.1):
-        flags = [f"--model.overrides.aux_loss={weight}", "--model.overrides.z_loss=0.0", "--training.steps=60"]
-        flags += ["--training.batch_size=8", "--training.global_batch_size=8", "--metrics.log_freq=30"]
+        flags = [
+            f"--model.overrides.aux_loss={weight}",
+            "--model.overrides.z_loss=0.0",
+            "--training.steps=60",
+        ]
+        flags += [
+            "--training.batch_size=8",
+            "--training.global_batch_size=8",
+            "--metrics.log_freq=30",
+        ]
         last[weight] = pool(1).run(_run, str(tmp_path / str(weight)), *flags)[0][-1]
     loose, even = last[0.0], last[0.1]
     assert loose["experts/max_share"] > 0.35 and loose["experts/entropy"] < 0.9
     assert even["experts/max_share"] < 0.2 and even["experts/entropy"] > 0.98
-    assert even["experts/aux_loss"] == pytest.approx(2.0, abs=0.05) and loose["experts/aux_loss"] > 2.3
+    assert (
+        even["experts/aux_loss"] == pytest.approx(2.0, abs=0.05) and loose["experts/aux_loss"] > 2.3
+    )
     assert even["loss"] < loose["loss"] + 0.05 < 7.0
 
 
 def test_resumes_on_fewer_ranks_with_muon(pool: Pools, tmp_path: Path) -> None:
     """Two ranks cannot share three experts as a whole, so each holds rows of all."""
-    more = ["--model.overrides.n_experts=3", "--optimizer.name=Muon", "--lr_scheduler.total_steps=4"]
+    more = [
+        "--model.overrides.n_experts=3",
+        "--optimizer.name=Muon",
+        "--lr_scheduler.total_steps=4",
+    ]
     straight = pool(1).run(_run, str(tmp_path / "straight"), *more)[0]
     flags = [str(tmp_path / "parts"), *more, "--checkpoint.enable_checkpoint"]
     begun = pool(2).run(_run, *flags, "--training.steps=2")[0]
     rows = pool(1).run(_run, *flags)[0]
     assert len(begun) == 2 and len(rows) == 4
     for name in ("loss", "grad_norm", "experts/entropy"):
-        assert [row[name] for row in rows] == pytest.approx([row[name] for row in straight], rel=2e-3), name
+        assert [row[name] for row in rows] == pytest.approx(
+            [row[name] for row in straight], rel=2e-3
+        ), name

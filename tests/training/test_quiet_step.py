@@ -1,4 +1,6 @@
-"""A step of the whole trainer between two logs: nothing waits for the device, nothing but the step's own is sent."""
+"""A step of the whole trainer between two logs: nothing waits for the device, nothing but the
+step's own is sent.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,27 @@ FLAGS = [
     *TINY,
     *["--training.batch_size=1", "--training.global_batch_size=2"],
     *["--training.steps=12", "--training.reshard_after_forward=always"],
-    # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
-    *["--metrics.log_freq=10", "--optimizer.implementation=fused", "--training.gc_freq=1", "--no-validation.enable"],
+    # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on
+    # the host.
+    *[
+        "--metrics.log_freq=10",
+        "--optimizer.implementation=fused",
+        "--training.gc_freq=1",
+        "--no-validation.enable",
+    ],
 ]
 RECORDS = ["--metrics.enable_tensorboard", "--metrics.layer_norms=1"]
-SKIP = ["--guard.policy=skip", "--guard.spike_sigmas=100", "--guard.window=4", "--guard.max_skips=1"]
+SKIP = [
+    "--guard.policy=skip",
+    "--guard.spike_sigmas=100",
+    "--guard.window=4",
+    "--guard.max_skips=1",
+]
 ROLLBACK = ["--guard.policy=rollback", *SKIP[1:]]
 QUIET, LOGGED = 5, 10
 
-#: Ways to read a tensor from Python. `tolist` and `numpy` of a CPU tensor reach no operation at all.
+#: Ways to read a tensor from Python. `tolist` and `numpy` of a CPU tensor reach no operation at
+#: all.
 READS = {"tolist", "numpy", "cpu", "item", "nonzero", "equal", "masked_select", "unique"} | {
     f"__{name}__" for name in ("bool", "int", "float", "index", "complex", "array", "contains")
 }
@@ -45,7 +59,9 @@ READING_OPERATIONS = {
 
 
 class Operations(Watch):
-    """Counts collectives of all groups, by name and dtype of what is sent, and reads of values by the host."""
+    """Counts collectives of all groups, by name and dtype of what is sent, and reads of values by
+    the host.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._count)
@@ -54,7 +70,9 @@ class Operations(Watch):
 
     def _count(self, func: Any, args: Any, output: Any) -> None:
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            tensors = [
+                t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)
+            ]
             self.sent[str(func).split(".")[1], str(tensors[0].dtype) if tensors else ""] += 1
         self.reads += func in READING_OPERATIONS
 
@@ -74,7 +92,9 @@ class Calls(TorchFunctionMode):
 
 
 class Watch(Callback):
-    """Watches two steps from the fetching of their data to that of the next: all that the loop does."""
+    """Watches two steps from the fetching of their data to that of the next: all that the loop
+    does.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[int, dict[str, Any]] = {}
@@ -122,12 +142,14 @@ OWN = {
         pytest.param(ROLLBACK, id="roll back from spikes", marks=pytest.mark.slow),
     ],
 )
-def test_a_step_between_two_logs_sends_and_reads_only_its_own(pool: Pools, tmp_path: Any, flags: list[str]) -> None:
+def test_a_step_between_two_logs_sends_and_reads_only_its_own(
+    pool: Pools, tmp_path: Any, flags: list[str]
+) -> None:
     for seen in pool(2).run(_watch, str(tmp_path), flags):
         quiet, logged = seen[QUIET], seen[LOGGED]
         assert quiet["sent"] == OWN
-        # The guard's record, by `FiniteGuard.poll`, is the one thing that is read: on a CPU at once, on a GPU that of
-        # the step before, from a copy that went on beside the work.
+        # The guard's record, by `FiniteGuard.poll`, is the one thing that is read: on a CPU at
+        # once, on a GPU that of the step before, from a copy that went on beside the work.
         assert quiet["calls"] == {"tolist": 1} and quiet["reads"] == 0
         # A log adds one collective and one read, gradient norms by layer or not.
         assert logged["sent"] == {**OWN, ("allreduce_", "torch.float64"): 1}

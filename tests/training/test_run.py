@@ -36,9 +36,23 @@ from titanlite.trainer import Trainer
 
 TINY = [
     *TWO_LAYERS,
-    *["--training.batch_size=2", "--training.global_batch_size=8", "--training.warmup_steps=3", "--optimizer.lr=1e-2"],
-    *["--lr_scheduler.total_steps=20", "--metrics.log_freq=1", "--training.mixed_precision_param=float32"],
-    *["--validation.freq=10", "--validation.steps=2", "--validation.batch_size=4", "--validation.seq_len=32"],
+    *[
+        "--training.batch_size=2",
+        "--training.global_batch_size=8",
+        "--training.warmup_steps=3",
+        "--optimizer.lr=1e-2",
+    ],
+    *[
+        "--lr_scheduler.total_steps=20",
+        "--metrics.log_freq=1",
+        "--training.mixed_precision_param=float32",
+    ],
+    *[
+        "--validation.freq=10",
+        "--validation.steps=2",
+        "--validation.batch_size=4",
+        "--validation.seq_len=32",
+    ],
     "--checkpoint.enable_checkpoint",
 ]
 
@@ -62,7 +76,9 @@ def _outcome(trainer: Trainer, folder: str) -> dict[str, Any]:
         except (CheckpointError, BadStepError, StopRequested) as error:
             found = {"error": str(error), "code": exit_codes.code_of(error)}
     events, rows = Path(folder) / "guard.jsonl", Path(folder) / "metrics.jsonl"
-    found["events"] = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    found["events"] = (
+        [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    )
     found["rows"] = read_metrics(rows) if rows.exists() else []
     return {**found, "said": said, "step": trainer.step}
 
@@ -73,14 +89,18 @@ def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 
 
 def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
-    return {row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows if "loss" in row}
+    return {
+        row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows if "loss" in row
+    }
 
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"
 
 
-def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+def test_ten_resume_ten_equals_twenty_bit_for_bit(
+    pool: Pools, golden: GoldenRun, tmp_path: Path
+) -> None:
     golden.copy(tmp_path, newest=10)
     resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"]
     straight = [row for row in read_metrics(golden.folder / "metrics.jsonl") if row["step"] <= 20]
@@ -89,7 +109,9 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, golden: GoldenRun
     assert [r["validation_loss"] for r in resumed if "validation_loss" in r] == [
         r["validation_loss"] for r in straight if "validation_loss" in r
     ]
-    assert [r["tokens_seen"] for r in resumed if "loss" in r] == [256 * step for step in range(1, 21)]
+    assert [r["tokens_seen"] for r in resumed if "loss" in r] == [
+        256 * step for step in range(1, 21)
+    ]
 
 
 MASKED = [
@@ -117,7 +139,9 @@ def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
     return losses
 
 
-def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(pool: Pools, tmp_path: Path) -> None:
+def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(
+    pool: Pools, tmp_path: Path
+) -> None:
     expected = pool(1).run(_each_document_alone, str(tmp_path / "alone"))[0]
     flags = [*MASKED, "--training.steps=4", "--checkpoint.interval=2"]
     losses = _losses(pool(2).run(_run, str(tmp_path), *flags)[0]["rows"])
@@ -140,16 +164,22 @@ def test_resume_on_other_ranks_goes_on_with_the_same_batches(
         assert abs(resumed[step][0] - straight[step]["loss"]) < 5e-6, step
 
 
-def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(golden: GoldenRun) -> None:
+def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
+    golden: GoldenRun,
+) -> None:
     losses, validations = golden.rows(), golden.rows("validation_loss")
     assert losses[1]["loss"] > 7.0 and losses[20]["loss"] < losses[1]["loss"] - 0.3
     assert sorted(validations) == [10, 20, 24]
     assert {row["validation_tokens"] for row in validations.values()} == {2 * 4 * 2 * 32}
-    assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1]["loss"]
+    assert (
+        validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1]["loss"]
+    )
 
 
 @pytest.mark.parametrize("steps", [24, 20])
-def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int) -> None:
+def test_finished_run_says_how_to_go_on(
+    pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int
+) -> None:
     golden.copy(tmp_path)
     again = pool(2).run(_run, str(tmp_path), f"--training.steps={steps}")[0]
     assert again["step"] == 24 and len(_losses(again["rows"])) == 24
@@ -160,13 +190,20 @@ def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path
 
 @pytest.mark.slow
 def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(_run, str(tmp_path), "--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3")
+    pool(1).run(
+        _run,
+        str(tmp_path),
+        "--training.steps=6",
+        "--lr_scheduler.total_steps=6",
+        "--optimizer.lr=1e-3",
+    )
     longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
     found = pool(1).run(_run, str(tmp_path), *longer)[0]
     (line,) = [line for line in found["said"] if "schedule changed" in line]
     # Warm-up 3: 6 of 10 steps done are 3 of the 7 of the decay.
     assert line == (
-        "the learning-rate schedule changed since step 6: total_steps 6 -> 10, peak 0.001 -> 0.002; "
+        "the learning-rate schedule changed since step 6: total_steps 6 -> 10, peak 0.001 -> "
+        "0.002; "
         "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
     )
     assert _losses(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
@@ -178,11 +215,18 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     """To begin at step 1, in the folder of a run and with its weights, would look like success."""
     folder = golden.copy(tmp_path, newest=10) / "checkpoint" / "step-10"
     good = read_manifest(folder).train
-    for train_state, name in [({}, "tokens_seen"), ({**good, "data": 3}, "data"), ({**good, "left_out": 3}, None)]:
+    for train_state, name in [
+        ({}, "tokens_seen"),
+        ({**good, "data": 3}, "data"),
+        ({**good, "left_out": 3}, None),
+    ]:
         sign(folder, train=train_state)
         found = pool(1).run(_run, str(tmp_path), "--training.steps=10")[0]
         if name:
-            assert f"{folder} does not say where its run goes on: {name} in its train state" in found["error"]
+            assert (
+                f"{folder} does not say where its run goes on: {name} in its train state"
+                in found["error"]
+            )
         else:
             assert found["step"] == 10
     sign(folder, train={})
@@ -190,14 +234,17 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
     assert "does not say where" in pool(1).run(_run, str(tmp_path / "other"), *whole)[0]["error"]
 
 
-def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+def test_other_text_tokenizer_order_or_model_is_refused(
+    pool: Pools, golden: GoldenRun, tmp_path: Path
+) -> None:
     golden.copy(tmp_path, newest=10)
     text = tmp_path / "other.jsonl"
     text.write_text(json.dumps({"text": "Another text. " * 99, "timestamp": "", "url": ""}))
     ranks = BUNDLED_TOKENIZER.read_text().splitlines()
     # Two entries change places: as many ids, other meanings.
     ranks[-1], ranks[-2] = (
-        f"{a.split()[0]} {b.split()[1]}" for a, b in [(ranks[-2], ranks[-1]), (ranks[-1], ranks[-2])]
+        f"{a.split()[0]} {b.split()[1]}"
+        for a, b in [(ranks[-2], ranks[-1]), (ranks[-1], ranks[-2])]
     )
     tokenizer = tmp_path / "other.tiktoken"
     tokenizer.write_text("\n".join(ranks) + "\n")
@@ -216,13 +263,24 @@ def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, golden: Gol
 
 @pytest.mark.slow
 def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
-    """One pass over a small file, on 1 and on 2 ranks: same steps, same losses, the padded last batch included."""
+    """One pass over a small file, on 1 and on 2 ranks: same steps, same losses, the padded last
+    batch included.
+    """
     text = tmp_path / "text.jsonl"
     with open(text, "w") as stream:
         for n in range(40):
-            record = {"text": f"Verse {n}: in the beginning was the word, and the word was number {n * n}."}
-            stream.write(json.dumps({**record, "timestamp": "2026-01-01T00:00:00Z", "url": f"test:{n}"}) + "\n")
-    flags = ["--training.epochs=2", f"--training.dataset_path={text}", "--no-checkpoint.enable_checkpoint"]
+            record = {
+                "text": f"Verse {n}: in the beginning was the word, and the word was number {n * n}."  # noqa: E501
+            }
+            stream.write(
+                json.dumps({**record, "timestamp": "2026-01-01T00:00:00Z", "url": f"test:{n}"})
+                + "\n"
+            )
+    flags = [
+        "--training.epochs=2",
+        f"--training.dataset_path={text}",
+        "--no-checkpoint.enable_checkpoint",
+    ]
     one, two = (pool(n).run(_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
     assert one["step"] == two["step"] > 3
     for step, (loss, norm, _) in _losses(one["rows"]).items():
@@ -233,17 +291,26 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
     golden.copy(tmp_path)
-    fresh = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint")[0]["rows"]
+    fresh = pool(1).run(
+        _run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint"
+    )[0]["rows"]
     assert sorted(_losses(fresh)) == [1, 2]
-    assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(golden.folder / "metrics.jsonl")
+    assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(
+        golden.folder / "metrics.jsonl"
+    )
 
 
 @pytest.mark.slow
 def test_a_run_from_a_later_step_of_another_one_keeps_earlier_metrics_too(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:
-    earlier = pool(1).run(_run, str(tmp_path), "--training.steps=26", "--no-checkpoint.enable_checkpoint")[0]["rows"]
-    start = [f"--checkpoint.initial_load_path={golden.folder}", "--no-checkpoint.initial_load_model_only"]
+    earlier = pool(1).run(
+        _run, str(tmp_path), "--training.steps=26", "--no-checkpoint.enable_checkpoint"
+    )[0]["rows"]
+    start = [
+        f"--checkpoint.initial_load_path={golden.folder}",
+        "--no-checkpoint.initial_load_model_only",
+    ]
     flags = ["--training.steps=25", "--metrics.enable_tensorboard", *start]
     assert sorted(_losses(pool(1).run(_run, str(tmp_path), *flags)[0]["rows"])) == [25]
     assert read_metrics(tmp_path / "metrics-1.jsonl") == earlier
@@ -258,7 +325,11 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     )
     wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
-    assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert (
+        "training.setps" in wrong.stderr
+        and "training.steps" in wrong.stderr
+        and "Traceback" not in wrong.stderr
+    )
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
     assert python("train.py", "--training.setps=3").returncode == exit_codes.CONFIG
 
@@ -280,37 +351,69 @@ def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: P
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
     assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
     environment = read_attempts(tmp_path)[0]["environment"]
-    assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == ("300" if "titanlite" in command else None)
+    assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == (
+        "300" if "titanlite" in command else None
+    )
 
 
 @pytest.mark.slow
 def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
-    small = [*size(128, 2, 4, 64), "--training.steps=16", "--training.batch_size=2", "--optimizer.lr=4e-3"]
+    small = [
+        *size(128, 2, 4, 64),
+        "--training.steps=16",
+        "--training.batch_size=2",
+        "--optimizer.lr=4e-3",
+    ]
     done = python(*TORCHRUN, source, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    losses = [
+        float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")
+    ]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.slow
 def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     for code, words, flags in [
-        (exit_codes.GUARD, "The update was not applied", ["--optimizer.lr=1e30", "--checkpoint.interval=1"]),
-        (exit_codes.CHECKPOINT, "no valid checkpoint", ["--checkpoint.start=resume", "--checkpoint.folder=nothing"]),
+        (
+            exit_codes.GUARD,
+            "The update was not applied",
+            ["--optimizer.lr=1e30", "--checkpoint.interval=1"],
+        ),
+        (
+            exit_codes.CHECKPOINT,
+            "no valid checkpoint",
+            ["--checkpoint.start=resume", "--checkpoint.folder=nothing"],
+        ),
         (exit_codes.CONFIG, f"{tmp_path}/nothing", [f"--training.dataset_path={tmp_path}/nothing"]),
     ]:
-        flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", *flags]
+        flags = [
+            "--job.config_file=debug_model.toml",
+            *TINY,
+            f"--job.dump_folder={tmp_path}",
+            *flags,
+        ]
         codes, said = train([*flags, "--training.steps=6"], 1, tmp_path / "console")
         assert codes == [code] and words in said and "Traceback" not in said, said
 
 
 def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
-    """Steps after which garbage was collected, and whether Python collects by itself after the run."""
-    trainer = _trainer(world, folder, "--training.steps=8", "--training.gc_freq=3", "--no-checkpoint.enable_checkpoint")
+    """Steps after which garbage was collected, and whether Python collects by itself after
+    the run.
+    """
+    trainer = _trainer(
+        world,
+        folder,
+        "--training.steps=8",
+        "--training.gc_freq=3",
+        "--no-checkpoint.enable_checkpoint",
+    )
     collected: list[int] = []
-    gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
+    gc.callbacks.append(
+        lambda phase, _: collected.append(trainer.step) if phase == "start" else None
+    )
     try:
         trainer.train()
     finally:
@@ -328,7 +431,12 @@ def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_pa
 def test_the_shipped_default_learns(tmp_path: Path) -> None:
     """`./run_llama_train.sh` as it is, cut to 40 steps: the loss falls by more than a nat."""
     done = subprocess.run(
-        ["./run_llama_train.sh", "--training.steps=40", f"--job.dump_folder={tmp_path}", "--metrics.log_freq=1"],
+        [
+            "./run_llama_train.sh",
+            "--training.steps=40",
+            f"--job.dump_folder={tmp_path}",
+            "--metrics.log_freq=1",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -344,7 +452,10 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
 def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: Path) -> None:
     """The rest of the text is served, no more and no less, whatever the size of earlier steps."""
     text = tmp_path / "text.jsonl"
-    lines = (json.dumps({"text": f"Number {n} and {n * n}.", "timestamp": "", "url": ""}) for n in range(90))
+    lines = (
+        json.dumps({"text": f"Number {n} and {n * n}.", "timestamp": "", "url": ""})
+        for n in range(90)
+    )
     text.write_text("\n".join(lines))
     flags = [f"--training.dataset_path={text}", "--training.epochs=2", "--checkpoint.interval=2"]
     whole = pool(1).run(_run, str(tmp_path / "a"), *flags)[0]
@@ -352,7 +463,12 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     pool(1).run(_run, str(folder), *flags[:1], "--training.steps=2")
     other = ["--training.global_batch_size=4", "--checkpoint.allow_changes=global_batch"]
     rest = pool(1).run(_run, str(folder), *flags, *other)[0]
-    assert rest["step"] - 2 == (whole["step"] - 2) * 2 or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1
-    assert rest["rows"][-1]["step"] == rest["step"], "the last step is logged, though it is not the planned one"
+    assert (
+        rest["step"] - 2 == (whole["step"] - 2) * 2
+        or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1
+    )
+    assert rest["rows"][-1]["step"] == rest["step"], (
+        "the last step is logged, though it is not the planned one"
+    )
     attempt = read_attempts(folder)[-1]
     assert (attempt["state"], attempt["steps"]) == ("done", rest["step"])

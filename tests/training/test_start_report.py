@@ -27,14 +27,24 @@ CPU, H100 = "CPU (some model)", "NVIDIA H100"
 def _setup(device: str = CPU, **changes: Any) -> Setup:
     degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
     parameters = {"tok_embeddings": 1000, "layers": 5000, "norm": 10, "output": 1000}
-    return replace(Setup(device, device == CPU, degrees, parameters, 4, 1, 2048, 128, 7, 163_840), **changes)
+    return replace(
+        Setup(device, device == CPU, degrees, parameters, 4, 1, 2048, 128, 7, 163_840), **changes
+    )
 
 
 def test_derived_numbers_and_the_singular() -> None:
-    rows = dict([*report.model_rows(Model(flavor="8B"), _setup()), *report.batch_rows(_setup(), 10_000, None)])
+    rows = dict(
+        [
+            *report.model_rows(Model(flavor="8B"), _setup()),
+            *report.batch_rows(_setup(), 10_000, None),
+        ]
+    )
     assert rows["model"] == "llama3 8B: 7,010 parameters (7.0K)"
     assert rows["parameters"] == "tok_embeddings 1,000, layers 5,000, norm 10, output 1,000"
-    assert rows["global batch"] == "8 sequences = 4 per micro-batch x 1 micro-batch x 2 data-parallel ranks"
+    assert (
+        rows["global batch"]
+        == "8 sequences = 4 per micro-batch x 1 micro-batch x 2 data-parallel ranks"
+    )
     assert rows["tokens per step"] == "16,384 = 8 sequences x 2,048 tokens"
     assert rows["length"] == "10,000 steps, 163,840,000 tokens = 1e+03 epochs"
     assert dict(report.batch_rows(_setup(), 10, None))["length"].endswith(" = 1 epoch")
@@ -44,29 +54,49 @@ def test_derived_numbers_and_the_singular() -> None:
     assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
         "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
     )
-    layout: Any = SimpleNamespace(stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1])
+    layout: Any = SimpleNamespace(
+        stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1]
+    )
     assert report.pipeline_row("1F1B", layout)[1] == (
         "1F1B, 2 stages, by pipeline rank: tok_embeddings to layers.0 on 0, output on 1"
     )
 
 
-def _compute(device: str, peak: float | None, given: bool = False, float8: bool = False) -> dict[str, str]:
-    metrics, config = Metrics(peak_tflops=989.0 if given else None), Float8(enable_float8_linear=float8)
-    return dict(report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3))
+def _compute(
+    device: str, peak: float | None, given: bool = False, float8: bool = False
+) -> dict[str, str]:
+    metrics, config = (
+        Metrics(peak_tflops=989.0 if given else None),
+        Float8(enable_float8_linear=float8),
+    )
+    return dict(
+        report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3)
+    )
 
 
 def test_the_peak_of_the_mfu_is_named_and_only_an_unknown_accelerator_needs_one() -> None:
-    assert _compute(CPU, None)["devices"] == f"2 x {CPU}, 2.0 GiB of memory, shared" and len(_compute(CPU, None)) == 2
+    assert (
+        _compute(CPU, None)["devices"] == f"2 x {CPU}, 2.0 GiB of memory, shared"
+        and len(_compute(CPU, None)) == 2
+    )
     assert "metrics.peak_tflops" in _compute("NVIDIA L40S", None)["note"]
     known = _compute(H100, 989e12)
     assert known["compute"].endswith("; MFU against 989 TFLOPS per device") and "note" not in known
-    assert "989 TFLOPS per device, its peak in bf16" in _compute(H100, 989e12, float8=True)["compute"]
-    assert _compute(H100, 989e12, True, True)["compute"].endswith("989 TFLOPS per device (metrics.peak_tflops)")
+    assert (
+        "989 TFLOPS per device, its peak in bf16" in _compute(H100, 989e12, float8=True)["compute"]
+    )
+    assert _compute(H100, 989e12, True, True)["compute"].endswith(
+        "989 TFLOPS per device (metrics.peak_tflops)"
+    )
 
 
 LINEARS = [
-    SimpleNamespace(kind="attention.wq", names=["a"] * 32, size=Size(4096, 1024), converted=True, reason=""),
-    SimpleNamespace(kind="output", names=["b"], size=Size(4096, 128256), converted=False, reason="the head"),
+    SimpleNamespace(
+        kind="attention.wq", names=["a"] * 32, size=Size(4096, 1024), converted=True, reason=""
+    ),
+    SimpleNamespace(
+        kind="output", names=["b"], size=Size(4096, 128256), converted=False, reason="the head"
+    ),
 ]
 
 
@@ -78,13 +108,16 @@ def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, 
 def test_float8_has_a_row_for_each_kind_of_linear() -> None:
     rows = _float8(emulate=True)
     assert rows["float8"] == (
-        "tensorwise, emulated in float32 (slow, for tests); 32 of 33 linears; M = 128 tokens in a product of one rank"
+        "tensorwise, emulated in float32 (slow, for tests); 32 of 33 linears; M = 128 tokens in a "
+        "product of one rank"
     )
     assert rows["  attention.wq"] == "K x N = 4,096 x 1,024, 32 in float8"
     assert rows["  output"] == "K x N = 4,096 x 128,256, 1 kept: the head"
     gathered = {"enable_fsdp_float8_all_gather": True}
     assert "weights gathered in float8, each scale found as it is;" in _float8(**gathered)["float8"]
-    together = _float8(**gathered, precompute_float8_dynamic_scale_for_fsdp=True, drift_check=5)["float8"]
+    together = _float8(**gathered, precompute_float8_dynamic_scale_for_fsdp=True, drift_check=5)[
+        "float8"
+    ]
     assert "all scales by one all-reduce" in together and "drift measured every 5 steps" in together
     assert "training.compile" in _float8(False, H100)["warning"]
     assert not any("warning" in _float8(*quick) for quick in ((True, H100), (False, CPU)))
@@ -97,7 +130,10 @@ def _sharding(device: str = CPU, shards: int = 2, **keys: Any) -> str:
 
 
 def test_sharding_names_its_costs() -> None:
-    kept = "whole gradients kept until the last micro-batch: 4 bytes x 8,030,261,248 parameters = 29.9 GiB per rank"
+    kept = (
+        "whole gradients kept until the last micro-batch: 4 bytes x 8,030,261,248 parameters = "
+        "29.9 GiB per rank"
+    )
     assert _sharding() == f"{kept} (training.gradient_sync)"
     assert _sharding(gradient_sync="every") == ""
     assert _sharding(shards=1) == "", "they are whole in any case"
@@ -113,18 +149,34 @@ def test_sharding_names_its_costs() -> None:
         (
             {"mode": "full"},
             4,
-            "4 of 4 blocks keep only their input and recompute 6 of 7 matmuls and attention; 8.0 KiB of 32.0 KiB kept",
+            (
+                "4 of 4 blocks keep only their input and recompute 6 of 7 matmuls and attention; "
+                "8.0 KiB of 32.0 KiB kept"
+            ),
         ),
-        ({"selective_ac_option": "2"}, 2, "2 of 4 blocks keep only their input and recompute 6 of 7 matmuls"),
+        (
+            {"selective_ac_option": "2"},
+            2,
+            "2 of 4 blocks keep only their input and recompute 6 of 7 matmuls",
+        ),
         (
             {"selective_ac_option": "op"},
             4,
-            "by operation: each block saves 4 of 7 matmuls and attention and recomputes 6 of 7 matmuls and attention",
+            (
+                "by operation: each block saves 4 of 7 matmuls and attention and recomputes 6 of "
+                "7 matmuls and attention"
+            ),
         ),
-        ({"mode": "budget", "memory_budget": 0.3}, 4, "the compiler keeps 30% of what it would by itself; 8.0 KiB of"),
+        (
+            {"mode": "budget", "memory_budget": 0.3},
+            4,
+            "the compiler keeps 30% of what it would by itself; 8.0 KiB of",
+        ),
     ],
 )
-def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int, text: str) -> None:
+def test_activations_name_how_much_is_kept_and_where(
+    keys: Any, recomputing: int, text: str
+) -> None:
     kept: Any = SimpleNamespace(
         blocks=4,
         recomputing=recomputing,
@@ -136,9 +188,15 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
     )
     assert report.activations_row(ActivationCheckpoint(**keys), kept, _setup())[1].startswith(text)
     config = ActivationCheckpoint(**keys, offload=True)
-    assert report.activations_row(config, kept, _setup())[1].endswith("; offload has no effect on a CPU")
-    away = report.activations_row(config, kept, _setup(H100, degrees={**_setup().degrees, "tp": 2}))[1]
-    assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
+    assert report.activations_row(config, kept, _setup())[1].endswith(
+        "; offload has no effect on a CPU"
+    )
+    away = report.activations_row(
+        config, kept, _setup(H100, degrees={**_setup().degrees, "tp": 2})
+    )[1]
+    assert "before 2 ranks share it" in away and re.search(
+        r"; up to [\d.]+ KiB of that wait in host memory$", away
+    )
 
 
 def test_the_kernel_of_attention_is_named() -> None:
@@ -147,11 +205,18 @@ def test_the_kernel_of_attention_is_named() -> None:
         return report.attention_row(kept, _setup(device), window)[1]
 
     cudnn = "aten._scaled_dot_product_cudnn_attention.default"
-    assert row(H100, None, cudnn) == "kernel cuDNN; the first that can of cuDNN, flash, efficient, math"
-    assert row(H100, None).startswith("kernel math: memory grows with the square of the length; the first")
+    assert (
+        row(H100, None, cudnn)
+        == "kernel cuDNN; the first that can of cuDNN, flash, efficient, math"
+    )
+    assert row(H100, None).startswith(
+        "kernel math: memory grows with the square of the length; the first"
+    )
     window = "kernel flash of variable lengths; each token sees 100, itself and those before"
     assert row(CPU, 100, "torch_attn._varlen_attn.default") == window
-    assert row(CPU, 2048, "aten.other.default") == "kernel aten.other.default", "the window is as long as the sequence"
+    assert row(CPU, 2048, "aten.other.default") == "kernel aten.other.default", (
+        "the window is as long as the sequence"
+    )
 
 
 def test_a_schedule_of_a_later_version_stops_no_resume() -> None:
@@ -177,7 +242,8 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
 def test_the_use_of_an_initial_load_path_is_told() -> None:
     section = Checkpoint(enable_checkpoint=True, folder="b", initial_load_path="a")
     assert report.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
-        "a run that starts from a/step-4 with its weights (checkpoint.initial_load_path; b has no checkpoint yet)"
+        "a run that starts from a/step-4 with its weights (checkpoint.initial_load_path; b has no "
+        "checkpoint yet)"
     )
     resumed = report.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
     assert resumed.startswith("resumed from step 2 in b (")
@@ -186,7 +252,17 @@ def test_the_use_of_an_initial_load_path_is_told() -> None:
 
 def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
     said, _ = golden.console()
-    names = ["versions", "model", "parameters", "compute", "devices", "mesh", "sharding", "attention", "activations"]
+    names = [
+        "versions",
+        "model",
+        "parameters",
+        "compute",
+        "devices",
+        "mesh",
+        "sharding",
+        "attention",
+        "activations",
+    ]
     names += ["memory", "data", "global batch", "tokens per step", "length", "schedule"]
     column = len("tokens per step") + 2
     rows = [line for line in said if line[:column].strip() in names and line[column - 1] == " "]

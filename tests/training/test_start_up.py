@@ -18,10 +18,14 @@ from titanlite.data import token_cache
 
 def note(owner, name, calls, what):
     real = getattr(owner, name)
-    setattr(owner, name, lambda *given, **named: (calls.append(what(*given)), real(*given, **named))[1])
+    def noted(*given, **named):
+        calls.append(what(*given))
+        return real(*given, **named)
+    setattr(owner, name, noted)
 
 operators, tokenized, graphs = [], [], []
-note(ShardingPropagator, "propagate_op_sharding_non_cached", operators, lambda self, call: str(call.op))
+name = "propagate_op_sharding_non_cached"
+note(ShardingPropagator, name, operators, lambda self, call: str(call.op))
 note(token_cache, "tokenize", tokenized, lambda *given: 1)
 assert main.run(sys.argv[1:]) == 0
 modules = list(sys.modules)
@@ -32,7 +36,10 @@ kinds = [type(torch._dynamo).__name__]
 plain = torch._dynamo.disable(lambda x: x + 1)
 assert plain(1) == 2
 kinds.append(type(torch._dynamo).__name__)
-compiled = torch.compile(lambda x: plain(x) * 2, backend=lambda graph, _: (graphs.append(graph.code), graph)[1])
+def backend(graph, _):
+    graphs.append(graph.code)
+    return graph
+compiled = torch.compile(lambda x: plain(x) * 2, backend=backend)
 assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
 kinds.append(type(torch._dynamo).__name__)
 assert main.run(sys.argv[1:]) == 0
@@ -41,16 +48,42 @@ print(json.dumps([modules, operators, len(tokenized), kinds, graphs]))
 
 
 @pytest.mark.slow
-def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(tmp_path: Path) -> None:
-    words = [*EIGHT_STEPS, "--training.steps=2", "--data.token_cache=auto", "--validation.enable=false"]
-    done = python("-c", _RUNS, *words, f"--job.dump_folder={tmp_path / 'run'}", env={"TMPDIR": str(tmp_path)})
+def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(
+    tmp_path: Path,
+) -> None:
+    words = [
+        *EIGHT_STEPS,
+        "--training.steps=2",
+        "--data.token_cache=auto",
+        "--validation.enable=false",
+    ]
+    done = python(
+        "-c", _RUNS, *words, f"--job.dump_folder={tmp_path / 'run'}", env={"TMPDIR": str(tmp_path)}
+    )
     assert done.returncode == 0, done.stderr
     modules, operators, tokenized, kinds, graphs = json.loads(done.stdout.splitlines()[-1])
-    unused = ["torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.pipelining", "torchao", "transformers"]
-    unused += ["rich", "tensorboard", "torch.utils.tensorboard", "datasets", "wandb", "pyarrow", "fsspec", "triton"]
+    unused = [
+        "torch._dynamo.eval_frame",
+        "torch._inductor",
+        "torch.distributed.pipelining",
+        "torchao",
+        "transformers",
+    ]
+    unused += [
+        "rich",
+        "tensorboard",
+        "torch.utils.tensorboard",
+        "datasets",
+        "wandb",
+        "pyarrow",
+        "fsspec",
+        "triton",
+    ]
     assert [name for name in unused if name in modules] == []
     assert tokenized == 1, "the second run maps the tokens of the first"
-    assert operators and not any("foreach" in name or "adam" in name for name in operators), "AdamW on DTensors"
+    assert operators and not any("foreach" in name or "adam" in name for name in operators), (
+        "AdamW on DTensors"
+    )
     # A function that was disabled before the compiler was loaded is none of its graphs'.
     assert kinds == ["_Deferred", "_Deferred", "module"]
     assert len(graphs) == 1 and "+" not in graphs[0] and "*" in graphs[0]

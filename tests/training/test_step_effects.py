@@ -1,4 +1,6 @@
-"""What a step does on the wire and to the weights: collectives, their dtypes, and that every parameter learns."""
+"""What a step does on the wire and to the weights: collectives, their dtypes, and that every
+parameter learns.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, collectives
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from tests.training.harness import (
+    TINY,
+    Run,
+    batches,
+    build_tiny,
+    full_precision,
+    micro_batches,
+    train,
+)
 from titanlite.config.sections import Training
 from titanlite.optim.gradients import square_norm
 from titanlite.parallel.dist_env import DistEnv
@@ -27,7 +37,9 @@ def _count(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
 
 
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
-def test_accumulation_reduces_once_or_with_every_micro_batch(pool: Pools, sync: str, reductions: int) -> None:
+def test_accumulation_reduces_once_or_with_every_micro_batch(
+    pool: Pools, sync: str, reductions: int
+) -> None:
     run = Run(TOKENS, LABELS, [1e-3], training=full_precision(gradient_sync=sync), accumulation=4)
     seen = pool(2).run(_count, run)[0]
     assert seen[REDUCE, FP32] == reductions
@@ -49,7 +61,9 @@ def _compute_dtypes(world: DistEnv, run: Run) -> dict[str, torch.dtype]:
     watched = ("layers.0.attention.wq", "output")
     for name, module in model.named_modules():
         if name in watched:
-            module.register_forward_hook(lambda m, args, out, name=name: seen.__setitem__(name, out.dtype))
+            module.register_forward_hook(
+                lambda m, args, out, name=name: seen.__setitem__(name, out.dtype)
+            )
     batch = micro_batches(run, 0, rank, world.size)[0]
     model(batch.tokens)
     seen["master"] = next(model.parameters()).dtype
@@ -77,21 +91,29 @@ def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
     ids=["float32", "bfloat16", "bfloat16 reduced"],
 )
 def test_every_parameter_moves(pool: Pools, training: Training) -> None:
-    """Norm weights near 1 would stand still in bf16 weights: updates of 1e-3 are below their spacing."""
+    """Norm weights near 1 would stand still in bf16 weights: updates of 1e-3 are below their
+    spacing.
+    """
     tokens, labels = batches(20, 8, 32, 192)
     # Without decay, which moves a weight whether it has a gradient or not.
     run = Run(tokens, labels, [1e-4] * 20, training=training, weight_decay=0.0)
-    before, after = (pool(2).run(train, replace(run, rates=run.rates[:n]))[0].weights for n in (0, 20))
+    before, after = (
+        pool(2).run(train, replace(run, rates=run.rates[:n]))[0].weights for n in (0, 20)
+    )
     for name, weight in before.items():
         changed = (after[name] != weight).float().mean()
         assert changed > 0.99, f"{name}: {changed:.1%} of its values moved"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "elements"), [(torch.bfloat16, 2**27), pytest.param(torch.float32, 2**28, marks=pytest.mark.slow)]
+    ("dtype", "elements"),
+    [(torch.bfloat16, 2**27), pytest.param(torch.float32, 2**28, marks=pytest.mark.slow)],
 )
-def test_norm_of_a_large_cpu_tensor_loses_no_small_squares(dtype: torch.dtype, elements: int) -> None:
-    # Equal elements are the worst case: each square is rounded alike. Random ones are right to 2e-7 (fp32).
+def test_norm_of_a_large_cpu_tensor_loses_no_small_squares(
+    dtype: torch.dtype, elements: int
+) -> None:
+    # Equal elements are the worst case: each square is rounded alike. Random ones are right to 2e-7
+    # (fp32).
     weight = torch.nn.Parameter(torch.zeros((), dtype=dtype).expand(elements))
     weight.grad = torch.full((elements,), 1e-3, dtype=dtype)
     exact = weight.grad[0].item() ** 2 * elements

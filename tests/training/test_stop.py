@@ -1,4 +1,6 @@
-"""Asked to stop by real signals: all ranks stop at the same step, save, and the run that goes on is the same."""
+"""Asked to stop by real signals: all ranks stop at the same step, save, and the run that goes on is
+the same.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ from titanlite.trainer import Trainer
 #: No save but for a signal, and at the end.
 TINY = [
     *EIGHT_STEPS,
-    *["--validation.enable", "--validation.freq=4", "--validation.steps=3", "--validation.batch_size=2"],
+    *[
+        "--validation.enable",
+        "--validation.freq=4",
+        "--validation.steps=3",
+        "--validation.batch_size=2",
+    ],
     *["--validation.seq_len=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=100"],
 ]
 EIGHT = "--training.steps=8"
@@ -42,11 +49,16 @@ EIGHT = "--training.steps=8"
 def _losses(folder: Path) -> dict[tuple[int, str], float]:
     rows = read_metrics(folder / "metrics.jsonl")
     return {
-        (row["step"], key): row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if key in row
+        (row["step"], key): row[key]
+        for row in rows
+        for key in ("loss", "grad_norm", "validation_loss")
+        if key in row
     }
 
 
-def _run(world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
+def _run(
+    world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str
+) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
     trainer = _trainer(world, folder, *TINY, *flags)
     struck: list[int] = []
@@ -59,23 +71,35 @@ def _run(world: DistEnv, folder: str, where: str, step: int, rank: int, number: 
     _strike_in(trainer, where, strike)
     printed: list[str] = []
     trainer.stop._print = printed.append  # type: ignore[method-assign]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell ignores it for what runs in its background
     handlers = [signal.getsignal(n) for n in SIGNALS]
     found = _outcome(trainer, folder)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
-    assert not [t.name for t in threading.enumerate() if t.name in ("titanlite-prefetch", "titanlite-heartbeat")]
+    assert not [
+        t.name
+        for t in threading.enumerate()
+        if t.name in ("titanlite-prefetch", "titanlite-heartbeat")
+    ]
     return {**found, "printed": printed}
 
 
 def _strike_in(trainer: Trainer, where: str, strike: Callable[[], None]) -> None:
-    """Call `strike` in every step: while it waits for data, in its backward, in a validation, or in a save."""
+    """Call `strike` in every step: while it waits for data, in its backward, in a validation, or in
+    a save.
+    """
     if where == "data":
         fetch = trainer.parts.loader.next_step
         trainer.parts.loader.next_step = lambda: (strike(), fetch())[1]  # type: ignore[method-assign]
     elif where == "backward":
-        next(trainer.parts.model.parameters()).register_post_accumulate_grad_hook(lambda _: strike())
+        next(trainer.parts.model.parameters()).register_post_accumulate_grad_hook(
+            lambda _: strike()
+        )
     elif where == "validation":
-        trainer.parts.model.register_forward_pre_hook(lambda model, _: None if model.training else strike())
+        trainer.parts.model.register_forward_pre_hook(
+            lambda model, _: None if model.training else strike()
+        )
     elif where == "save":
         saver: Any = trainer.parts.checkpointer
         write = saver.save
@@ -114,35 +138,61 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
     flags = [EIGHT, *(["--checkpoint.interval=2"] if where == "save" else [])]
     for ended in pool(2).run(_run, str(tmp_path), where, step, rank, number, *flags):
         assert (ended["step"], ended["code"]) == (last, exit_codes.PREEMPTED)
-        assert ended["error"].startswith(f"{number.name} on rank {rank}: the checkpoint of step {last} is written")
+        assert ended["error"].startswith(
+            f"{number.name} on rank {rank}: the checkpoint of step {last} is written"
+        )
     end = read_entries(tmp_path)[-1]
-    assert (end["event"], end["state"], end["exit_code"]) == ("end", "preempted", exit_codes.PREEMPTED)
+    assert (end["event"], end["state"], end["exit_code"]) == (
+        "end",
+        "preempted",
+        exit_codes.PREEMPTED,
+    )
     assert end["reason"].startswith(f"{number.name} on rank {rank}")
-    assert (end["step"], end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (last, last, 0, 0)
+    assert (end["step"], end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (
+        last,
+        last,
+        0,
+        0,
+    )
     if where == "validation":
         assert (4, "validation_loss") not in _losses(tmp_path), "it was broken off"
     for ended in pool(2).run(_run, str(tmp_path), "", 0, 0, 0, EIGHT):
         assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
     assert _losses(tmp_path) == straight
     start, end = read_entries(tmp_path)[-2:]
-    assert (start["began"], start["after"], start["step"]) == (f"resumed from step {last}", "preempted", last)
+    assert (start["began"], start["after"], start["step"]) == (
+        f"resumed from step {last}",
+        "preempted",
+        last,
+    )
     assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == ("done", 0, 8, 8)
 
 
-def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(pool: Pools, tmp_path: Path) -> None:
+def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(
+    pool: Pools, tmp_path: Path
+) -> None:
     flags = [EIGHT, "--no-checkpoint.enable_checkpoint"]
     first, second = pool(2).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, *flags)
     assert first["code"] == second["code"] == exit_codes.PREEMPTED_UNSAVED
     assert "CHECKPOINTS ARE OFF" in first["printed"][0] and second["printed"] == []
-    assert "stopped after step 4 by SIGTERM on rank 0: checkpoints are off, nothing is saved" in second["said"]
+    assert (
+        "stopped after step 4 by SIGTERM on rank 0: checkpoints are off, nothing is saved"
+        in second["said"]
+    )
     end = read_entries(tmp_path)[-1]
-    assert (end["exit_code"], end["step"], end["saved_step"]) == (exit_codes.PREEMPTED_UNSAVED, 4, None)
+    assert (end["exit_code"], end["step"], end["saved_step"]) == (
+        exit_codes.PREEMPTED_UNSAVED,
+        4,
+        None,
+    )
     assert (end["lost_steps"], end["lost_tokens"]) == (4, 4 * 64)
 
 
 def _run_without_loading(world: DistEnv, folder: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpointer, "load", lambda *_: None)  # it would refuse the file in the folder's place
+        patch.setattr(
+            Checkpointer, "load", lambda *_: None
+        )  # it would refuse the file in the folder's place
         return _run(world, folder, "data", 2, 0, signal.SIGTERM, EIGHT)
 
 
@@ -160,20 +210,31 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
     assert read_entries(tmp_path)[-1]["state"] == "done"
 
 
-def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(pool: Pools, tmp_path: Path) -> None:
+def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(
+    pool: Pools, tmp_path: Path
+) -> None:
     flags = [EIGHT, "--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
     fresh = "--checkpoint.start=fresh"
     stopped = pool(1).run(_run, str(tmp_path), "validation", 8, 0, signal.SIGTERM, *flags, fresh)[0]
     assert (stopped["code"], stopped["step"]) == (exit_codes.PREEMPTED, 8)
-    assert stopped["error"].endswith('the same command without checkpoint.start = "fresh" goes on from there')
-    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"], "a save because of a stop is full"
+    assert stopped["error"].endswith(
+        'the same command without checkpoint.start = "fresh" goes on from there'
+    )
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-8"], (
+        "a save because of a stop is full"
+    )
     ended = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
     assert ended["code"] == exit_codes.DONE and (8, "validation_loss") in _losses(tmp_path)
     assert not [line for line in ended["said"] if "nothing to do" in line]
     again = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
     assert again["code"] == exit_codes.CHECKPOINT and "this run has ended there" in again["error"]
-    full, weights = Contents(tmp_path / "checkpoint" / "step-8"), open_weights(tmp_path / "checkpoint" / "step-8-hf")
-    assert all(torch.equal(weights.read(name), full.read(f"model.{name}")) for name in weights.parts)
+    full, weights = (
+        Contents(tmp_path / "checkpoint" / "step-8"),
+        open_weights(tmp_path / "checkpoint" / "step-8-hf"),
+    )
+    assert all(
+        torch.equal(weights.read(name), full.read(f"model.{name}")) for name in weights.parts
+    )
 
 
 # StopSignal alone
@@ -198,7 +259,10 @@ def test_blocks_may_be_nested_and_handlers_are_as_before() -> None:
 
 
 def test_before_the_first_step_a_signal_raises_at_once() -> None:
-    with pytest.raises(StopRequested, match="SIGTERM before the first step"), StopSignal(at_once=True):
+    with (
+        pytest.raises(StopRequested, match="SIGTERM before the first step"),
+        StopSignal(at_once=True),
+    ):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
 
@@ -207,7 +271,9 @@ def test_a_second_ctrl_c_ends_but_not_its_echo() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # a launcher passes on what its workers have got already
+        os.kill(
+            os.getpid(), signal.SIGINT
+        )  # a launcher passes on what its workers have got already
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
         time.sleep(1.2)
@@ -224,7 +290,12 @@ def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
             found.append(signal.getsignal(signal.SIGTERM) is handler)
             stop.request("the budget is used up")
             found.extend(
-                [stop.requested_anywhere(), stop.describe(), list(stop.interruptible("abc")), stop.interrupted]
+                [
+                    stop.requested_anywhere(),
+                    stop.describe(),
+                    list(stop.interruptible("abc")),
+                    stop.interrupted,
+                ]
             )
 
     thread = threading.Thread(target=work)
@@ -258,7 +329,8 @@ def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -
         "from titanlite.signals import StopSignal\n"
         "with StopSignal() as stop:\n"
         "    with stop.shield_children():\n"
-        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1); print(7, flush=True)'])\n"
+        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1); "
+        "print(7, flush=True)'])\n"
         "        time.sleep(0.3)\n"
         "        os.killpg(os.getpgid(0), signal.SIGTERM)\n"
         "        code = child.wait()\n"
@@ -272,16 +344,29 @@ def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -
 
 
 @pytest.mark.parametrize(
-    ("launched", "number"), [(True, signal.SIGTERM), (False, signal.SIGINT), (False, signal.SIGUSR1)]
+    ("launched", "number"),
+    [(True, signal.SIGTERM), (False, signal.SIGINT), (False, signal.SIGUSR1)],
 )
-def test_a_signal_while_torch_is_imported(tmp_path: Path, launched: bool, number: signal.Signals) -> None:
-    """A module in torch's place sends the signal to its own process. The launcher is started with SIGUSR1 ignored."""
-    (tmp_path / "torch.py").write_text(f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(20)\n")
+def test_a_signal_while_torch_is_imported(
+    tmp_path: Path, launched: bool, number: signal.Signals
+) -> None:
+    """A module in torch's place sends the signal to its own process.
+
+    The launcher is started with SIGUSR1 ignored.
+    """
+    (tmp_path / "torch.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(20)\n"
+    )
     run = "run_module('titanlite.torchrun'" if launched else "run_path('train.py'"
-    start = f"import signal, runpy; signal.signal(2, signal.default_int_handler); runpy.{run}, run_name='__main__')"
+    start = (
+        f"import signal, runpy; signal.signal(2, signal.default_int_handler); runpy.{run}, "
+        "run_name='__main__')"
+    )
     codes = tmp_path / "codes"
     variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TITANLITE_EXIT_CODES": str(codes)}
-    done = python("-c", start, "--job.config_file=debug_model.toml", env=variables, start_new_session=True)
+    done = python(
+        "-c", start, "--job.config_file=debug_model.toml", env=variables, start_new_session=True
+    )
     assert (done.returncode, done.stdout) == (exit_codes.PREEMPTED, ""), done.stderr
     assert done.stderr == f"stopped: {number.name} before the first step\n"
     assert codes.read_text() == "0 5\n"
@@ -292,11 +377,15 @@ def _launch(folder: Path, *flags: str) -> subprocess.Popen[str]:
     flags = ("--job.config_file=debug_model.toml", *TINY, "--no-validation.enable", *flags)
     words = [sys.executable, *TORCHRUN, "train.py", *flags, f"--job.dump_folder={folder}"]
     env = environment(TITANLITE_EXIT_CODES=str(folder.parent / "codes"))
-    return subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        words, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.mark.slow
-def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(tmp_path: Path) -> None:
+def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(
+    tmp_path: Path,
+) -> None:
     """No save before the stop's own: torchrun's store is gone then."""
     launch = _launch(tmp_path / "run", "--training.steps=100000")
     assert launch.stdout is not None and any("step:  3" in line for line in launch.stdout)
@@ -304,6 +393,10 @@ def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(t
     text = launch.communicate(timeout=300)[0]  # the workers hold the pipe
     codes = sorted(line.split()[1] for line in (tmp_path / "codes").read_text().splitlines())
     assert codes == [str(exit_codes.PREEMPTED)] * 2, text
-    step = int(re.findall(r"stopped after step (\d+) by SIG\w+ on every rank: the checkpoint", text)[0])
+    step = int(
+        re.findall(r"stopped after step (\d+) by SIG\w+ on every rank: the checkpoint", text)[0]
+    )
     again = _launch(tmp_path / "run", f"--training.steps={step + 1}")
-    assert f"resumed from step {step}" in again.communicate(timeout=300)[0] and again.returncode == 0
+    assert (
+        f"resumed from step {step}" in again.communicate(timeout=300)[0] and again.returncode == 0
+    )

@@ -32,7 +32,10 @@ NAMES = ("long", "short")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Texts of unequal length, of other words."""
     folder = tmp_path_factory.mktemp("texts")
-    long = [f"The river was {n} miles wide, and they crossed it by night in the boats of the enemy." for n in range(40)]
+    long = [
+        f"The river was {n} miles wide, and they crossed it by night in the boats of the enemy."
+        for n in range(40)
+    ]
     texts = {"long": long, "short": ["0 1 2 3 4 5 6 7 8 9 " * 20, "7 7 7"]}
     return {name: write_texts(folder / f"{name}.jsonl", texts[name]) for name in NAMES}
 
@@ -44,21 +47,36 @@ def sources(files: dict[str, Path]) -> str:
 
 def validations(found: dict[str, Any]) -> dict[int, dict[str, float]]:
     rows = [row for row in found["rows"] if "validation_loss" in row]
-    return {row["step"]: {k: v for k, v in row.items() if k not in ("time", "validation_seconds")} for row in rows}
+    return {
+        row["step"]: {k: v for k, v in row.items() if k not in ("time", "validation_seconds")}
+        for row in rows
+    }
 
 
 @pytest.fixture(scope="module")
-def one_rank(pool: Pools, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+def one_rank(
+    pool: Pools, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, float]:
     """The losses before the first step, on one rank."""
     return before_step_1(pool, files, tmp_path_factory.mktemp("one"), 1)
 
 
-def before_step_1(pool: Pools, files: dict[str, Path], folder: Path, ranks: int, *flags: str) -> dict[str, float]:
+def before_step_1(
+    pool: Pools, files: dict[str, Path], folder: Path, ranks: int, *flags: str
+) -> dict[str, float]:
     batch = ["--training.batch_size=1", "--training.global_batch_size=12"]
     chosen = [*FULL, *batch, "--validation.first", "--training.steps=1", *flags]
     found = pool(ranks).run(_run, str(folder), *chosen, *([] if flags else [sources(files)]))[0]
-    assert sorted(validations(found)) == [0, 1] and any("validation at 0: loss" in line for line in found["said"])
-    assert all(any(f"validation at 0, {name}: loss" in line for line in found["said"]) for name in NAMES) or flags
+    assert sorted(validations(found)) == [0, 1] and any(
+        "validation at 0: loss" in line for line in found["said"]
+    )
+    assert (
+        all(
+            any(f"validation at 0, {name}: loss" in line for line in found["said"])
+            for name in NAMES
+        )
+        or flags
+    )
     return validations(found)[0]
 
 
@@ -72,23 +90,38 @@ def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
 
 
 @pytest.mark.parametrize("reshard", ["default", "never", "2"])
-def test_the_models_parameters_are_those_of_the_optimizer(pool: Pools, tmp_path: Path, reshard: str) -> None:
+def test_the_models_parameters_are_those_of_the_optimizer(
+    pool: Pools, tmp_path: Path, reshard: str
+) -> None:
     """Not the gathered ones of a forward pass without a backward."""
-    assert all(pool(4).run(_validated, str(tmp_path), f"--training.reshard_after_forward={reshard}"))
+    assert all(
+        pool(4).run(_validated, str(tmp_path), f"--training.reshard_after_forward={reshard}")
+    )
 
 
 def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
     pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path
 ) -> None:
-    alone = {n: before_step_1(pool, files, tmp_path / n, 1, f"--validation.dataset_path={files[n]}") for n in NAMES}
+    alone = {
+        n: before_step_1(pool, files, tmp_path / n, 1, f"--validation.dataset_path={files[n]}")
+        for n in NAMES
+    }
     tokens = {name: row["validation_tokens"] for name, row in alone.items()}
     for name, row in alone.items():
         loss = row["validation_loss"]
         assert one_rank[f"validation/{name}/loss"] == loss
-        assert one_rank[f"validation/{name}/perplexity"] == row["validation_perplexity"] == math.exp(loss)
+        assert (
+            one_rank[f"validation/{name}/perplexity"]
+            == row["validation_perplexity"]
+            == math.exp(loss)
+        )
         assert not any(key.startswith("validation/") for key in row)
-    assert tokens["long"] > 2 * tokens["short"] > 100 and one_rank["validation_tokens"] == sum(tokens.values())
-    mean = sum(one_rank[f"validation/{name}/loss"] * tokens[name] for name in NAMES) / sum(tokens.values())
+    assert tokens["long"] > 2 * tokens["short"] > 100 and one_rank["validation_tokens"] == sum(
+        tokens.values()
+    )
+    mean = sum(one_rank[f"validation/{name}/loss"] * tokens[name] for name in NAMES) / sum(
+        tokens.values()
+    )
     assert one_rank["validation_loss"] == pytest.approx(mean, rel=1e-12)
     plain_mean = sum(one_rank[f"validation/{name}/loss"] for name in NAMES) / 2
     assert abs(mean - plain_mean) > 1e-3
@@ -126,7 +159,13 @@ def _interrupted(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
     pool: Pools, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    flags = [*FULL, sources(files), "--training.steps=4", "--validation.freq=2", "--checkpoint.interval=100"]
+    flags = [
+        *FULL,
+        sources(files),
+        "--training.steps=4",
+        "--validation.freq=2",
+        "--checkpoint.interval=100",
+    ]
     flags += ["--checkpoint.keep_best=1", "--optimizer.lr=0.3", "--training.warmup_steps=0"]
     straight = pool(2).run(_run, str(tmp_path / "straight"), *flags)[0]
     root = tmp_path / "straight" / "checkpoint"
@@ -134,7 +173,11 @@ def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
     for step, row in validations(straight).items():
         assert read_manifest(root / f"step-{step}").validation_loss == row["validation_loss"]
     stopped = pool(2).run(_interrupted, str(tmp_path / "stopped"), *flags)[0]
-    assert stopped["step"] == 2 and "the test asks on rank 1" in stopped["error"] and not validations(stopped)
+    assert (
+        stopped["step"] == 2
+        and "the test asks on rank 1" in stopped["error"]
+        and not validations(stopped)
+    )
     resumed = pool(2).run(_run, str(tmp_path / "stopped"), *flags)[0]
     assert validations(resumed) == validations(straight) and sorted(validations(straight)) == [2, 4]
 
@@ -143,15 +186,22 @@ def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.Mon
     endless = {"wiki": PackedDataset(make_corpus([5, 5]), seq_len=16)}
     monkeypatch.setattr(TextReader, "held_out", lambda *_: endless)
     flags = ["--validation.enable", "--validation.steps"]
-    with pytest.raises(ConfigError, match=r"validation\.steps: -1 is a full pass, and wiki is read as a stream"):
+    with pytest.raises(
+        ConfigError, match=r"validation\.steps: -1 is a full pass, and wiki is read as a stream"
+    ):
         read_held_out(load_config("debug_model.toml", 1, [*flags, "-1"]), load_tokenizer())
-    assert read_held_out(load_config("debug_model.toml", 1, [*flags, "3"]), load_tokenizer()) == endless
+    assert (
+        read_held_out(load_config("debug_model.toml", 1, [*flags, "3"]), load_tokenizer())
+        == endless
+    )
 
 
 def test_figures_at_the_limits() -> None:
     assert math.isnan(HeldOutLoss(0.0, 0).loss) and HeldOutLoss(1e6, 1).perplexity == math.inf
     result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
-    assert result.all.loss == 2.0 and str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
+    assert (
+        result.all.loss == 2.0 and str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
+    )
 
 
 def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
@@ -167,7 +217,9 @@ def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     return _outcome(trainer, folder)
 
 
-def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(pool: Pools, tmp_path: Path) -> None:
+def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(
+    pool: Pools, tmp_path: Path
+) -> None:
     """Else the last save would be a full one."""
     flags = ["--validation.freq=4", "--checkpoint.model_weights_only"]
     pool(1).run(_stop_in_step_4, str(tmp_path), *flags, "--training.steps=8")
@@ -179,7 +231,9 @@ def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(pool: Pools, 
 def test_a_long_validation_tells_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each batch takes 3 seconds: the first line comes with the second batch, further ones every 10 seconds."""
+    """Each batch takes 3 seconds: the first line comes with the second batch, further ones every 10
+    seconds.
+    """
     now = 100.0
     monkeypatch.setattr(validation.time, "monotonic", lambda: now)
     texts: Any = validation.ValidationSet({"a": [1, 2, 3], "b": [4, 5, 6, 7]})  # type: ignore[dict-item,list-item]

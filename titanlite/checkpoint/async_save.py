@@ -41,10 +41,13 @@ class SaveOutcome:
 
 
 class AsyncSave:
-    """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
+    """At most one save at a time, in a thread of this rank.
 
-    The thread also checks and copies the tensors, while the next forward and backward pass run: call `await_copy`
-    before they change. The first save takes host memory for one copy of this rank's part of a checkpoint, and keeps it.
+    All ranks make one together and call it alike.
+
+    The thread also checks and copies the tensors, while the next forward and backward pass run:
+    call `await_copy` before they change. The first save takes host memory for one copy of this
+    rank's part of a checkpoint, and keeps it.
 
     device: of the tensors. pinned: copy from a GPU into page-locked memory, which is faster.
     """
@@ -73,11 +76,14 @@ class AsyncSave:
     def in_flight(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]) -> None:
-        """In the thread that `prepare` has started, call `work(copy, group)`, which writes `copy(tensors)`.
+    def start(
+        self, step: int, folder: AnyPath, work: Callable[[Copy, dist.ProcessGroup], None]
+    ) -> None:
+        """In the thread that `prepare` has started, call `work(copy, group)`, which writes
+        `copy(tensors)`.
 
-        When `await_copy` returns the tensors may change. An error goes into the outcome; `raise_bad` raises a
-        WeightsError, which `work` raises on all ranks or none.
+        When `await_copy` returns the tensors may change. An error goes into the outcome;
+        `raise_bad` raises a WeightsError, which `work` raises on all ranks or none.
         """
         started = time.perf_counter()
         self._copied.clear()
@@ -93,7 +99,8 @@ class AsyncSave:
             problem = ""
             try:
                 if self._stream is not None:
-                    # A new thread starts on GPU 0 and its default stream. DCP would wait for that stream.
+                    # A new thread starts on GPU 0 and its default stream. DCP would wait for that
+                    # stream.
                     torch.cuda.set_device(self._stream.device)
                     torch.cuda.set_stream(self._stream)
                 work(copy, self._group)
@@ -118,13 +125,18 @@ class AsyncSave:
         self._copied.wait()
 
     def raise_bad(self) -> None:
-        """Raise the WeightsError of the latest save, once, on all ranks. Call it after `await_copy` or `wait`."""
+        """Raise the WeightsError of the latest save, once, on all ranks.
+
+        Call it after `await_copy` or `wait`.
+        """
         bad, self._bad = self._bad, None
         if bad is not None:
             raise bad
 
     def poll(self) -> SaveOutcome | None:
-        """Return the outcome of a save that has ended, each once, in order; None when there is no other."""
+        """Return the outcome of a save that has ended, each once, in order; None when there is no
+        other.
+        """
         return self._unreported.popleft() if self._unreported else None
 
     def wait(self) -> SaveOutcome | None:
@@ -134,11 +146,15 @@ class AsyncSave:
         return self._outcome
 
     def prepare(self, group: dist.ProcessGroup) -> bool:
-        """Start the thread of the next save; return whether all ranks could. Then `start` must follow.
+        """Start the thread of the next save; return whether all ranks could.
 
-        It waits for the latest save, on all ranks, and makes a new group if that has failed on any rank.
+        Then `start` must follow.
 
-        group: in which they agree on that. A group whose communication has failed once cannot be used again.
+        It waits for the latest save, on all ranks, and makes a new group if that has failed on any
+        rank.
+
+        group: in which they agree on that. A group whose communication has failed once cannot be
+        used again.
         """
         (outcome, self._outcome), problem = (self.wait(), None), ""
         self._thread = Thread(target=lambda: self._jobs.get()(), name=THREAD, daemon=True)
@@ -147,7 +163,9 @@ class AsyncSave:
         except RuntimeError as error:
             self._thread, problem = None, str(error)
         failed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(failed, (outcome is not None and bool(outcome.problem), problem), group)
+        dist.all_gather_object(
+            failed, (outcome is not None and bool(outcome.problem), problem), group
+        )
         if any(lost for lost, _ in failed):
             dist.destroy_process_group(self._group)
             self._group = new_group(_TIMEOUT)
@@ -155,11 +173,15 @@ class AsyncSave:
         if without and self._thread is not None:
             self._jobs.put(lambda: None)
         for rank, text in without.items():
-            logger.warning(f"this save is in the foreground, since rank {rank} can start no thread: {text}")
+            logger.warning(
+                f"this save is in the foreground, since rank {rank} can start no thread: {text}"
+            )
         return not without
 
     def close(self) -> None:
-        """Release memory and group; with a save still in flight (the run failed) the end of the process does that."""
+        """Release memory and group; with a save still in flight (the run failed) the end of the
+        process does that.
+        """
         if not self.in_flight:
             self._stager.close()
             dist.destroy_process_group(self._group)

@@ -1,7 +1,8 @@
-"""Weights of other programs: Hugging Face's folders of safetensors files, and Meta's consolidated.*.pth.
+"""Weights of other programs: Hugging Face's folders of safetensors files, and Meta's
+consolidated.*.pth.
 
-`open_weights` reads names, shapes and the config alone. `WeightsReader` then gives DCP slices of the tensors: each rank
-reads its own part of the model, and has one slice besides it in memory.
+`open_weights` reads names, shapes and the config alone. `WeightsReader` then gives DCP slices of
+the tensors: each rank reads its own part of the model, and has one slice besides it in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from titanlite.models.spec import ModelSpec, get_spec
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-#: Tensors beside float8 weights: their scales, read with them, and those of activations, which training does not need.
+#: Tensors beside float8 weights: their scales, read with them, and those of activations, which
+#: training does not need.
 _SCALES = re.compile(r".*\.(weight_scale|weight_scale_inv|input_scale|activation_scale|[kv]_scale)")
 #: Elements that are compared at a time.
 _CHUNK = 1 << 24
@@ -98,7 +100,11 @@ class Weights:
     def entries(self) -> dict[str, list[Any]]:
         """Return name → [dtype, shape, place], as manifests hold tensors."""
         return {
-            name: [str(part[0].dtype).removeprefix("torch."), list(self.shape(name)), _place(part[0])]
+            name: [
+                str(part[0].dtype).removeprefix("torch."),
+                list(self.shape(name)),
+                _place(part[0]),
+            ]
             for name, part in self.parts.items()
         }
 
@@ -109,12 +115,16 @@ class Weights:
             return parts[0].read(tuple(slice(0, size) for size in parts[0].shape))
         whole = torch.empty(self.shape(name), dtype=parts[0].dtype)
         for part in parts:
-            target = tuple(slice(o, o + size) for o, size in zip(part.offsets, part.shape, strict=True))
+            target = tuple(
+                slice(o, o + size) for o, size in zip(part.offsets, part.shape, strict=True)
+            )
             whole[target] = part.read(tuple(slice(0, size) for size in part.shape))
         return whole
 
     def check_head(self) -> None:
-        """Raise CheckpointError if a file holds a separate head though the config ties it to the embedding."""
+        """Raise CheckpointError if a file holds a separate head though the config ties it to the
+        embedding.
+        """
         if (head := self.spare_head) is None:
             return
         (embedding,) = self.parts[self.embedding]
@@ -122,10 +132,13 @@ class Weights:
         step = max(1, _CHUNK // width)
         for start in range(0, rows, step):
             chunk = (slice(start, min(start + step, rows)), slice(0, width))
-            if head.shape != embedding.shape or not torch.equal(head.read(chunk), embedding.read(chunk)):
+            if head.shape != embedding.shape or not torch.equal(
+                head.read(chunk), embedding.read(chunk)
+            ):
                 raise CheckpointError(
-                    f"{self.path}: {head.name} differs from the embedding, but {HF_CONFIG} says that they are tied: "
-                    "set tie_word_embeddings to false there, and model.overrides.tied"
+                    f"{self.path}: {head.name} differs from the embedding, but {HF_CONFIG} says "
+                    "that they are tied: set tie_word_embeddings to false there, and "
+                    "model.overrides.tied"
                 )
 
 
@@ -136,14 +149,17 @@ def _place(part: Part) -> str:
 def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
     """Open the weights in `path`: names, shapes and config; the tensors are read later.
 
-    path: a folder with config.json and safetensors files, one such file, or Meta's consolidated.*.pth with params.json.
-    spec, args: the model that shall take them; None: the one that config.json describes.
+    path: a folder with config.json and safetensors files, one such file, or Meta's
+    consolidated.*.pth with params.json. spec, args: the model that shall take them; None: the one
+    that config.json describes.
 
-    Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the caller's to find, by
-    `Weights.entries`.
+    Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the
+    caller's to find, by `Weights.entries`.
     """
     if isinstance(path, StorePath):
-        raise CheckpointError(f"{path}: Hugging Face weights are not read from a store; copy it to this machine first")
+        raise CheckpointError(
+            f"{path}: Hugging Face weights are not read from a store; copy it to this machine first"
+        )
     if path.is_dir() and (path / META_CONFIG).is_file() and any(path.glob(META_FILES)):
         from titanlite.checkpoint.meta import open_meta  # it imports this module
 
@@ -172,11 +188,16 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
         if not isinstance(theirs, str):
             one = [part and part.stacked(place) for place, part in enumerate(one)]
         if all(one):
-            parts[ours] = [part if part.offsets else part.at(*(0 for _ in part.shape)) for part in one if part]
+            parts[ours] = [
+                part if part.offsets else part.at(*(0 for _ in part.shape)) for part in one if part
+            ]
         elif any(one):
-            lacking = next(name for name, part in zip(as_names(theirs), one, strict=True) if not part)
+            lacking = next(
+                name for name, part in zip(as_names(theirs), one, strict=True) if not part
+            )
             raise CheckpointError(
-                f"{path} lacks {lacking}, a part of {ours}: files are missing, or the model has another number of parts"
+                f"{path} lacks {lacking}, a part of {ours}: files are missing, or the model has "
+                "another number of parts"
             )
     parts.update((name, [part.at(*(0 for _ in part.shape))]) for name, part in found.items())
     parts.update((name, parts[other]) for name, other in tied.items() if other in parts)
@@ -184,7 +205,9 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
-    """Return the safetensors files → names that the index says they hold (none for a single file)."""
+    """Return the safetensors files → names that the index says they hold (none for a single
+    file).
+    """
     if path.is_file():
         return {path: set()}
     if (path / HF_SINGLE).is_file():
@@ -196,14 +219,20 @@ def _files(path: Path) -> dict[Path, set[str]]:
             return {files[0]: set()}
         raise CheckpointError(
             f"{path} has neither {HF_SINGLE} nor {HF_INDEX}: "
-            + (f"download the index of its {len(files)} files" if files else "download the weights as safetensors")
+            + (
+                f"download the index of its {len(files)} files"
+                if files
+                else "download the weights as safetensors"
+            )
         )
     try:
         names = read_json(index).get("weight_map")
     except CheckpointError as error:
         raise CheckpointError(f"{error}; download it again") from None
     if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
-        raise CheckpointError(f"{index} has no weight_map of files in this folder; download it again")
+        raise CheckpointError(
+            f"{index} has no weight_map of files in this folder; download it again"
+        )
     found: dict[Path, set[str]] = {}
     for name, file in sorted(names.items(), key=lambda entry: (entry[1], entry[0])):
         found.setdefault(path / file, set()).add(name)
@@ -220,11 +249,15 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
             handle = safe_open(file, framework="pt")
             names = {*handle.keys()}
         except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing, which {HF_INDEX} names: download it again") from None
+            raise CheckpointError(
+                f"{file} is missing, which {HF_INDEX} names: download it again"
+            ) from None
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}): download it again") from None
         if missing := listed - names:
-            raise CheckpointError(f"{file} lacks {min(missing)}, which {HF_INDEX} says it holds: download it again")
+            raise CheckpointError(
+                f"{file} lacks {min(missing)}, which {HF_INDEX} says it holds: download it again"
+            )
         opened.update(dict.fromkeys(names, (file, handle)))
     parts = {}
     for name, (file, handle) in opened.items():
@@ -235,16 +268,20 @@ def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
         if kind in _FLOAT8:
             scale = next((s for s in (f"{name}_scale_inv", f"{name}_scale") if s in opened), None)
             if scale is None:
-                raise CheckpointError(f"{file}: {name} is {_FLOAT8[kind]} without a tensor {name}_scale_inv or _scale")
+                raise CheckpointError(
+                    f"{file}: {name} is {_FLOAT8[kind]} without a tensor {name}_scale_inv or _scale"
+                )
             scales = opened[scale][1].get_tensor(scale)
             read = _dequantized(file, name, view, shape, scales, _block_of(config))
             parts[name] = Part(file, name, torch.float32, shape, read)
         elif kind in _DTYPES:
-            parts[name] = Part(file, name, getattr(torch, _DTYPES[kind]), shape, partial(_sliced, view))
+            parts[name] = Part(
+                file, name, getattr(torch, _DTYPES[kind]), shape, partial(_sliced, view)
+            )
         else:
             raise CheckpointError(
-                f"{file}: {name} has type {kind}: integers of a quantised model cannot be trained. Take the weights "
-                "in bfloat16"
+                f"{file}: {name} has type {kind}: integers of a quantised model cannot be "
+                "trained. Take the weights in bfloat16"
             )
     return parts
 
@@ -255,22 +292,36 @@ def _sliced(view: Any, slices: Slices) -> torch.Tensor:
 
 
 def _block_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return rows and columns that share a scale, by config.json; None: it does not say. Raises CheckpointError."""
+    """Return rows and columns that share a scale, by config.json; None: it does not say.
+
+    Raises CheckpointError.
+    """
     try:
-        block: list[Any] = entry_of(entry_of(config, "quantization_config", dict, {}), "weight_block_size", list, [])
+        block: list[Any] = entry_of(
+            entry_of(config, "quantization_config", dict, {}), "weight_block_size", list, []
+        )
     except ValueError as error:
         raise CheckpointError(f"{HF_CONFIG}: {error}") from None
     if block and (len(block) != 2 or not all(type(size) is int and size > 0 for size in block)):
-        raise CheckpointError(f"{HF_CONFIG}: weight_block_size is {block!r:.80}, expected two positive integers")
+        raise CheckpointError(
+            f"{HF_CONFIG}: weight_block_size is {block!r:.80}, expected two positive integers"
+        )
     return tuple(block) or None
 
 
 def _dequantized(
-    file: Path, name: str, view: Any, shape: tuple[int, ...], scale: torch.Tensor, block: tuple[int, ...] | None
+    file: Path,
+    name: str,
+    view: Any,
+    shape: tuple[int, ...],
+    scale: torch.Tensor,
+    block: tuple[int, ...] | None,
 ) -> Callable[[Slices], torch.Tensor]:
-    """Return a reader of float8 weights times their scales, in float32, which holds the product exactly enough.
+    """Return a reader of float8 weights times their scales, in float32, which holds the product
+    exactly enough.
 
-    A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole tensor.
+    A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole
+    tensor.
     """
     grid = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
     if grid.ndim == 1:
@@ -279,10 +330,13 @@ def _dequantized(
         block = (shape[0] if grid.size(0) == 1 else 1, shape[-1])
     if len(shape) != 2 or block is None or tuple(grid.shape) != tuple(map(_ceil_div, shape, block)):
         raise CheckpointError(
-            f"{file}: {name} {list(shape)} in float8 has scales {list(scale.shape)}, and config.json "
-            f"weight_block_size = {block}: titanlite reads one scale per block, row or tensor"
+            f"{file}: {name} {list(shape)} in float8 has scales {list(scale.shape)}, and "
+            f"config.json weight_block_size = {block}: titanlite reads one scale per block, row "
+            "or tensor"
         )
-    per_row, per_column = (torch.arange(size) // step for size, step in zip(shape, block, strict=True))
+    per_row, per_column = (
+        torch.arange(size) // step for size, step in zip(shape, block, strict=True)
+    )
 
     def read(slices: Slices) -> torch.Tensor:
         rows, columns = per_row[slices[0]], per_column[slices[1]]
@@ -300,7 +354,8 @@ def _ceil_div(size: int, step: int) -> int:
 
 
 def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
-    """Return the differences between the run's model and the one that a folder describes, a line each.
+    """Return the differences between the run's model and the one that a folder describes, a line
+    each.
 
     name: `model.name`. Raises CheckpointError for any difference, unless they are allowed.
     """
@@ -312,8 +367,9 @@ def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: b
         lines = "".join(f"\n  {line}" for line in found)
         way = remedy(there, spec) or "Set [model], or model.overrides, so"
         raise CheckpointError(
-            f"{path} is of another model than this run's, by its {there.kind}:{lines}\n{way}. If the difference is "
-            "meant, and changes no shape, say so: --checkpoint.allow_changes=model"
+            f"{path} is of another model than this run's, by its {there.kind}:{lines}\n{way}. If "
+            "the difference is meant, and changes no shape, say so: "
+            "--checkpoint.allow_changes=model"
         )
     return found
 
@@ -333,13 +389,17 @@ class WeightsReader(StorageReader):
         """Raises CheckpointError when the files are not those that rank 0 has seen."""
         weights, tensors = open_weights(self.folder, self._spec, self._args), {}
         for name, (dtype, shape, *_rest) in weights.entries().items():
-            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in weights.parts[name]]
+            chunks = [
+                ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape))
+                for p in weights.parts[name]
+            ]
             kind = TensorProperties(getattr(torch, dtype))
             tensors[f"model.{name}"] = TensorStorageMetadata(kind, torch.Size(shape), chunks)
             for part in weights.parts[name]:
                 self._parts[MetadataIndex(f"model.{name}", torch.Size(part.offsets))] = part
         if {name: [str(one.properties.dtype), list(one.size)] for name, one in tensors.items()} != {
-            name: [f"torch.{dtype}", shape] for name, (dtype, shape, *_rest) in self.manifest.tensors.items()
+            name: [f"torch.{dtype}", shape]
+            for name, (dtype, shape, *_rest) in self.manifest.tensors.items()
         }:
             raise CheckpointError(f"{self.folder} is not the same for all ranks, or has changed")
         return Metadata(tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
@@ -359,7 +419,9 @@ class WeightsReader(StorageReader):
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from one load to the next."""
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
         """The parts are known since `read_metadata`, which every rank calls by `verify_files`."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -376,13 +438,21 @@ class WeightsReader(StorageReader):
 def as_manifest(weights: Weights) -> Manifest:
     """Return the parts of a manifest that a load reads."""
     tensors = {f"model.{name}": entry for name, entry in weights.entries().items()}
-    rest: dict[str, Any] = {"fingerprints": {}, "files": {}, "train": {}, "versions": {}, "created": 0.0}
+    rest: dict[str, Any] = {
+        "fingerprints": {},
+        "files": {},
+        "train": {},
+        "versions": {},
+        "created": 0.0,
+    }
     return Manifest(step=0, tensors=tensors, world_size=1, weights_only=True, **rest)
 
 
 def total_bytes(entries: Mapping[str, Any]) -> int:
     """Return the bytes of tensors given as [dtype, shape]."""
-    return sum(getattr(torch, entry[0]).itemsize * math.prod(entry[1]) for entry in entries.values())
+    return sum(
+        getattr(torch, entry[0]).itemsize * math.prod(entry[1]) for entry in entries.values()
+    )
 
 
 def our_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

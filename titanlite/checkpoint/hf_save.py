@@ -1,7 +1,9 @@
-"""Write weights as a folder of Hugging Face's: safetensors files, index, configs and the files of the tokenizer.
+"""Write weights as a folder of Hugging Face's: safetensors files, index, configs and the files of
+the tokenizer.
 
-All ranks share the work: each file has an owner among the ranks that hold its tensors. The ranks gather one tensor at a
-time, and its owner writes it in a thread. So a rank has at most two whole tensors in memory.
+All ranks share the work: each file has an owner among the ranks that hold its tensors. The ranks
+gather one tensor at a time, and its owner writes it in a thread. So a rank has at most two whole
+tensors in memory.
 """
 
 from __future__ import annotations
@@ -52,7 +54,10 @@ def plan_files(
     holders: Mapping[str, tuple[int, ...]],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[File]:
-    """Return the files in the order of the names. holders: our name → the ranks that hold a part of the tensor."""
+    """Return the files in the order of the names.
+
+    holders: our name → the ranks that hold a part of the tensor.
+    """
     files: list[File] = []
     for ours, theirs in names.items():
         size, who = total_bytes({ours: entries[ours]}), holders[ours]
@@ -62,33 +67,46 @@ def plan_files(
         files[-1].names[ours] = theirs
         files[-1].size += size
     for index, file in enumerate(files, start=1):
-        file.name = HF_SINGLE if len(files) == 1 else f"model-{index:05}-of-{len(files):05}.safetensors"
+        file.name = (
+            HF_SINGLE if len(files) == 1 else f"model-{index:05}-of-{len(files):05}.safetensors"
+        )
     return files
 
 
 class FileWriter:
-    """Writes the header of a safetensors file, then the tensors one by one, in the order of the header."""
+    """Writes the header of a safetensors file, then the tensors one by one, in the order of the
+    header.
+    """
 
     def __init__(self, path: AnyPath, file: File, entries: Entries) -> None:
         self._stack = contextlib.ExitStack()
         self._stream: BinaryIO = self._stack.enter_context(path.open("wb"))
         self._left = len(file.names)
         self._is_local = isinstance(path, Path)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it `transformers` refuses the file
+        header: dict[str, Any] = {
+            "__metadata__": {"format": "pt"}
+        }  # without it `transformers` refuses the file
         start = 0
         for ours, theirs in file.names.items():
             dtype, shape = entries[ours][:2]
             shape = shape if isinstance(theirs, str) else shape[1:]
             for name in as_names(theirs):
                 end = start + total_bytes({name: [dtype, shape]})
-                header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+                header[name] = {
+                    "dtype": _TYPES[dtype],
+                    "shape": list(shape),
+                    "data_offsets": [start, end],
+                }
                 start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._stream.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Write the next tensor [whole, on the CPU]; a stack is its tensors in order. The last one closes the file."""
+        """Write the next tensor [whole, on the CPU]; a stack is its tensors in order.
+
+        The last one closes the file.
+        """
         self._stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._left -= 1
         if not self._left:
@@ -102,12 +120,16 @@ class FileWriter:
 
 
 def write_files(
-    folder: AnyPath, files: Sequence[File], entries: Entries, read: Callable[[str], torch.Tensor], rank: int = 0
+    folder: AnyPath,
+    files: Sequence[File],
+    entries: Entries,
+    read: Callable[[str], torch.Tensor],
+    rank: int = 0,
 ) -> str:
     """Write this rank's part of the files; return what went wrong, "" if nothing did.
 
-    read: our name → the whole tensor on the CPU; all holders of a tensor call it at the same time. After an error the
-    rank goes on to gather, because the others wait for it.
+    read: our name → the whole tensor on the CPU; all holders of a tensor call it at the same time.
+    After an error the rank goes on to gather, because the others wait for it.
     """
     problem, writing = "", None
     writers: dict[str, FileWriter] = {}
@@ -138,7 +160,9 @@ def _failure(writing: Future[None] | None) -> str:
 
 
 def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
-    """Yield the tensors of as many files at a time as there are owners, in turns, so that all owners write at once."""
+    """Yield the tensors of as many files at a time as there are owners, in turns, so that all
+    owners write at once.
+    """
     wide = len({file.owner for file in files}) or 1
     for start in range(0, len(files), wide):
         group = [(file, list(file.names)) for file in files[start : start + wide]]
@@ -147,26 +171,42 @@ def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a whole on the CPU; all ranks that hold a part of a DTensor call it together."""
+    """Return a tensor as a whole on the CPU; all ranks that hold a part of a DTensor call it
+    together.
+    """
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
-        there = tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))  # it may be offloaded
+        there = (
+            tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))
+        )  # it may be offloaded
         tensor = there.full_tensor()
     return tensor.detach().cpu()
 
 
 def write_configs(
-    folder: AnyPath, config: Mapping[str, Any], files: Sequence[File], entries: Entries, beside: Mapping[str, bytes]
+    folder: AnyPath,
+    config: Mapping[str, Any],
+    files: Sequence[File],
+    entries: Entries,
+    beside: Mapping[str, bytes],
 ) -> None:
     """Write the index, the files of the tokenizer (`beside`), and config.json last."""
     ids = json.loads(beside.get(GENERATION, b"{}"))
-    config = {**config, **{name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}}
+    config = {
+        **config,
+        **{name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids},
+    }
     types = {entries[name][0] for file in files for name in file.names}
     if len(types) == 1:
         config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
     content = dict(beside)
     if len(files) > 1:
-        where = {name: file.name for file in files for theirs in file.names.values() for name in as_names(theirs)}
+        where = {
+            name: file.name
+            for file in files
+            for theirs in file.names.values()
+            for name in as_names(theirs)
+        }
         total = {"total_size": sum(file.size for file in files)}
         content[HF_INDEX] = as_json({"metadata": total, "weight_map": dict(sorted(where.items()))})
     for name, data in {**content, HF_CONFIG: as_json(config)}.items():
@@ -184,8 +224,8 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 def begin_folder(final: AnyPath) -> AnyPath:
     """Return the folder to write into: beside the final one, or in a store the final one itself.
 
-    In a store config.json, which is written last, makes the folder one of weights. Raises CheckpointError when the
-    final one is there.
+    In a store config.json, which is written last, makes the folder one of weights. Raises
+    CheckpointError when the final one is there.
     """
     if isinstance(final, StorePath):
         there = files_in(final)
@@ -229,8 +269,8 @@ def save_hf(
 ) -> None:
     """Write the weights of a sharded model to the folder `final`; all ranks call it together.
 
-    tensors, entries: this rank's, and the [dtype, shape] of all; by our names. beside: gives the tokenizer's files.
-    Raises CheckpointError, on all ranks; then there is no such folder.
+    tensors, entries: this rank's, and the [dtype, shape] of all; by our names. beside: gives the
+    tokenizer's files. Raises CheckpointError, on all ranks; then there is no such folder.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     aside: AnyPath = on_rank_0(lambda: begin_folder(final))

@@ -1,4 +1,6 @@
-"""Load a checkpoint: which one a run starts from, which of its tensors it takes, and what the start report says."""
+"""Load a checkpoint: which one a run starts from, which of its tensors it takes, and what the start
+report says.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.hf import WeightsReader, as_manifest, check_model, holds_weights, open_weights
+from titanlite.checkpoint.hf import (
+    WeightsReader,
+    as_manifest,
+    check_model,
+    holds_weights,
+    open_weights,
+)
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -58,9 +66,10 @@ LEFT_OUT = "left_out"
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
 _ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model", "ema"}
 _WEIGHTS_ONLY = (
-    "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
-    "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
-    "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full checkpoint is resumed then"
+    "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run "
+    "can resume from it. If the run was to end there, it is done. To start another run from it, "
+    "give that another folder and name this one as checkpoint.initial_load_path. To train on in "
+    "this folder, move it away: the newest full checkpoint is resumed then"
 )
 #: Changed keys of the config that a refusal names.
 _KEYS = 8
@@ -96,7 +105,10 @@ class LoadedState:
 
 @dataclass
 class Loader:
-    """Loads one run's checkpoints, or another's to start from. All ranks make one and call it alike."""
+    """Loads one run's checkpoints, or another's to start from.
+
+    All ranks make one and call it alike.
+    """
 
     config: Checkpoint
     world: DistEnv
@@ -109,7 +121,8 @@ class Loader:
     source_bad: dict[int, str] = field(default_factory=dict)
     #: Averages of the weights (`titanlite.optim.average`).
     averages: Tensors = field(default_factory=dict)
-    #: Load them from another run's checkpoint too, though `config.initial_load_model_only` asks for the weights.
+    #: Load them from another run's checkpoint too, though `config.initial_load_model_only` asks for
+    #: the weights.
     with_averages: bool = False
 
     @property
@@ -127,13 +140,17 @@ class Loader:
         return self._load(lambda: self._choose(expected or {}, rollback), model, optimizer)
 
     def load_weights(self, model: nn.Module) -> LoadedState:
-        """Load the weights of `config.initial_load_path`, which is only read, whatever `config.folder` holds.
+        """Load the weights of `config.initial_load_path`, which is only read, whatever
+        `config.folder` holds.
 
-        Also loads `averages`; without any in the checkpoint they become the weights, and `left_out` has "ema".
+        Also loads `averages`; without any in the checkpoint they become the weights, and `left_out`
+        has "ema".
         All ranks call it together. Raises CheckpointError, on all of them.
         """
         self.with_averages = True
-        loaded = self._load(lambda: self._choose_source(to_path(self.config.initial_load_path or "")), model, None)
+        loaded = self._load(
+            lambda: self._choose_source(to_path(self.config.initial_load_path or "")), model, None
+        )
         assert loaded is not None
         return loaded
 
@@ -150,9 +167,16 @@ class Loader:
         return None
 
     def _try(
-        self, manifest: Manifest, chosen: LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self,
+        manifest: Manifest,
+        chosen: LoadedState,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
     ) -> LoadedState | None:
-        """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
+        """Load the chosen checkpoint.
+
+        Return None, and note the reason, if its files or weights are bad.
+        """
         folder, notices, is_other = chosen.folder, chosen.notices, chosen.origin == "from"
         exclude = self._exclude(manifest, chosen)
         if self.averages and not any(name.startswith(AVERAGE) for name in manifest.tensors):
@@ -164,10 +188,14 @@ class Loader:
             optimizer.state.clear()  # an earlier try may have given it one
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
         wanted = describe(tensors, model)
-        selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
+        selection = select(
+            saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder)
+        )
         bad = self.source_bad if is_other else self.bad
         reader = (
-            WeightsReader(folder, manifest, *self.model()) if chosen.is_foreign else CheckedReader(folder, manifest)
+            WeightsReader(folder, manifest, *self.model())
+            if chosen.is_foreign
+            else CheckedReader(folder, manifest)
         )
         every_byte = self.config.verify == "hash"
         files = share(manifest.files, self.world.rank, self.world.size) if every_byte else []
@@ -184,8 +212,9 @@ class Loader:
             elif name.startswith(AVERAGE):
                 tensors[name].copy_(tensors[WEIGHT + name.removeprefix(AVERAGE)])
         if where := find_nonfinite(tensors):
-            bad[manifest.step] = f"{folder} holds what is not finite ({where}), and no run can go on from it" + (
-                "" if chosen.is_foreign else f": `titanlite checkpoint rm {folder}` deletes it"
+            bad[manifest.step] = (
+                f"{folder} holds what is not finite ({where}), and no run can go on from it"
+                + ("" if chosen.is_foreign else f": `titanlite checkpoint rm {folder}` deletes it")
             )
             return None
         scatter(tensors, model, whole_optimizer)
@@ -193,18 +222,28 @@ class Loader:
             set_rng_state(rng, self.world.device)
         kept = [name for name in selection.keep if name.startswith("model.")]
         if kept:
-            notices.append(f"{len(kept)} tensors of the model keep their initial values, such as {min(kept)}")
+            notices.append(
+                f"{len(kept)} tensors of the model keep their initial values, such as {min(kept)}"
+            )
         if selection.converted:
-            notices.append(f"{len(selection.converted)} tensors are converted from the types they were saved in")
+            notices.append(
+                f"{len(selection.converted)} tensors are converted from the types they were saved "
+                "in"
+            )
         if is_other and left_out >= _ALL_BUT_WEIGHTS:
             chosen = replace(chosen, step=0, train={})
-        return replace(chosen, left_out=left_out, partial=bool(kept), verified=every_byte and bool(manifest.hashes))
+        return replace(
+            chosen,
+            left_out=left_out,
+            partial=bool(kept),
+            verified=every_byte and bool(manifest.hashes),
+        )
 
     def _exclude(self, manifest: Manifest, chosen: LoadedState) -> list[str]:
         """Return the parts of this checkpoint that are not loaded.
 
-        A run excludes parts once: its own later saves under the same setting are loaded whole. So a restart by the same
-        command goes on, and does not lose the optimizer's state again.
+        A run excludes parts once: its own later saves under the same setting are loaded whole. So a
+        restart by the same command goes on, and does not lose the optimizer's state again.
         """
         given = list(self.config.exclude_from_loading)
         if chosen.origin == "resume":
@@ -212,32 +251,49 @@ class Loader:
             before = before if isinstance(before, list) else []
             if done := [entry for entry in given if entry in before]:
                 chosen.notices.append(
-                    f"checkpoint.exclude_from_loading: {', '.join(done)} was left out when the run that wrote this "
-                    "checkpoint began; now it is loaded"
+                    f"checkpoint.exclude_from_loading: {', '.join(done)} was left out when the "
+                    "run that wrote this checkpoint began; now it is loaded"
                 )
             return [entry for entry in given if entry not in before]
         if self.config.initial_load_model_only:
-            return sorted({*given, *_ALL_BUT_WEIGHTS, *([] if self.averages and self.with_averages else ["ema"])})
+            return sorted(
+                {
+                    *given,
+                    *_ALL_BUT_WEIGHTS,
+                    *([] if self.averages and self.with_averages else ["ema"]),
+                }
+            )
         names = ("data", "data order")
-        differ = [name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)]
+        differ = [
+            name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)
+        ]
         if differ and "dataloader" not in given:
-            chosen.notices.append(f"its {' and '.join(differ)} differ: the text here begins at its first sequence")
+            chosen.notices.append(
+                f"its {' and '.join(differ)} differ: the text here begins at its first sequence"
+            )
             given.append("dataloader")
         return given
 
     def _generators(self, manifest: Manifest, notices: list[str]) -> Any:
-        """Return a tensor to load the random generators into; None where they do not fit these ranks."""
+        """Return a tensor to load the random generators into; None where they do not fit these
+        ranks.
+        """
         rng = rng_state(self.world.device, self.world.size)
         if manifest.tensors.get(RNG) == describe({RNG: rng})[RNG]:
             return rng
         notices.append(
-            f"written on {counted(manifest.world_size, 'ranks')}, loaded on {self.world.size} with "
-            f"{self.world.device.type} devices: the data order goes on exactly, the random generators start anew"
+            f"written on {counted(manifest.world_size, 'ranks')}, loaded on {self.world.size} "
+            f"with {self.world.device.type} devices: the data order goes on exactly, the random "
+            "generators start anew"
         )
         return None
 
-    def _choose(self, expected: Mapping[str, Any], rollback: bool) -> tuple[Manifest, LoadedState] | None:
-        """On rank 0: return the checkpoint to load, by `config`, or with `rollback` the newest of this run."""
+    def _choose(
+        self, expected: Mapping[str, Any], rollback: bool
+    ) -> tuple[Manifest, LoadedState] | None:
+        """On rank 0: return the checkpoint to load, by `config`, or with `rollback` the newest of
+        this run.
+        """
         config = self.config
         step = None if rollback or config.load_step == -1 else config.load_step
         start = "resume" if rollback else config.start
@@ -249,20 +305,23 @@ class Loader:
         later = [one for one in steps_in(self.root) if one > step] if step is not None else []
         if newer := [f"step-{one}" for one in later if is_valid(step_folder(self.root, one))]:
             raise CheckpointError(
-                f"checkpoint.load_step = {step}, but {self.root} holds newer checkpoints, which are never overwritten: "
-                f"move {', '.join(newer)} to another folder first"
+                f"checkpoint.load_step = {step}, but {self.root} holds newer checkpoints, which "
+                f"are never overwritten: move {', '.join(newer)} to another folder first"
             )
         if start == "fresh" and (manifest is not None or passed):
             raise CheckpointError(
-                f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
-                "checkpoint.folder or job.dump_folder, or move them away"
+                f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose '
+                "another checkpoint.folder or job.dump_folder, or move them away"
             )
-        if (done := last_hf_step(self.root)) >= (manifest.step if manifest is not None else 0) and not rollback:
+        if (done := last_hf_step(self.root)) >= (
+            manifest.step if manifest is not None else 0
+        ) and not rollback:
             raise CheckpointError(
-                f"{hf_folder(self.root, done)} holds the weights of the last save (checkpoint.last_save_in_hf): this "
-                "run has ended there. To start another run from them, give that another folder and name this one as "
-                "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full checkpoint is "
-                "resumed then"
+                f"{hf_folder(self.root, done)} holds the weights of the last save "
+                "(checkpoint.last_save_in_hf): this run has ended there. To start another run "
+                "from them, give that another folder and name this one as "
+                "checkpoint.initial_load_path. To train on in this folder, move it away: the "
+                "newest full checkpoint is resumed then"
             )
         choice = None
         if manifest is not None:
@@ -273,15 +332,21 @@ class Loader:
         elif passed or start == "resume":
             demanded = 'checkpoint.start = "resume", but ' if start == "resume" else ""
             way_out = (
-                "\nBring one back from a copy, or begin anew with another --checkpoint.folder or --job.dump_folder"
+                "\nBring one back from a copy, or begin anew with another --checkpoint.folder or "
+                "--job.dump_folder"
             )
-            raise CheckpointError(f"{demanded}{_none_valid(self.root, passed)}{way_out if passed else ''}")
+            raise CheckpointError(
+                f"{demanded}{_none_valid(self.root, passed)}{way_out if passed else ''}"
+            )
         elif config.initial_load_path is not None:
             choice = self._choose_source(to_path(config.initial_load_path))
         return choice
 
     def _choose_source(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
-        """Return the checkpoint that `initial_load_path` means, which is only ever read. Raises CheckpointError."""
+        """Return the checkpoint that `initial_load_path` means, which is only ever read.
+
+        Raises CheckpointError.
+        """
         step = step_of(path)
         try:
             if self.config.initial_load_in_hf or holds_weights(path):
@@ -312,13 +377,19 @@ class Loader:
         return get_spec(family), args
 
     def _choose_foreign(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
-        """Return the weights of another program in `path`, whose config fits the model. Raises CheckpointError."""
+        """Return the weights of another program in `path`, whose config fits the model.
+
+        Raises CheckpointError.
+        """
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())
         if not self.config.initial_load_model_only:
-            raise CheckpointError(f"{path} holds weights only: set checkpoint.initial_load_model_only = true")
+            raise CheckpointError(
+                f"{path} holds weights only: set checkpoint.initial_load_model_only = true"
+            )
         spec, args = self.model()
-        # First the small file: the tensors of another model would be missing, or have another shape.
+        # First the small file: the tensors of another model would be missing, or have another
+        # shape.
         name = str(self.run_config["model"]["family"])
         found = check_model(path, name, spec, args, "model" in self.config.allow_changes)
         weights = open_weights(path, spec, args)
@@ -326,7 +397,9 @@ class Loader:
         notices = [f"another model, by checkpoint.allow_changes: {line}" for line in found]
         return as_manifest(weights), LoadedState(0, {}, notices, path, "from", is_foreign=True)
 
-    def _check_run(self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]) -> LoadedState:
+    def _check_run(
+        self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]
+    ) -> LoadedState:
         """Add the differences to the run that wrote the checkpoint.
 
         Raises CheckpointError unless `config.allow_changes` has a word for each of them.
@@ -338,35 +411,52 @@ class Loader:
         }
         for name, value in expected.items():
             if name in manifest.train and (saved := manifest.train[name]) != value:
-                keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""
+                keep = (
+                    f" (training.global_batch_size = {saved} keeps it)"
+                    if name == "global_batch"
+                    else ""
+                )
                 found[name.replace("_", " ")] = f"{saved} there, {value} here{keep}"
-        words = dict.fromkeys("data" if name == "data order" else name.replace(" ", "_") for name in found)
+        words = dict.fromkeys(
+            "data" if name == "data order" else name.replace(" ", "_") for name in found
+        )
         if missing := [word for word in words if word not in self.config.allow_changes]:
             lines = "".join(f"\n  {name}: {difference}" for name, difference in found.items())
             changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
             keys = [f"{key}: {change}" for key, change in changes.items()]
             if keys:
-                lines += "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)
+                lines += (
+                    "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)
+                )
             raise CheckpointError(
                 f"{chosen.folder} is of another run:{lines}\n"
-                "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as "
-                f"that run was. If the change is meant, say so: --checkpoint.allow_changes={','.join(missing)}"
+                "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, "
+                "or configure it as that run was. If the change is meant, say so: "
+                f"--checkpoint.allow_changes={','.join(missing)}"
             )
         for word in words:
             chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes")
-        return replace(chosen, changes=tuple(f"{name}: {difference}" for name, difference in found.items()))
+        return replace(
+            chosen, changes=tuple(f"{name}: {difference}" for name, difference in found.items())
+        )
 
 
 def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:
     return f"{root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed)
 
 
-def _chosen(manifest: Manifest, root: AnyPath, passed: Sequence[str], origin: Literal["resume", "from"]) -> LoadedState:
+def _chosen(
+    manifest: Manifest, root: AnyPath, passed: Sequence[str], origin: Literal["resume", "from"]
+) -> LoadedState:
     """Return the result of a load before it: without the tensors. passed: reasons of newer ones."""
     folder = step_folder(root, manifest.step)
     notices = [f"passed over: {reason}" for reason in passed]
     if passed:
         notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
     if not manifest.hashes:
-        notices.append(f"{folder} was written without hashes: only the sizes of its files were checked")
-    return LoadedState(manifest.step, manifest.train, notices, folder, origin, config=manifest.config)
+        notices.append(
+            f"{folder} was written without hashes: only the sizes of its files were checked"
+        )
+    return LoadedState(
+        manifest.step, manifest.train, notices, folder, origin, config=manifest.config
+    )

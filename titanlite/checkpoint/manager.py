@@ -20,7 +20,15 @@ from torch.utils.hooks import RemovableHandle
 from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
 from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import INDEX, PIN, CheckpointError, Manifest, find, hf_folder, step_folder
+from titanlite.checkpoint.manifest import (
+    INDEX,
+    PIN,
+    CheckpointError,
+    Manifest,
+    find,
+    hf_folder,
+    step_folder,
+)
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -61,7 +69,8 @@ from titanlite.utils import logger
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
 
-#: Seconds that a run which is ending waits for the deletion of old checkpoints; the next start continues it.
+#: Seconds that a run which is ending waits for the deletion of old checkpoints; the next start
+#: continues it.
 _DELETE_SECONDS = 3.0
 #: Ranks wait so long for each other in a save that blocks training.
 _SAVE_TIMEOUT = timedelta(minutes=30)
@@ -71,10 +80,11 @@ T = TypeVar("T")
 class Checkpointer:
     """Saves and resumes one run in `config.folder`. All ranks make one and call it alike.
 
-    fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …, "data": …}; a checkpoint
-    with others is refused. run_config: the resolved configuration, which the manifest keeps for people.
-    tokenizer_files: gives name → content of the files that `checkpoint.last_save_in_hf` adds. averages: of the weights
-    (`WeightAverage.tensors`), in all checkpoints but those of weights only.
+    fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …,
+    "data": …}; a checkpoint with others is refused. run_config: the resolved configuration, which
+    the manifest keeps for people. tokenizer_files: gives name → content of the files that
+    `checkpoint.last_save_in_hf` adds. averages: of the weights (`WeightAverage.tensors`), in all
+    checkpoints but those of weights only.
     """
 
     def __init__(
@@ -92,33 +102,45 @@ class Checkpointer:
         self._fingerprints = fingerprints
         self._run_config = run_config or {}
         self._tokenizer_files = tokenizer_files
-        self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}  # rank 0 writes the manifest
+        self._origin = (
+            provenance.origin() if world.rank == 0 else {"versions": {}}
+        )  # rank 0 writes the manifest
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
         self._averages = averages or {}
-        self._loader = Loader(config, world, fingerprints, self._run_config, averages=self._averages)
+        self._loader = Loader(
+            config, world, fingerprints, self._run_config, averages=self._averages
+        )
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
         #: Start of the latest save, by `time.perf_counter`.
         self._began = 0.0
-        #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made now, because a save
-        #: must succeed also when torchrun has been killed, whose store a new group needs.
+        #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made
+        #: now, because a save must succeed also when torchrun has been killed, whose store a new
+        #: group needs.
         self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
         self._async: AsyncSave | None = None
         if config.async_mode != "disabled":
-            self._async = AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
+            self._async = AsyncSave(
+                world.device, pinned=config.async_mode == "async_with_pinned_mem"
+            )
         self._hook: RemovableHandle | None = None
 
     def load(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Mapping[str, Any] | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        expected: Mapping[str, Any] | None = None,
     ) -> LoadedState | None:
-        """Resume from `config.folder` or start from `config.initial_load_path`, as `config.start` says; else None.
+        """Resume from `config.folder` or start from `config.initial_load_path`, as `config.start`
+        says; else None.
 
-        expected: entries of the train state that must be equal to the saved ones, where they were saved.
+        expected: entries of the train state that must be equal to the saved ones, where they were
+        saved.
 
-        Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
-        not fit the model, or when there are checkpoints and none is good.
+        Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of
+        another run or does not fit the model, or when there are checkpoints and none is good.
         """
         self._on_rank_0(self._look_around)
         loaded = self._loader.load(model, optimizer, expected)
@@ -136,12 +158,16 @@ class Checkpointer:
             logger.warning(f"a pinned checkpoint cannot be put back: {error}")
 
     def load_newest(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, suspect: Callable[[int], str] | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        suspect: Callable[[int], str] | None = None,
     ) -> LoadedState:
         """Go back to the newest good checkpoint of this run, whatever `config` says of the start.
 
-        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). Then
-        the one before is loaded, if possible, and the newest is quarantined with the reason.
+        suspect: called on rank 0 with the step of the newest one; returns why it must not be used
+        ("": it may). Then the one before is loaded, if possible, and the newest is quarantined with
+        the reason.
 
         Raises CheckpointError, on all ranks, when there is none.
         """
@@ -158,7 +184,9 @@ class Checkpointer:
         return loaded
 
     def _exclude_newest(self, suspect: Callable[[int], str]) -> int | None:
-        """On rank 0: exclude the newest checkpoint from loading if it is suspect, and return its step."""
+        """On rank 0: exclude the newest checkpoint from loading if it is suspect, and return its
+        step.
+        """
         newest, _ = find(self.root, known_bad=self._bad)
         if newest is None or not (reason := suspect(newest.step)):
             return None
@@ -185,18 +213,21 @@ class Checkpointer:
     ) -> AnyPath:
         """Write the checkpoint of `step`; return its folder, published and durable.
 
-        train: JSON-able state of the loop. weights_only: leave out optimizer and generators, and save the weights as
-        this type, such as "bfloat16". validation_loss: of these weights, where it was measured; trackers: service →
-        id of the run there. Both are for the manifest. proven: steps since the save before have shown its weights to be
-        good; otherwise no older checkpoint goes for this one.
+        train: JSON-able state of the loop. weights_only: leave out optimizer and generators, and
+        save the weights as this type, such as "bfloat16". validation_loss: of these weights, where
+        it was measured; trackers: service → id of the run there. Both are for the manifest. proven:
+        steps since the save before have shown its weights to be good; otherwise no older checkpoint
+        goes for this one.
 
-        Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published. Raises
-        WeightsError, on all ranks and before a tensor is written, when a weight or a moment is not finite.
+        Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then
+        published. Raises WeightsError, on all ranks and before a tensor is written, when a weight
+        or a moment is not finite.
 
-        With `config.last_save_in_hf` the weights go to a folder of Hugging Face's, `step-N-hf`, in the foreground.
-        With `config.async_mode` it returns at once, after a save in flight has ended. The tensors are checked and
-        copied beside the next forward and backward pass; `optimizer.step` waits for that. `await_copy`, `wait` or the
-        next save raises the WeightsError. The checkpoint appears later, and `poll` or `wait` tells.
+        With `config.last_save_in_hf` the weights go to a folder of Hugging Face's, `step-N-hf`, in
+        the foreground. With `config.async_mode` it returns at once, after a save in flight has
+        ended. The tensors are checked and copied beside the next forward and backward pass;
+        `optimizer.step` waits for that. `await_copy`, `wait` or the next save raises the
+        WeightsError. The checkpoint appears later, and `poll` or `wait` tells.
         """
         assert self._group is not None, "closed"
         if self._async:
@@ -222,7 +253,9 @@ class Checkpointer:
             config=self._run_config,
             weights_only=weights_only is not None,
             dtype=weights_only or "",
-            validation_loss=validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None,
+            validation_loss=validation_loss
+            if validation_loss is not None and math.isfinite(validation_loss)
+            else None,
             trackers=dict(trackers or {}),
             **self._origin,
         )
@@ -273,21 +306,38 @@ class Checkpointer:
         )
         return final
 
-    def _tensors_to_save(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None) -> Tensors:
+    def _tensors_to_save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
+    ) -> Tensors:
         tensors = gather(model, optimizer if weights_only is None else None)
         if weights_only is None:
-            return {**tensors, **self._averages, RNG: rng_state(self._world.device, self._world.size)}
+            return {
+                **tensors,
+                **self._averages,
+                RNG: rng_state(self._world.device, self._world.size),
+            }
         if self.config.export_ema:
-            tensors |= {WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()}
+            tensors |= {
+                WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()
+            }
         return {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
 
     def _check(
-        self, step: int, tensors: Tensors, weights: Tensors, weights_only: str | None, group: dist.ProcessGroup
+        self,
+        step: int,
+        tensors: Tensors,
+        weights: Tensors,
+        weights_only: str | None,
+        group: dist.ProcessGroup,
     ) -> None:
-        """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new type is why."""
+        """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its
+        new type is why.
+        """
         if where := find_nonfinite(tensors, group):
             if weights_only and not find_nonfinite(weights, group):
-                raise CheckpointError(f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype")
+                raise CheckpointError(
+                    f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype"
+                )
             raise WeightsError(step, step, where, "No checkpoint is written")
 
     def _begin(self, step: int) -> None:
@@ -303,33 +353,49 @@ class Checkpointer:
                 self._deleter.delete(marks_of(folder))
 
     def _finish(
-        self, folder: AnyPath, draft: Manifest, writer: HashingWriter, proven: bool, group: dist.ProcessGroup
+        self,
+        folder: AnyPath,
+        draft: Manifest,
+        writer: HashingWriter,
+        proven: bool,
+        group: dist.ProcessGroup,
     ) -> None:
-        """When all ranks have written: read the files back, publish the checkpoint, prune older ones.
+        """When all ranks have written: read the files back, publish the checkpoint, prune older
+        ones.
 
         Raises CheckpointError, on all ranks; then there is no new checkpoint, and none has gone.
         """
         written = on_rank_0(self._world, lambda: self._written(folder, writer), group)
         files = {name: file.size for name, file in written.items()}
-        manifest = replace(draft, files=files, hashes={name: file.digest for name, file in written.items()})
+        manifest = replace(
+            draft, files=files, hashes={name: file.digest for name, file in written.items()}
+        )
         if self.config.verify_saves:
             size = self._world.size
-            names = [name for name, file in written.items() if reader_of(file.rank, size) == self._world.rank]
+            names = [
+                name
+                for name, file in written.items()
+                if reader_of(file.rank, size) == self._world.rank
+            ]
             reader = CheckedReader(folder, manifest)
             if problem := verify_files(reader, names, self._world, group, index=INDEX in names):
                 raise CheckpointError(f"what was written could not be read back: {problem}")
         on_rank_0(self._world, lambda: self._publish(folder, manifest, proven), group)
 
     def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
-        """On rank 0: return all files of a save by name. Raises CheckpointError when the folder holds others."""
+        """On rank 0: return all files of a save by name.
+
+        Raises CheckpointError when the folder holds others.
+        """
         # A user may pin a checkpoint while it is being written.
         found = {name: file.st_size for name, file in files_in(folder).items() if name != PIN}
         files = {name: file.size for name, file in writer.written.items()}
         if found != files:
             wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
             raise CheckpointError(
-                f"{folder} does not hold what was written to it ({', '.join(wrong[:3])}): do all nodes see the same "
-                f"{self.root}? If not, name a shared folder or an s3:// URL as checkpoint.folder"
+                f"{folder} does not hold what was written to it ({', '.join(wrong[:3])}): do all "
+                f"nodes see the same {self.root}? If not, name a shared folder or an s3:// URL as "
+                "checkpoint.folder"
             )
         return writer.written
 
@@ -342,7 +408,9 @@ class Checkpointer:
             return
         try:
             keep = () if self._resumed is None else (self._resumed,)
-            marks = prune(self.root, manifest.step, self.config, keep, tuple(self._bad), self._fingerprints)
+            marks = prune(
+                self.root, manifest.step, self.config, keep, tuple(self._bad), self._fingerprints
+            )
             self._deleter.delete(marks)
         except (RuntimeError, OSError) as error:  # also where no thread can be started
             logger.warning(f"older checkpoints were not deleted: {error}")
@@ -350,8 +418,8 @@ class Checkpointer:
     def await_copy(self) -> None:
         """Wait for the copy of an asynchronous save; return at once if none is being made.
 
-        Call it before anything but the optimizer changes weights or moments. Raises WeightsError, on all ranks, when
-        what was to be saved is not finite.
+        Call it before anything but the optimizer changes weights or moments. Raises WeightsError,
+        on all ranks, when what was to be saved is not finite.
         """
         if self._async:
             self._async.await_copy()
@@ -368,7 +436,8 @@ class Checkpointer:
         return self._async is not None and self._async.in_flight
 
     def poll(self) -> SaveOutcome | None:
-        """Return the outcome of an ended asynchronous save, each once, on rank 0 (which publishes); None otherwise.
+        """Return the outcome of an ended asynchronous save, each once, on rank 0 (which publishes);
+        None otherwise.
 
         It neither waits nor communicates, so a loop may call it in every step.
         """
@@ -377,7 +446,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until nothing is being saved or deleted, on all ranks.
 
-        Raises CheckpointError, on all of them, when the latest save failed, and WeightsError as `await_copy` does.
+        Raises CheckpointError, on all of them, when the latest save failed, and WeightsError as
+        `await_copy` does.
         """
         outcome = self._async.wait() if self._async else None
         timeout = self._world.timeout
@@ -393,7 +463,9 @@ class Checkpointer:
             self._async.raise_bad()
 
     def close(self) -> None:
-        """End the threads, without waiting for a save in flight: call `wait` before, while all ranks are well."""
+        """End the threads, without waiting for a save in flight: call `wait` before, while all
+        ranks are well.
+        """
         if self._async:
             self._async.close()
         if self._group is not None:

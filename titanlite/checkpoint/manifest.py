@@ -1,14 +1,18 @@
-"""The manifest, which makes a folder a checkpoint, and the choice of the one to load. No torch here.
+"""The manifest, which makes a folder a checkpoint, and the choice of the one to load.
 
-A folder `step-N` is a checkpoint only if its `manifest.json` can be read, has a known format, carries the hash of its
-own content, and lists only files that exist with their sizes. A save writes it last, a deletion removes it first. All
-other folders are reported with the reason, and never loaded.
+No torch here.
 
-While a save or a deletion is at work, a mark lies beside the folder: a file `.partial-step-N-…` or `.deleted-step-N-…`.
-A folder with a mark and without a manifest is a leftover of a killed process, which the next start or save deletes.
+A folder `step-N` is a checkpoint only if its `manifest.json` can be read, has a known format,
+carries the hash of its own content, and lists only files that exist with their sizes. A save writes
+it last, a deletion removes it first. All other folders are reported with the reason, and never
+loaded.
 
-Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded; format 2 has hashes
-of all files and of the manifest itself; format 1 had neither. All are read.
+While a save or a deletion is at work, a mark lies beside the folder: a file `.partial-step-N-…` or
+`.deleted-step-N-…`. A folder with a mark and without a manifest is a leftover of a killed process,
+which the next start or save deletes.
+
+Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded;
+format 2 has hashes of all files and of the manifest itself; format 1 had neither. All are read.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ INDEX = ".metadata"
 PIN = "KEEP"
 #: File with the reason in a quarantined folder, `step-N.invalid-K`.
 REASON = "invalid.txt"
-#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
-#: text, torch's random generators, averages of the weights.
+#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule
+#: began, the place in the text, torch's random generators, averages of the weights.
 GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 PARTIAL, DELETED = ".partial-", ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
@@ -52,8 +56,8 @@ NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
 HELD_OUT = "held_out"
 #: The manifest's entry with the hash of all others.
 _DIGEST = "digest"
-#: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing; SHA-256 is for the
-#: index and the manifest, which decide how the rest is read.
+#: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing;
+#: SHA-256 is for the index and the manifest, which decide how the rest is read.
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
 FAST_HASH, SAFE_HASH = "xxh3", "sha256"
 #: Bytes that are read at a time; files that are hashed at the same time.
@@ -64,7 +68,9 @@ Progress = Callable[[int, int], None]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded, or belongs to another run; the message says what to do."""
+    """A checkpoint cannot be saved or loaded, or belongs to another run; the message says what to
+    do.
+    """
 
     exit_code = exit_codes.CHECKPOINT
 
@@ -147,7 +153,9 @@ def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
     return f"{algorithm}:{found.hexdigest()}"
 
 
-def file_digest(path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None) -> str:
+def file_digest(
+    path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None
+) -> str:
     """Return the hash of a file's content; call `read` with each block's bytes. Raises OSError."""
     found = new_hash(algorithm)
     view = memoryview(bytearray(_BLOCK))
@@ -173,9 +181,15 @@ def hf_folder(root: AnyPath, step: int) -> AnyPath:
 
 
 def last_hf_step(root: AnyPath) -> int:
-    """Return the step of the newest `hf_folder`; -1 where there is none. One without config.json is half written."""
+    """Return the step of the newest `hf_folder`; -1 where there is none.
+
+    One without config.json is half written.
+    """
     found = (re.fullmatch(r"step-(\d+)-hf", name) for name in entries(root))
-    return max((int(one[1]) for one in found if one and (root / one[0] / "config.json").is_file()), default=-1)
+    return max(
+        (int(one[1]) for one in found if one and (root / one[0] / "config.json").is_file()),
+        default=-1,
+    )
 
 
 def step_of(folder: AnyPath) -> int | None:
@@ -185,10 +199,16 @@ def step_of(folder: AnyPath) -> int | None:
 
 
 def steps_in(root: AnyPath) -> list[int]:
-    """Return the steps of all folders `step-N` in `root`, ascending, without leftovers of killed processes."""
+    """Return the steps of all folders `step-N` in `root`, ascending, without leftovers of killed
+    processes.
+    """
     names = entries(root)
     marks = [root / name for name, is_folder in names.items() if not is_folder]
-    left = {folder.name for mark in marks if (folder := marked_folder(mark)) and not (folder / FILE).is_file()}
+    left = {
+        folder.name
+        for mark in marks
+        if (folder := marked_folder(mark)) and not (folder / FILE).is_file()
+    }
     folders = [root / name for name, is_folder in names.items() if is_folder and name not in left]
     return sorted(step for folder in folders if (step := step_of(folder)) is not None)
 
@@ -200,7 +220,10 @@ def marked_folder(mark: AnyPath) -> AnyPath | None:
 
 
 def read_manifest(folder: AnyPath) -> Manifest:
-    """Return the manifest of a valid checkpoint folder. Raises CheckpointError with the reason when it is not one."""
+    """Return the manifest of a valid checkpoint folder.
+
+    Raises CheckpointError with the reason when it is not one.
+    """
     manifest = parse_manifest(folder)
     if problems := list(_wrong_sizes(folder, manifest).values()):
         raise CheckpointError(problems[0])
@@ -219,7 +242,10 @@ def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
 
 
 def is_valid(folder: AnyPath) -> bool:
-    """Return whether a folder is a checkpoint, by its manifest and its files' sizes. Raises NewerFormatError."""
+    """Return whether a folder is a checkpoint, by its manifest and its files' sizes.
+
+    Raises NewerFormatError.
+    """
     try:
         read_manifest(folder)
     except NewerFormatError:
@@ -230,10 +256,13 @@ def is_valid(folder: AnyPath) -> bool:
 
 
 def parse_manifest(folder: AnyPath) -> Manifest:
-    """Return the manifest without a look at the files that it lists. Raises CheckpointError when it is wrong.
+    """Return the manifest without a look at the files that it lists.
+
+    Raises CheckpointError when it is wrong.
 
     Raises NewerFormatError for one of a later titanlite.
-    Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, good or bad.
+    Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, good or
+    bad.
     """
     path = folder / FILE
     try:
@@ -248,8 +277,8 @@ def parse_manifest(folder: AnyPath) -> Manifest:
         raise CheckpointError(f"{path} is not a titanlite manifest")
     if raw["format"] > FORMAT:
         raise NewerFormatError(
-            f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade titanlite, or move "
-            f"{folder.name} to another folder"
+            f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade "
+            f"titanlite, or move {folder.name} to another folder"
         )
     digest = raw.pop(_DIGEST, None)
     try:
@@ -272,7 +301,10 @@ def _check_types(manifest: Manifest) -> None:
     msgspec.convert(vars(manifest), Manifest)
     msgspec.convert(manifest.tensors, dict[str, tuple[str, list[int]]])
     if not 0 <= manifest.created < 1e11 or not math.isfinite(manifest.validation_loss or 0.0):
-        raise ValueError(f"created = {manifest.created} or validation_loss = {manifest.validation_loss} is impossible")
+        raise ValueError(
+            f"created = {manifest.created} or validation_loss = {manifest.validation_loss} is "
+            "impossible"
+        )
     for name in manifest.files:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no file of it")
@@ -290,7 +322,8 @@ def check_files(
     names: Sequence[str] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """Compare files of a checkpoint (None: all) with their hashes; return what is wrong, a line each.
+    """Compare files of a checkpoint (None: all) with their hashes; return what is wrong, a line
+    each.
 
     Raises StoreError when a store cannot be asked, which says nothing of the files.
     """
@@ -311,7 +344,10 @@ def check_files(
         try:
             if (found := file_digest(path, digest.partition(":")[0], read)) != digest:
                 shown = [f"{one[: one.find(':') + 17]}…" for one in (digest, found)]
-                return f"{path} has changed since it was written: {shown[0]} in the manifest, {shown[1]} found"
+                return (
+                    f"{path} has changed since it was written: {shown[0]} in the manifest, "
+                    f"{shown[1]} found"
+                )
         except StoreError:
             raise
         except OSError as error:
@@ -323,7 +359,9 @@ def check_files(
 
 
 def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progress:
-    """Return a function that reports bytes done and in all, between `lead` and `tail`, every ten seconds."""
+    """Return a function that reports bytes done and in all, between `lead` and `tail`, every ten
+    seconds.
+    """
     shown = time.monotonic()
 
     def show(done: int, total: int) -> None:
@@ -338,11 +376,12 @@ def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progre
 def find(
     root: AnyPath, step: int | None = None, known_bad: Mapping[int, str] | None = None
 ) -> tuple[Manifest | None, list[str]]:
-    """Return the checkpoint to load from `root`: that of `step`, or the newest valid one (None: there is none).
+    """Return the checkpoint to load from `root`: that of `step`, or the newest valid one (None:
+    there is none).
 
     known_bad: step → why its content was found to be wrong.
-    The second value says why newer ones were passed over. Raises CheckpointError when the given `step` is not valid,
-    and NewerFormatError instead of passing over such a one.
+    The second value says why newer ones were passed over. Raises CheckpointError when the given
+    `step` is not valid, and NewerFormatError instead of passing over such a one.
     """
     known_bad, steps = known_bad or {}, steps_in(root)
     if step is not None and step not in steps:
@@ -362,18 +401,26 @@ def find(
 
 
 def root_of(path: AnyPath) -> AnyPath:
-    """Return the folder of checkpoints that is meant: `path`, or `checkpoint` in it. Raises CheckpointError."""
+    """Return the folder of checkpoints that is meant: `path`, or `checkpoint` in it.
+
+    Raises CheckpointError.
+    """
     if not path.is_dir():
         if path.is_file():
-            raise CheckpointError(f"{path} is a file, and no run or folder of checkpoints{_about_file(path)}")
+            raise CheckpointError(
+                f"{path} is a file, and no run or folder of checkpoints{_about_file(path)}"
+            )
         raise CheckpointError(f"{path}: no such folder")
     for root in (path, path / "checkpoint"):
         if _holds_checkpoints(root):
             return root
     if below := roots_below(path):
-        raise CheckpointError(f"{path} holds no checkpoints itself: name one of its runs\n{describe_roots(below)}")
+        raise CheckpointError(
+            f"{path} holds no checkpoints itself: name one of its runs\n{describe_roots(below)}"
+        )
     raise CheckpointError(
-        f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its folder"
+        f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its "
+        "folder"
     )
 
 
@@ -428,11 +475,15 @@ def describe_roots(roots: Sequence[AnyPath]) -> str:
 
 
 def refuse_older(path: AnyPath) -> None:
-    """Raise CheckpointError where the newest weights of a run or its folder are in Hugging Face's format."""
+    """Raise CheckpointError where the newest weights of a run or its folder are in Hugging Face's
+    format.
+    """
     for root in (path, path / "checkpoint"):
         if (done := last_hf_step(root)) < 0:
             continue
         manifest, _ = find(root)
         if done > (manifest.step if manifest else -1):
             other = f", or step-{manifest.step}" if manifest else ""
-            raise CheckpointError(f"the newest weights are in {hf_folder(root, done)}: name that folder{other}")
+            raise CheckpointError(
+                f"the newest weights are in {hf_folder(root, done)}: name that folder{other}"
+            )

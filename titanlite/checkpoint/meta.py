@@ -1,4 +1,6 @@
-"""Meta's own files: one per rank of its tensor parallelism, q and k weights in another order of rows."""
+"""Meta's own files: one per rank of its tensor parallelism, q and k weights in another order of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from titanlite.models.spec import get_spec
 
 
 def open_meta(path: Path, args: LlamaArgs | None) -> Weights:
-    """Return the weights of a folder of Meta's: args are those of the model, None: those of params.json."""
+    """Return the weights of a folder of Meta's: args are those of the model, None: those of
+    params.json.
+    """
     file = path / META_CONFIG
     try:
         config, file = read_json(file), path
@@ -31,17 +35,24 @@ def open_meta(path: Path, args: LlamaArgs | None) -> Weights:
             states.append(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
         args = args or args_from_meta(config, states)
         names = [*hf_names(args), *(["output.weight"] if args.tied else [])]
-    except Exception as error:  # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+    except Exception as error:
         raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
     wanted = get_spec("llama3").build_on_meta(args).state_dict()
     parts: dict[str, list[Part]] = {}
     for name in {name: None for state in states for name in state if not is_derived(name)}:
         if any(name not in state for state in states):
-            raise CheckpointError(f"{path}: not every {META_FILES} has {name}: they are not of one model")
+            raise CheckpointError(
+                f"{path}: not every {META_FILES} has {name}: they are not of one model"
+            )
         pieces = [state[name] for state in states]
         whole = tuple(wanted[name].shape) if name in names else tuple(pieces[0].shape)
         # The dimension in which the files divide the tensor; none: all have the whole of it.
-        cut = next((d for d, size in enumerate(pieces[0].shape) if size != whole[d]), None) if len(states) > 1 else None
+        cut = (
+            next((d for d, size in enumerate(pieces[0].shape) if size != whole[d]), None)
+            if len(states) > 1
+            else None
+        )
         start, parts[name] = 0, []
         for file, piece in zip(files, pieces, strict=True):
             offsets = [0] * piece.ndim
@@ -69,7 +80,8 @@ def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices)
 def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tensor]]) -> LlamaArgs:
     """Return the arguments that Meta's params.json describes; the vocabulary is that of the files.
 
-    Raises ValueError for a model with experts or quantised weights. A head that is equal to the embedding is tied.
+    Raises ValueError for a model with experts or quantised weights. A head that is equal to the
+    embedding is tied.
     """
     args = meta_args(config)
     embedding = states[0]["tok_embeddings.weight"]

@@ -1,7 +1,9 @@
-"""Paths of checkpoints: folders of the file system, or URLs of object stores, reached through fsspec. No torch here.
+"""Paths of checkpoints: folders of the file system, or URLs of object stores, reached through
+fsspec. No torch here.
 
-`StorePath` has the methods of `pathlib.Path` that checkpoints need; the functions below hide the other differences.
-fsspec, and the package that it needs for a store, are imported when a store is first asked.
+`StorePath` has the methods of `pathlib.Path` that checkpoints need; the functions below hide the
+other differences. fsspec, and the package that it needs for a store, are imported when a store is
+first asked.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from titanlite.config.urls import is_url, package_of
 #: Bytes of one part of a large upload.
 _PART = 32 << 20
 #: Seconds until a store must have accepted a connection, and until it must have answered.
-_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60}}}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60}}
+}
 _OPTIONS["s3a"] = _OPTIONS["s3"]
 _NO_BUCKET = re.compile("(bucket|container) does not exist")
 #: Functions of fsspec for which a missing path means a missing bucket.
@@ -32,7 +36,10 @@ _WRITES = ("pipe_file", "write", "close")
 
 
 class StoreError(OSError):
-    """A store cannot be asked, or refuses: nothing is known of its content. Not for an object that does not exist."""
+    """A store cannot be asked, or refuses: nothing is known of its content.
+
+    Not for an object that does not exist.
+    """
 
     exit_code = exit_codes.CHECKPOINT
 
@@ -47,9 +54,11 @@ class Stat(NamedTuple):
 
 @dataclass(frozen=True)
 class StorePath:
-    """A path in an object store, such as `s3://bucket/run/checkpoint`; a folder exists while it holds an object.
+    """A path in an object store, such as `s3://bucket/run/checkpoint`; a folder exists while it
+    holds an object.
 
-    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError for a missing object.
+    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError for a
+    missing object.
     """
 
     url: str
@@ -88,14 +97,21 @@ class StorePath:
         return _Client(_filesystem(self.protocol, os.getpid()), self)
 
     def listing(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's record of each entry by name, by one request. Empty where there is nothing."""
+        """Return fsspec's record of each entry by name, by one request.
+
+        Empty where there is nothing.
+        """
         try:
             found = self.fs.ls(self.key, detail=True)
         except FileNotFoundError:
             return {}
         prefix = f"{self.key}/"
-        names = ((entry["name"].strip("/"), entry) for entry in found)  # an object "folder/" is no entry
-        return {name.removeprefix(prefix): entry for name, entry in names if name.startswith(prefix)}
+        names = (
+            (entry["name"].strip("/"), entry) for entry in found
+        )  # an object "folder/" is no entry
+        return {
+            name.removeprefix(prefix): entry for name, entry in names if name.startswith(prefix)
+        }
 
     def stat(self) -> Stat:
         return _stat(self.fs.info(self.key))
@@ -195,7 +211,11 @@ def entries(folder: AnyPath) -> dict[str, bool]:
 def files_in(folder: AnyPath) -> Mapping[str, Stat | os.stat_result]:
     """Return name → length and time of the files in a folder; of a store by one request."""
     if isinstance(folder, StorePath):
-        return {name: _stat(entry) for name, entry in folder.listing().items() if entry["type"] == "file"}
+        return {
+            name: _stat(entry)
+            for name, entry in folder.listing().items()
+            if entry["type"] == "file"
+        }
     try:
         return {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
     except (FileNotFoundError, NotADirectoryError):
@@ -222,7 +242,10 @@ def write_new(path: AnyPath, content: bytes) -> None:
 
 
 def sync_folder(folder: AnyPath) -> None:
-    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion. Stores do so themselves."""
+    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion.
+
+    Stores do so themselves.
+    """
     if isinstance(folder, StorePath):
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -235,8 +258,13 @@ def sync_folder(folder: AnyPath) -> None:
 def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
     """Copy all objects within the store, that with the name `last` at the end."""
     names = [key.strip("/").removeprefix(f"{folder.key}/") for key in folder.fs.find(folder.key)]
-    for part in ([name for name in names if name != last], [name for name in names if name == last]):
-        folder.fs.copy([f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part])
+    for part in (
+        [name for name in names if name != last],
+        [name for name in names if name == last],
+    ):
+        folder.fs.copy(
+            [f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part]
+        )
 
 
 def remove_folder(folder: AnyPath, last: str = "") -> None:
@@ -279,7 +307,10 @@ def _stat(info: Mapping[str, Any]) -> Stat:
 
 @functools.cache
 def _filesystem(protocol: str, process: int) -> Any:
-    """Return fsspec's object, one per process: none may be used after a fork. It lists without a cache."""
+    """Return fsspec's object, one per process: none may be used after a fork.
+
+    It lists without a cache.
+    """
     import fsspec
 
     try:
@@ -292,7 +323,9 @@ def _filesystem(protocol: str, process: int) -> Any:
 
 
 class _Client:
-    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the URL and plain words."""
+    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the URL
+    and plain words.
+    """
 
     def __init__(self, target: Any, path: StorePath) -> None:
         self._target, self._path = target, path
@@ -307,7 +340,10 @@ class _Client:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")  # in parts: fsspec would copy a large tensor as a whole
-        return sum(self._call(self._target.write, view[at : at + _PART]) for at in range(0, len(view), _PART))
+        return sum(
+            self._call(self._target.write, view[at : at + _PART])
+            for at in range(0, len(view), _PART)
+        )
 
     def discard(self) -> None:
         """Leave no object of an open file."""
@@ -333,11 +369,16 @@ def _explain(error: Exception) -> str:
     name = type(error).__name__
     text = re.sub(r'\?[^"\s]*', "", str(error)) or name  # without the query of an address
     if "Credential" in name:
-        return f"no credentials ({text}): for S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        return (
+            f"no credentials ({text}): for S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+            "AWS_PROFILE"
+        )
     if isinstance(error, PermissionError):
         return f"access denied ({text})"
     if "Connect" in name or isinstance(error, ConnectionError):
-        return f"the store cannot be reached ({text}); AWS_ENDPOINT_URL_S3 names another than Amazon's"
+        return (
+            f"the store cannot be reached ({text}); AWS_ENDPOINT_URL_S3 names another than Amazon's"
+        )
     if isinstance(error, TimeoutError):
         return f"the store did not answer in time ({text})"
     return text
@@ -346,5 +387,6 @@ def _explain(error: Exception) -> str:
 def _lacks_conditions(cause: BaseException | None) -> bool:
     """Return whether a store does not know conditional requests, or its client cannot send them."""
     return isinstance(cause, (NotImplementedError, TypeError)) or (
-        isinstance(cause, OSError) and (cause.errno == 38 or "not implemented" in str(cause).lower())
+        isinstance(cause, OSError)
+        and (cause.errno == 38 or "not implemented" in str(cause).lower())
     )

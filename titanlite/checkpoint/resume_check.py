@@ -1,7 +1,8 @@
-"""Checks that a resumed run goes on as before: its next batch, and the loss and gradient norm of the next step.
+"""Checks that a resumed run goes on as before: its next batch, and the loss and gradient norm of
+the next step.
 
-A checkpoint cannot hold the numbers of the step after it. Rank 0 appends them to a file of the run's folder, with an id
-that the checkpoint holds as well.
+A checkpoint cannot hold the numbers of the step after it. Rank 0 appends them to a file of the
+run's folder, with an id that the checkpoint holds as well.
 """
 
 from __future__ import annotations
@@ -30,16 +31,29 @@ class ResumeResult(NamedTuple):
 
 
 class ResumeCheck:
-    """Records the step after each save, and compares it when a run resumes from that save. All ranks make one.
+    """Records the step after each save, and compares it when a run resumes from that save.
 
-    file: of rank 0; other ranks neither use it nor have a result. setting: values that rounding depends on, by name.
-    Where they are equal the numbers must be equal bit for bit if `exact`, else to `tolerance`, relative.
+    All ranks make one.
+
+    file: of rank 0; other ranks neither use it nor have a result. setting: values that rounding
+    depends on, by name. Where they are equal the numbers must be equal bit for bit if `exact`, else
+    to `tolerance`, relative.
     """
 
     def __init__(
-        self, file: Path, rank: int, setting: Mapping[str, str], tolerance: float = 1e-4, exact: bool = True
+        self,
+        file: Path,
+        rank: int,
+        setting: Mapping[str, str],
+        tolerance: float = 1e-4,
+        exact: bool = True,
     ) -> None:
-        self.file, self.setting, self.tolerance, self.exact = Path(file), dict(setting), tolerance, exact
+        self.file, self.setting, self.tolerance, self.exact = (
+            Path(file),
+            dict(setting),
+            tolerance,
+            exact,
+        )
         self._rank = rank
         #: Step after the latest save, and that save's id.
         self._next: tuple[int, str] | None = None
@@ -50,18 +64,25 @@ class ResumeCheck:
         self._late: tuple[int, str, torch.Tensor, torch.cuda.Event] | None = None
 
     def at_save(self, step: int, next_batch: str | None) -> dict[str, Any]:
-        """Return an entry for the train state. next_batch: hash of the next step's global batch, None for none."""
+        """Return an entry for the train state.
+
+        next_batch: hash of the next step's global batch, None for none.
+        """
         self._next = step + 1, uuid.uuid4().hex
         return {STATE: {"id": self._next[1], "next_batch": next_batch}}
 
     def resumed(self, loaded: LoadedState, next_batch: str | None) -> None:
-        """Note the checkpoint that the run resumes from, and compare the hash of the next batch with the saved one."""
+        """Note the checkpoint that the run resumes from, and compare the hash of the next batch
+        with the saved one.
+        """
         self._loaded = loaded
         state = loaded.train.get(STATE) or {}
         identity, before = state.get("id"), state.get("next_batch")
         self._same_batch = None if None in (before, next_batch) else before == next_batch
         records = read_lines(self.file) if self._rank == 0 and identity else []
-        self._earlier = next((record for record in reversed(records) if record.get("id") == identity), None)
+        self._earlier = next(
+            (record for record in reversed(records) if record.get("id") == identity), None
+        )
         if identity:  # without numbers yet, this attempt records them
             self._next = (loaded.step + 1, identity) if self._earlier is None else None
 
@@ -72,8 +93,8 @@ class ResumeCheck:
     def after_step(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> ResumeResult | None:
         """Call it after every step, with its loss and gradient norm (0-dim, on any device).
 
-        Returns, on rank 0, the result after the first step of a resumed run. Only that step waits for a GPU: the
-        numbers of one after a save are written a step later.
+        Returns, on rank 0, the result after the first step of a resumed run. Only that step waits
+        for a GPU: the numbers of one after a save are written a step later.
         """
         self.flush()
         loaded, self._loaded = self._loaded, None
@@ -92,7 +113,11 @@ class ResumeCheck:
         finite = all(map(math.isfinite, numbers))
         if save is not None and step == save[0]:
             self._record(step, save[1], *numbers)
-        return self._compare(loaded, numbers) if loaded is not None and (finite or self._earlier is None) else None
+        return (
+            self._compare(loaded, numbers)
+            if loaded is not None and (finite or self._earlier is None)
+            else None
+        )
 
     def flush(self) -> None:
         """Write the numbers that are on their way from a GPU."""
@@ -103,7 +128,9 @@ class ResumeCheck:
             self._record(step, identity, *copy.tolist())
 
     def _compare(self, loaded: LoadedState, numbers: tuple[float, float]) -> ResumeResult:
-        """numbers: loss and gradient norm of the first step, to compare with those of the earlier attempt."""
+        """numbers: loss and gradient norm of the first step, to compare with those of the earlier
+        attempt.
+        """
         unchecked = "the files have their lengths (hashes were not compared)"
         problems, found = [], ["every file is as it was written" if loaded.verified else unchecked]
         changed = bool(loaded.changes) or "dataloader" in loaded.left_out
@@ -112,7 +139,10 @@ class ResumeCheck:
         elif self._same_batch:
             found.append("the next batch is the one that was to come")
         elif changed:
-            found.append("the next batch is another one, as allowed: " + ", ".join(loaded.changes or ["dataloader"]))
+            found.append(
+                "the next batch is another one, as allowed: "
+                + ", ".join(loaded.changes or ["dataloader"])
+            )
         else:
             problems.append("the next batch is not the one that was to come then")
         step = loaded.step + 1
@@ -127,24 +157,44 @@ class ResumeCheck:
         lead = "RESUME NOT VERIFIED at step" if problems else "resume verified at step"
         return ResumeResult(not problems, f"{lead} {loaded.step}: {'; '.join(problems + found)}")
 
-    def _compare_numbers(self, now: tuple[float, float], earlier: Mapping[str, Any]) -> tuple[bool, str]:
+    def _compare_numbers(
+        self, now: tuple[float, float], earlier: Mapping[str, Any]
+    ) -> tuple[bool, str]:
         then, setting = (float(earlier["loss"]), float(earlier["norm"])), earlier["setting"]
         if now == then:
             return True, " are those of the earlier attempt, bit for bit"
-        changed = {name: value for name, value in self.setting.items() if setting.get(name) != value}
-        differ = ", ".join(f"{name} {setting.get(name, '?')} then, {value} now" for name, value in changed.items())
+        changed = {
+            name: value for name, value in self.setting.items() if setting.get(name) != value
+        }
+        differ = ", ".join(
+            f"{name} {setting.get(name, '?')} then, {value} now" for name, value in changed.items()
+        )
         gap = max(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in zip(now, then, strict=True))
         text = f", then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
         # Of the two attempts the coarser one decides.
         if gap <= max(self.tolerance, earlier.get("tolerance", 0.0)) and (differ or not self.exact):
-            return True, f"{text}, which is rounding ({differ or 'kernels here are not deterministic'})"
+            return (
+                True,
+                f"{text}, which is rounding ({differ or 'kernels here are not deterministic'})",
+            )
         return False, text + (f" ({differ})" if differ else " with the same setting")
 
     def _record(self, step: int, identity: str, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):  # the step was skipped, or it ends the run
+        if not (
+            math.isfinite(loss) and math.isfinite(norm)
+        ):  # the step was skipped, or it ends the run
             return
-        record = {"id": identity, "step": step, "loss": loss, "norm": norm, "tolerance": self.tolerance}
+        record = {
+            "id": identity,
+            "step": step,
+            "loss": loss,
+            "norm": norm,
+            "tolerance": self.tolerance,
+        }
         try:
             append_line(self.file, {**record, "setting": self.setting})
         except OSError as error:
-            logger.warning(f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be compared")
+            logger.warning(
+                f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be "
+                "compared"
+            )

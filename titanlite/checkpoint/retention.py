@@ -1,13 +1,14 @@
 """How a checkpoint is published and deleted, and which ones stay. No torch here.
 
-A save marks the folder `step-N`, writes all files into it, and the manifest last (`begin`, `publish`). A deletion
-renames the folder first; in a store, which cannot rename, it writes a mark and removes the manifest (`unpublish`,
-`delete`). So a process that is killed at any moment leaves either a whole checkpoint, or a leftover for the next start
-or save. One rank does all this.
+A save marks the folder `step-N`, writes all files into it, and the manifest last (`begin`,
+`publish`). A deletion renames the folder first; in a store, which cannot rename, it writes a mark
+and removes the manifest (`unpublish`, `delete`). So a process that is killed at any moment leaves
+either a whole checkpoint, or a leftover for the next start or save. One rank does all this.
 
-A user may pin a checkpoint at any moment, also while it is being deleted: by a file KEEP. In a folder either that file
-comes first and the checkpoint stays, or nobody can make the file any more (`_forbid_pin`). A store accepts an object at
-any time; there the deletion looks twice, and writes the manifest back.
+A user may pin a checkpoint at any moment, also while it is being deleted: by a file KEEP. In a
+folder either that file comes first and the checkpoint stays, or nobody can make the file any more
+(`_forbid_pin`). A store accepts an object at any time; there the deletion looks twice, and writes
+the manifest back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath, copy_folder, entries, remove_folder, sync_folder, write_new
+from titanlite.checkpoint.paths import (
+    AnyPath,
+    StorePath,
+    copy_folder,
+    entries,
+    remove_folder,
+    sync_folder,
+    write_new,
+)
 from titanlite.checkpoint.schedule import is_milestone
 from titanlite.utils import logger
 
@@ -51,19 +60,28 @@ _SETTLE_SECONDS = 300.0
 def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
     """Delete leftovers of other saves, whose space is needed, and all that has the place of `step`.
 
-    The caller knows that no other process is saving there. Raises CheckpointError when the deletion takes too long.
+    The caller knows that no other process is saving there. Raises CheckpointError when the deletion
+    takes too long.
     """
     final = step_folder(root, step)
-    left = [path for path in leftovers(root) if path.name.startswith(PARTIAL) or marked_folder(path) == final]
+    left = [
+        path
+        for path in leftovers(root)
+        if path.name.startswith(PARTIAL) or marked_folder(path) == final
+    ]
     if left and not deleter.wait(_SETTLE_SECONDS):
-        raise CheckpointError(f"{root}: old checkpoints are still being deleted; nothing is written meanwhile")
+        raise CheckpointError(
+            f"{root}: old checkpoints are still being deleted; nothing is written meanwhile"
+        )
     _delete(left)  # a store that forbids deletions is no reason not to save
 
 
 def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) -> AnyPath:
-    """Return the empty folder `step-N` to write the checkpoint of `step` into, which is none before `publish`.
+    """Return the empty folder `step-N` to write the checkpoint of `step` into, which is none before
+    `publish`.
 
-    An invalid checkpoint of that step, or one in `known_bad`, is quarantined. Raises CheckpointError for a valid one.
+    An invalid checkpoint of that step, or one in `known_bad`, is quarantined. Raises
+    CheckpointError for a valid one.
     """
     final, reason = step_folder(root, step), (known_bad or {}).get(step)
     if final.exists():
@@ -74,7 +92,9 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
         except CheckpointError as error:
             reason = reason or str(error)
         if reason is None:
-            raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
+            raise CheckpointError(
+                f"{final} already holds a valid checkpoint; it is not overwritten"
+            )
         quarantine(final, reason)
     if isinstance(root, Path):
         root.mkdir(parents=True, exist_ok=True)
@@ -89,10 +109,12 @@ def _mark_path(kind: str, folder: AnyPath) -> AnyPath:
 
 
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
-    """Write the mark of a save or a deletion beside the folder. It is empty: a full disk has room for that.
+    """Write the mark of a save or a deletion beside the folder.
 
-    It is not made durable, which could take long beside a save: after a crash of the machine a folder without a mark is
-    reported, and not deleted.
+    It is empty: a full disk has room for that.
+
+    It is not made durable, which could take long beside a save: after a crash of the machine a
+    folder without a mark is reported, and not deleted.
     """
     mark = _mark_path(kind, folder)
     mark.write_bytes(b"")
@@ -100,19 +122,29 @@ def _mark(kind: str, folder: AnyPath) -> AnyPath:
 
 
 def publish(folder: AnyPath, manifest: Manifest) -> None:
-    """Write the manifest, which makes the folder a checkpoint, then remove the mark. Raises CheckpointError."""
+    """Write the manifest, which makes the folder a checkpoint, then remove the mark.
+
+    Raises CheckpointError.
+    """
     try:
         write_new(folder / FILE, manifest.to_json().encode())
     except FileExistsError:
-        raise CheckpointError(f"{folder} already holds a checkpoint; it is not overwritten") from None
-    with suppress(OSError):  # the mark of a published folder means nothing, and goes with the next save
+        raise CheckpointError(
+            f"{folder} already holds a checkpoint; it is not overwritten"
+        ) from None
+    with suppress(
+        OSError
+    ):  # the mark of a published folder means nothing, and goes with the next save
         for mark in marks_of(folder):
             mark.unlink(missing_ok=True)
     sync_folder(folder.parent)
 
 
 def unpublish(folder: AnyPath, pinned_too: bool = False) -> AnyPath | None:
-    """Make a folder no checkpoint any more; return its leftover, for `delete`. None: it is pinned, and stays."""
+    """Make a folder no checkpoint any more; return its leftover, for `delete`.
+
+    None: it is pinned, and stays.
+    """
     if isinstance(folder, StorePath):
         return _unpublish_object(folder, pinned_too)
     if folder.is_symlink():
@@ -130,7 +162,10 @@ def unpublish(folder: AnyPath, pinned_too: bool = False) -> AnyPath | None:
 
 
 def _unpublish_object(folder: StorePath, pinned_too: bool) -> AnyPath | None:
-    """Do `unpublish` in a store. The mark holds the manifest: a checkpoint that is pinned meanwhile gets it back."""
+    """Do `unpublish` in a store.
+
+    The mark holds the manifest: a checkpoint that is pinned meanwhile gets it back.
+    """
     try:
         content = (folder / FILE).read_bytes()
     except FileNotFoundError:
@@ -160,10 +195,11 @@ def _is_forbidden(pin: Path) -> bool:
 
 
 def _forbid_pin(folder: Path) -> bool:
-    """Take the name KEEP in a renamed folder, so that nobody can use it any more; return False where it is in use.
+    """Take the name KEEP in a renamed folder, so that nobody can use it any more; return False
+    where it is in use.
 
-    A process that had found the folder under its old name can still make a file in it; over NFS for seconds. A link
-    takes the name in one atomic step. It leads nowhere, so that `touch` fails too.
+    A process that had found the folder under its old name can still make a file in it; over NFS for
+    seconds. A link takes the name in one atomic step. It leads nowhere, so that `touch` fails too.
     """
     pin = folder / PIN
     try:
@@ -176,7 +212,10 @@ def _forbid_pin(folder: Path) -> bool:
 
 
 def _put_back(leftover: AnyPath) -> bool:
-    """Make a leftover of a deletion a checkpoint again if it is pinned; return whether it is. Raises OSError."""
+    """Make a leftover of a deletion a checkpoint again if it is pinned; return whether it is.
+
+    Raises OSError.
+    """
     folder = marked_folder(leftover)
     if folder is None or not leftover.name.startswith(DELETED):
         return False
@@ -192,7 +231,9 @@ def _put_back(leftover: AnyPath) -> bool:
 
 
 def _put_back_object(mark: AnyPath, folder: AnyPath) -> bool:
-    """Write the manifest in a store's mark back if the folder is pinned and whole; return whether it was."""
+    """Write the manifest in a store's mark back if the folder is pinned and whole; return whether
+    it was.
+    """
     if not is_pinned(folder):
         return False
     content = mark.read_bytes()
@@ -207,7 +248,10 @@ def _put_back_object(mark: AnyPath, folder: AnyPath) -> bool:
 
 
 def put_back_pinned(root: AnyPath) -> None:
-    """Make pinned checkpoints again of leftovers of a deletion that was killed as it began. Raises OSError."""
+    """Make pinned checkpoints again of leftovers of a deletion that was killed as it began.
+
+    Raises OSError.
+    """
     for leftover in leftovers(root):
         _put_back(leftover)
 
@@ -225,7 +269,9 @@ def marks_of(folder: AnyPath) -> list[AnyPath]:
 
 
 def leftover_folder(leftover: AnyPath) -> AnyPath | None:
-    """Return the folder that holds the files of a leftover; None where its folder is a checkpoint."""
+    """Return the folder that holds the files of a leftover; None where its folder is a
+    checkpoint.
+    """
     folder = None if leftover.is_dir() else marked_folder(leftover)
     if folder is None:
         return leftover
@@ -233,7 +279,9 @@ def leftover_folder(leftover: AnyPath) -> AnyPath | None:
 
 
 def delete(leftover: AnyPath, pinned_too: bool = False) -> bool:
-    """Delete a leftover with its files; return whether it is gone. A checkpoint, or a pinned one, stays.
+    """Delete a leftover with its files; return whether it is gone.
+
+    A checkpoint, or a pinned one, stays.
 
     Raises OSError.
     """
@@ -247,7 +295,9 @@ def delete(leftover: AnyPath, pinned_too: bool = False) -> bool:
 
 
 def _stays(leftover: AnyPath, folder: AnyPath) -> bool:
-    """Return whether the folder of a deletion is pinned; then it is a checkpoint again, where that can be."""
+    """Return whether the folder of a deletion is pinned; then it is a checkpoint again, where that
+    can be.
+    """
     if not leftover.name.startswith(DELETED):
         return False  # of a save that has not ended: nothing can be loaded from it
     if folder == leftover and isinstance(folder, Path):
@@ -259,7 +309,8 @@ def _stays(leftover: AnyPath, folder: AnyPath) -> bool:
 
 
 def quarantine(folder: AnyPath, reason: str) -> AnyPath:
-    """Rename a checkpoint that must not be loaded to `step-N.invalid-K`, with the reason in a file; the new path.
+    """Rename a checkpoint that must not be loaded to `step-N.invalid-K`, with the reason in a file;
+    the new path.
 
     In a store it is copied and then deleted: a crash leaves the whole of one of them.
     """
@@ -284,7 +335,9 @@ def quarantine(folder: AnyPath, reason: str) -> AnyPath:
 
 
 class Deleter:
-    """Deletes leftovers in a thread of its own: a large one may take longer than the other ranks would wait."""
+    """Deletes leftovers in a thread of its own: a large one may take longer than the other ranks
+    would wait.
+    """
 
     def __init__(self) -> None:
         self._threads: list[Thread] = []
@@ -325,15 +378,18 @@ def prune(
     known_bad: Collection[int] = (),
     fingerprints: dict[str, str] | None = None,
 ) -> list[AnyPath]:
-    """Unpublish old checkpoints now that the one of step `newest` exists; return marks for `delete`.
+    """Unpublish old checkpoints now that the one of step `newest` exists; return marks for
+    `delete`.
 
-    Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
-    files are not whole takes no place among the latest. These stay: the latest `keep_latest_k` (0: all), multiples of
-    `keep_every`, milestones, the `keep_best` of lowest validation loss on each held-out text that the run had, `keep`,
-    pinned ones, folders without a good manifest, and checkpoints of weights only, from which no run could resume.
+    Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and
+    only such go. One whose files are not whole takes no place among the latest. These stay: the
+    latest `keep_latest_k` (0: all), multiples of `keep_every`, milestones, the `keep_best` of
+    lowest validation loss on each held-out text that the run had, `keep`, pinned ones, folders
+    without a good manifest, and checkpoints of weights only, from which no run could resume.
 
-    The last one whose weights are known to give a finite loss stays. That is the newest if its loss was measured
-    (`Manifest.validation_loss`), else the one before it: the steps since then have shown it.
+    The last one whose weights are known to give a finite loss stays. That is the newest if its loss
+    was measured (`Manifest.validation_loss`), else the one before it: the steps since then have
+    shown it.
 
     Raises CheckpointError, and removes nothing, when the newest is not valid.
     """
@@ -344,8 +400,11 @@ def prune(
         return []
     valid = {newest: head}
     latest = max(config.keep_latest_k, 1 if head.validation_loss is not None else 2)
-    for step in reversed([step for step in steps_in(root) if step < newest and step not in known_bad]):
-        # Those that stay count only when they are whole; of those that go, the manifest alone is read.
+    for step in reversed(
+        [step for step in steps_in(root) if step < newest and step not in known_bad]
+    ):
+        # Those that stay count only when they are whole; of those that go, the manifest alone is
+        # read.
         read = read_manifest if len(valid) < latest else parse_manifest
         with suppress(CheckpointError):
             manifest = read(step_folder(root, step))
@@ -353,15 +412,23 @@ def prune(
                 valid[step] = manifest
     stay = {*keep, *sorted(valid)[-latest:], *_best(root, valid, config.keep_best)}
     every = config.keep_every
-    stay |= {step for step in valid if (every and step % every == 0) or is_milestone(step, config.milestones)}
+    stay |= {
+        step
+        for step in valid
+        if (every and step % every == 0) or is_milestone(step, config.milestones)
+    }
     going = (step_folder(root, step) for step in sorted(valid.keys() - stay))
     marks = [unpublish(folder) for folder in going if not is_pinned(folder)]
     return [mark for mark in marks if mark is not None]
 
 
 def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
-    """Return the `count` steps of lowest validation loss on each held-out text; of equal losses the earlier."""
-    losses = sorted((m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None)
+    """Return the `count` steps of lowest validation loss on each held-out text; of equal losses the
+    earlier.
+    """
+    losses = sorted(
+        (m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None
+    )
     best: dict[str, list[int]] = {}
     for _, step in losses:
         found = best.setdefault(valid[step].held_out, [])

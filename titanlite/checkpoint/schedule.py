@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, cast
 
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    parse_manifest,
+    step_folder,
+    steps_in,
+)
 from titanlite.checkpoint.paths import to_path
 
 if TYPE_CHECKING:
@@ -28,16 +34,20 @@ def is_milestone(step: int, milestones: Milestones) -> bool:
 
 
 class SaveSchedule:
-    """Says after which steps to save: the same answer on all ranks, which make one together and ask alike.
+    """Says after which steps to save: the same answer on all ranks, which make one together and ask
+    alike.
 
-    Call `due` after each step, and `begin` before a save. An interval in steps needs no communication. For one in
-    seconds the clock of rank 0 decides. The ranks synchronize at a step that they agreed on the last time: a sixteenth
-    of the interval ahead by the pace so far, or the rest of it if that is less. That is a small broadcast on the hosts
-    now and then, and waits for no device. If steps become slower meanwhile, a save is late by a sixteenth of the
-    interval's steps at most. The first interval begins with the first question.
+    Call `due` after each step, and `begin` before a save. An interval in steps needs no
+    communication. For one in seconds the clock of rank 0 decides. The ranks synchronize at a step
+    that they agreed on the last time: a sixteenth of the interval ahead by the pace so far, or the
+    rest of it if that is less. That is a small broadcast on the hosts now and then, and waits for
+    no device. If steps become slower meanwhile, a save is late by a sixteenth of the interval's
+    steps at most. The first interval begins with the first question.
 
-    fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those to beat.
-    clock: seconds, for tests. held_out: hash of the held-out text; losses on another one are not compared.
+    fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those
+    to beat.
+    clock: seconds, for tests. held_out: hash of the held-out text; losses on another one are not
+    compared.
     """
 
     def __init__(
@@ -52,20 +62,26 @@ class SaveSchedule:
         self._world, self._fingerprints, self._clock = world, fingerprints, clock
         #: Start of the interval; None before the first question.
         self._begun: float | None = None
-        #: The latest step in question; step and time of the latest synchronization; step of the next one.
+        #: The latest step in question; step and time of the latest synchronization; step of the
+        #: next one.
         self._asked = 0
         self._synced = (0, 0.0)
         self._next_sync = 0
 
     def due(self, step: int, validation_loss: float | None = None) -> bool:
-        """Return whether to save after `step`. validation_loss: of these weights, where it was just measured."""
+        """Return whether to save after `step`.
+
+        validation_loss: of these weights, where it was just measured.
+        """
         config = self.config
         if self._begun is None:
             self.begin(step)
         elif step <= self._asked:  # the run was rolled back to an earlier step
             self._synced, self._next_sync = (step, self._clock()), step + 1
         self._asked = step
-        if is_milestone(step, config.milestones) or (config.enable_first_step_checkpoint and step == 1):
+        if is_milestone(step, config.milestones) or (
+            config.enable_first_step_checkpoint and step == 1
+        ):
             return True
         if config.interval_type == "steps" and step % config.interval == 0:
             return True
@@ -89,7 +105,11 @@ class SaveSchedule:
 
     def _decide(self, step: int, validation_loss: float | None) -> tuple[bool, int]:
         """On rank 0: return whether to save, and the step of the next synchronization."""
-        better = validation_loss is not None and math.isfinite(validation_loss) and self._is_among_best(validation_loss)
+        better = (
+            validation_loss is not None
+            and math.isfinite(validation_loss)
+            and self._is_among_best(validation_loss)
+        )
         if self.config.interval_type == "steps" or self._begun is None:
             return better, step
         now, (before, then) = self._clock(), self._synced
@@ -106,13 +126,17 @@ class SaveSchedule:
         return manifest.held_out == self._held_out
 
     def _is_among_best(self, loss: float) -> bool:
-        """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is as low."""
+        """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is
+        as low.
+        """
         root, lower = to_path(self.config.folder), 0
         try:
             for step in steps_in(root):
                 with suppress(CheckpointError):
                     manifest = parse_manifest(step_folder(root, step))
-                    lower += self._compares(manifest) and cast("float", manifest.validation_loss) <= loss
+                    lower += (
+                        self._compares(manifest) and cast("float", manifest.validation_loss) <= loss
+                    )
         except OSError:
             return True  # the folder cannot be read: the save will say why
         return lower < self.config.keep_best

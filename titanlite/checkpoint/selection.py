@@ -42,11 +42,13 @@ def select(
 ) -> Selection:
     """Return which tensors to load.
 
-    saved, wanted: those of the checkpoint and of the model. exclude: names of `GROUPS` and patterns of tensor names:
-    these are not loaded. allow_missing: patterns of tensors that the checkpoint may lack. The optimizer's state of a
-    weight that is not loaded is not loaded either. convert: floating-point types may differ.
+    saved, wanted: those of the checkpoint and of the model. exclude: names of `GROUPS` and patterns
+    of tensor names: these are not loaded. allow_missing: patterns of tensors that the checkpoint
+    may lack. The optimizer's state of a weight that is not loaded is not loaded either. convert:
+    floating-point types may differ.
 
-    Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and when nothing is left.
+    Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and
+    when nothing is left.
     """
     prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
     patterns = [entry for entry in exclude if entry not in GROUPS]
@@ -56,16 +58,31 @@ def select(
     def matches(name: str, patterns: Sequence[str]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    ignored = {name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)}
+    ignored = {
+        name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)
+    }
     ignored |= {name for name in wanted if name not in saved and matches(name, allow_missing)}
     own = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
     fresh = tuple(f"optimizer.state.{name}." for name in own)
-    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh) or name.removeprefix(AVERAGE) in own}
+    ignored |= {
+        name
+        for name in {*saved, *wanted}
+        if name.startswith(fresh) or name.removeprefix(AVERAGE) in own
+    }
 
-    problems = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
-    floats = {n for n, problem in problems.items() if problem == DTYPE and {saved[n][0], wanted[n][0]} <= _FLOATS}
+    problems = {
+        name: compare_entries(saved.get(name), wanted.get(name))
+        for name in {*saved, *wanted} - ignored
+    }
+    floats = {
+        n
+        for n, problem in problems.items()
+        if problem == DTYPE and {saved[n][0], wanted[n][0]} <= _FLOATS
+    }
     converted = floats if convert else set()
-    found = {name: problem for name, problem in problems.items() if problem and name not in converted}
+    found = {
+        name: problem for name, problem in problems.items() if problem and name not in converted
+    }
     if found:
         offered = _offered_keys(found, {*saved, *wanted}, floats, source)
         raise CheckpointError(difference_table(found, saved, wanted, source) + offered)
@@ -75,12 +92,20 @@ def select(
     return Selection(load, frozenset(wanted) & ignored, frozenset(converted))
 
 
-def _must_match(key: str, patterns: Sequence[str], names: Collection[str], words: Sequence[str] = ()) -> None:
+def _must_match(
+    key: str, patterns: Sequence[str], names: Collection[str], words: Sequence[str] = ()
+) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            known = f" It takes {', '.join(words)}, and patterns of tensor names" if words else " It takes patterns"
+            known = (
+                f" It takes {', '.join(words)}, and patterns of tensor names"
+                if words
+                else " It takes patterns"
+            )
             example = next(iter(sorted(names, key=_natural)), "")
-            raise CheckpointError(f"{key}: {pattern!r} matches no tensor.{known} such as {example!r} or 'model.*'")
+            raise CheckpointError(
+                f"{key}: {pattern!r} matches no tensor.{known} such as {example!r} or 'model.*'"
+            )
 
 
 def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
@@ -97,18 +122,34 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def difference_table(found: Mapping[str, str], saved: Described, wanted: Described, source: str) -> str:
+def difference_table(
+    found: Mapping[str, str], saved: Described, wanted: Described, source: str
+) -> str:
     """Return a table of differences (name → problem), at most a screen of it."""
     counts = Counter(found.values())
-    summary = ", ".join(f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind])
+    summary = ", ".join(
+        f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind]
+    )
     names = sorted(found, key=_natural)
-    rows = [[name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]] for name in names[:_ROWS]]
-    table = render(Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False)
-    lines = [f"{source} does not fit this model: {summary}", *(f"  {line}" for line in table.splitlines())]
-    return "\n".join([*lines, *([f"  … and {len(found) - _ROWS} more"] if len(found) > _ROWS else [])])
+    rows = [
+        [name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]]
+        for name in names[:_ROWS]
+    ]
+    table = render(
+        Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False
+    )
+    lines = [
+        f"{source} does not fit this model: {summary}",
+        *(f"  {line}" for line in table.splitlines()),
+    ]
+    return "\n".join(
+        [*lines, *([f"  … and {len(found) - _ROWS} more"] if len(found) > _ROWS else [])]
+    )
 
 
-def _offered_keys(found: Mapping[str, str], names: Collection[str], floats: Collection[str], source: str) -> str:
+def _offered_keys(
+    found: Mapping[str, str], names: Collection[str], floats: Collection[str], source: str
+) -> str:
     """Return the keys that accept the differences. names: of all tensors on both sides.
 
     floats: differ in their floating-point type alone.
@@ -117,7 +158,10 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str], floats: Coll
     # A weight's pattern covers the optimizer's state of it.
     weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
     if all(name.startswith(AVERAGE) for name in found_names):
-        return '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new average, or drops it'
+        return (
+            '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new '
+            "average, or drops it"
+        )
     if all(name.startswith("optimizer.") for name in weights):
         key = 'checkpoint.exclude_from_loading = ["optimizer"]'
         return f"\nIf that is meant: {key} begins with a new state of the optimizer"
@@ -127,24 +171,35 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str], floats: Coll
     rest = [name for name in weights if found[name] != MISSING and name not in typed]
     if typed:
         key = f"checkpoint.initial_load_path = {quote(source)}"
-        ways.append(f"a run in another folder with {key} converts the weights, and begins at step 0")
+        ways.append(
+            f"a run in another folder with {key} converts the weights, and begins at step 0"
+        )
     if missing:
         patterns = _patterns(missing, {*names} - {*missing})
-        ways.append(f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing")
+        ways.append(
+            f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing"
+        )
     if rest:
         patterns = _patterns(rest, {*names} - {*rest})
-        ways.append(f"checkpoint.exclude_from_loading = {patterns} leaves out what {'else ' * bool(missing)}differs")
+        ways.append(
+            f"checkpoint.exclude_from_loading = {patterns} leaves out what "
+            f"{'else ' * bool(missing)}differs"
+        )
     return "\nIf that is meant: " + "; ".join(ways)
 
 
 def _shown(entry: Sequence[Any] | None) -> str:
     if entry is None:
         return "–"
-    return f"{entry[0]}{list(entry[1])}" + (f" ({entry[2]})" if len(entry) > 2 else "")  # of a foreign file: its place
+    return f"{entry[0]}{list(entry[1])}" + (
+        f" ({entry[2]})" if len(entry) > 2 else ""
+    )  # of a foreign file: its place
 
 
 def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:
-    """Return a few patterns for these names that match no others: whole blocks, or one tensor of all blocks."""
+    """Return a few patterns for these names that match no others: whole blocks, or one tensor of
+    all blocks.
+    """
     found: dict[str, None] = {}
     for name in names:
         if any(fnmatchcase(name, pattern) for pattern in found):

@@ -1,7 +1,10 @@
-"""The model that a folder of weights describes, and how another model differs from it. No torch here.
+"""The model that a folder of weights describes, and how another model differs from it.
 
-Only small JSON files are read: Hugging Face's config.json, Meta's params.json, or the manifest of a checkpoint. So a
-config is compared with its weights before any text is read, and a run can take its shape from a folder.
+No torch here.
+
+Only small JSON files are read: Hugging Face's config.json, Meta's params.json, or the manifest of a
+checkpoint. So a config is compared with its weights before any text is read, and a run can take its
+shape from a folder.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ from typing import Any
 
 from titanlite.checkpoint.hf_files import HF_CONFIG, META_CONFIG, META_FILES
 from titanlite.checkpoint.manifest import FILE as MANIFEST
-from titanlite.checkpoint.manifest import CheckpointError, find, parse_manifest, root_of, step_folder, step_of
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    find,
+    parse_manifest,
+    root_of,
+    step_folder,
+    step_of,
+)
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.toml import quote
 from titanlite.models.args import checked_fields
@@ -24,7 +34,15 @@ from titanlite.models.spec import ModelSpec
 from titanlite.utils import is_dotted, parse_json
 
 #: Names of Meta's params.json that are fields of `LlamaArgs`.
-META_NAMES = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps")
+META_NAMES = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "multiple_of",
+    "ffn_dim_multiplier",
+    "norm_eps",
+)
 #: Keys of `[model]` that are no entries of `model.overrides`.
 _OWN_KEYS = ("vocab_size", "norm_type", "rope_scaling")
 
@@ -36,7 +54,8 @@ class SourceModel:
     file: AnyPath
     #: Its family here, by `model.name`; None: the same as that of the run.
     family: str | None = None
-    #: Arguments of the run's family; None where the file describes another one, or none that is known.
+    #: Arguments of the run's family; None where the file describes another one, or none that is
+    #: known.
     args: Any = None
     #: Why `args` is None, if the family is the same.
     problem: str = ""
@@ -52,14 +71,17 @@ class SourceModel:
 def read_model(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     """Return the model that `path` describes, as a model of the family `spec`.
 
-    path: as for `checkpoint.initial_load_path`; name: `model.name` of the run. None: the path describes no model, as a
-    file of tensors alone, or a checkpoint of a program of one's own.
+    path: as for `checkpoint.initial_load_path`; name: `model.name` of the run. None: the path
+    describes no model, as a file of tensors alone, or a checkpoint of a program of one's own.
 
-    Raises CheckpointError for a file that cannot be read, and StoreError for a store that cannot be asked.
+    Raises CheckpointError for a file that cannot be read, and StoreError for a store that cannot be
+    asked.
     """
     folder = path.parent if isinstance(path, Path) and path.is_file() else path
     if isinstance(folder, Path):
-        if (folder / META_CONFIG).is_file() and (any(folder.glob(META_FILES)) or not (folder / HF_CONFIG).is_file()):
+        if (folder / META_CONFIG).is_file() and (
+            any(folder.glob(META_FILES)) or not (folder / HF_CONFIG).is_file()
+        ):
             return from_meta(folder / META_CONFIG, read_json(folder / META_CONFIG), spec)
         if (folder / HF_CONFIG).is_file():
             return from_hf(folder / HF_CONFIG, read_json(folder / HF_CONFIG), spec)
@@ -75,7 +97,9 @@ def read_json(file: AnyPath) -> dict[str, Any]:
     try:
         content = parse_json(file.read_bytes())
     except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing: copy it from where the weights are from") from None
+        raise CheckpointError(
+            f"{file} is missing: copy it from where the weights are from"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -103,15 +127,18 @@ def from_meta(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> Sou
     except ValueError as error:
         return SourceModel(file, problem=str(error))
     # Only the tensors tell whether the head is tied. Files that some programs write name no width.
-    unknown = {"tied", *({"ffn_dim"} if not {"multiple_of", "ffn_dim_multiplier"} & content.keys() else ())}
+    unknown = {
+        "tied",
+        *({"ffn_dim"} if not {"multiple_of", "ffn_dim_multiplier"} & content.keys() else ()),
+    }
     return SourceModel(file, args=args, unknown=frozenset(unknown))
 
 
 def meta_args(content: Mapping[str, Any]) -> LlamaArgs:
     """Return the arguments that Meta's params.json describes.
 
-    The vocabulary is None where the file leaves it to the tokenizer. Raises ValueError for a model with experts or
-    quantised weights, and for entries of a wrong type.
+    The vocabulary is None where the file leaves it to the tokenizer. Raises ValueError for a model
+    with experts or quantised weights, and for entries of a wrong type.
     """
     if unknown := sorted({"moe_args", "quantization_args", "vision_chunk_size"} & content.keys()):
         raise ValueError(f"it has {unknown[0]}: such models are not read")
@@ -152,13 +179,22 @@ def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | 
     record = manifest.config.get("model")
     if not isinstance(record, dict):
         return None  # of an early version
-    family, values = str(record.get("family")), {key: value for key, value in record.items() if key != "family"}
+    family, values = (
+        str(record.get("family")),
+        {key: value for key, value in record.items() if key != "family"},
+    )
     file = folder / MANIFEST
     # A dotted path in a manifest is a name of somebody else's file: nothing is imported by it.
-    if family != name and not (is_dotted(family) and is_dotted(name)) and not is_alike(family, spec):
+    if (
+        family != name
+        and not (is_dotted(family) and is_dotted(name))
+        and not is_alike(family, spec)
+    ):
         return SourceModel(file, family)
     try:
-        return SourceModel(file, args=spec.args_class(**checked_fields(spec.args_class, values, "")))
+        return SourceModel(
+            file, args=spec.args_class(**checked_fields(spec.args_class, values, ""))
+        )
     except (TypeError, ValueError) as error:
         return SourceModel(file, problem=str(error))
 
@@ -171,7 +207,9 @@ def _is_decoder(spec: ModelSpec) -> bool:
 
 
 def is_alike(family: str, spec: ModelSpec) -> bool:
-    """Return whether a built-in family has the same modules as `spec`: Llama 2 and 3 differ in their sizes alone."""
+    """Return whether a built-in family has the same modules as `spec`: Llama 2 and 3 differ in
+    their sizes alone.
+    """
     from titanlite.models import SPECS
 
     return family in SPECS and SPECS[family].args_class is spec.args_class
@@ -180,14 +218,17 @@ def is_alike(family: str, spec: ModelSpec) -> bool:
 def differences(there: SourceModel, name: str, spec: ModelSpec, args: Any) -> list[str]:
     """Return the keys of `[model]` that differ from the model of a folder, a line each.
 
-    name: `model.name`. args: those of the run; a vocabulary of None is not known yet, and not compared.
+    name: `model.name`. args: those of the run; a vocabulary of None is not known yet, and not
+    compared.
     """
     if there.family is not None:
         return [f"model.name is {quote(name)} here, {quote(there.family)} there"]
     if there.args is None:
         return [there.problem]
     theirs, ours = deciding(there.args), deciding(args)
-    skipped = there.unknown | {key for key in ("vocab_size",) if None in (theirs.get(key), ours.get(key))}
+    skipped = there.unknown | {
+        key for key in ("vocab_size",) if None in (theirs.get(key), ours.get(key))
+    }
     return [
         f"{key_of(field)} is {_shown(ours.get(field))} here, {_shown(theirs.get(field))} there"
         for field in {**ours, **theirs}
@@ -201,10 +242,16 @@ def key_of(field: str) -> str:
 
 
 def deciding(args: Any) -> dict[str, Any]:
-    """Return field → value of the arguments that decide tensors or logits, with defaults worked out."""
+    """Return field → value of the arguments that decide tensors or logits, with defaults worked
+    out.
+    """
     if hasattr(args, "deciding"):
         return dict(args.deciding())
-    return {field.name: getattr(args, field.name) for field in fields(args) if field.name != "max_seq_len"}
+    return {
+        field.name: getattr(args, field.name)
+        for field in fields(args)
+        if field.name != "max_seq_len"
+    }
 
 
 def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
@@ -220,7 +267,10 @@ def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
 def remedy(there: SourceModel, spec: ModelSpec) -> str:
     """Return how `[model]` becomes the model of a folder."""
     if there.family is not None and is_dotted(there.family):
-        return "that name is code that its author names: look at it first, and name a copy of yours as model.name"
+        return (
+            "that name is code that its author names: look at it first, and name a copy of yours "
+            "as model.name"
+        )
     if there.family is not None:
         return f"set model.name = {quote(there.family)}"
     if like := flavor_like(there, spec):

@@ -1,4 +1,5 @@
-"""Tensors by name, DCP's files (hashed on writing, checked on reading), and the steps that all ranks take together.
+"""Tensors by name, DCP's files (hashed on writing, checked on reading), and the steps that all
+ranks take together.
 
 Files lie in folders and stores alike.
 """
@@ -23,7 +24,11 @@ import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystemBase,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -67,10 +72,11 @@ _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
-    """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it is None.
+    """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it
+    is None.
 
-    An optimizer that has not stepped yet gets its state first, of a step without gradients, to have something to load
-    into.
+    An optimizer that has not stepped yet gets its state first, of a step without gradients, to have
+    something to load into.
     """
     weights = cast(Tensors, state_dicts.get_model_state_dict(model))
     if "torchao" in sys.modules:  # float8 may have wrapped some
@@ -82,7 +88,10 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     state = {name: value for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)}
     if numbers := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise TypeError(f"{numbers[0]} of {type(optimizer).__name__} is no tensor, and checkpoints hold tensors only")
+        raise TypeError(
+            f"{numbers[0]} of {type(optimizer).__name__} is no tensor, and checkpoints hold "
+            "tensors only"
+        )
     if fresh:  # torch makes the state by a step of size zero, which is counted in it
         for entry in optimizer.state.values():
             for value in entry.values():
@@ -91,13 +100,19 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
 
 def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return a tensor in another precision, the same object where it has it already; integers stay."""
+    """Return a tensor in another precision, the same object where it has it already;
+    integers stay.
+    """
     wanted: torch.dtype = getattr(torch, dtype)
     return tensor.to(wanted) if tensor.is_floating_point() and tensor.dtype != wanted else tensor
 
 
-def scatter(tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay as configured."""
+def scatter(
+    tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay
+    as configured.
+    """
     state_dicts.set_model_state_dict(model, _strip(tensors, "model."))
     forget_scales(model)
     if optimizer is None:
@@ -114,7 +129,8 @@ def _strip(tensors: Tensors, prefix: str) -> dict[str, Any]:
 def rng_state(device: torch.device, world_size: int) -> DTensor:
     """Return torch's generators of all ranks, [world_size, bytes] uint8, one row per rank.
 
-    As a sharded tensor each rank writes and reads its own row, and the shape shows another number of ranks.
+    As a sharded tensor each rank writes and reads its own row, and the shape shows another number
+    of ranks.
     """
     row = torch.get_rng_state()
     if device.type == "cuda":
@@ -131,10 +147,13 @@ def set_rng_state(state: DTensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(row[size:].clone(), device)
 
 
-def describe(tensors: Mapping[str, torch.Tensor], model: nn.Module | None = None) -> dict[str, list[Any]]:
+def describe(
+    tensors: Mapping[str, torch.Tensor], model: nn.Module | None = None
+) -> dict[str, list[Any]]:
     """Return tensor name -> [dtype, global shape], for the manifest.
 
-    model: with a pipeline, the tensors of all its ranks are described; all of them call this together.
+    model: with a pipeline, the tensors of all its ranks are described; all of them call this
+    together.
     """
     mine = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
     if not isinstance(model, PipelineModel):
@@ -177,7 +196,10 @@ class _HashingStream:
         self._stream.flush()
 
     def fileno(self) -> int:
-        """For fsync, which is DCP's only use of it. DCP does not flush before, so the end would not be synced."""
+        """For fsync, which is DCP's only use of it.
+
+        DCP does not flush before, so the end would not be synced.
+        """
         self.flush()
         return self._stream.fileno()
 
@@ -189,7 +211,9 @@ class _HashingStream:
 
 
 class _Files(FileSystemBase):
-    """DCP's file-system interface for folders and stores alike. DCP takes paths as opaque values."""
+    """DCP's file-system interface for folders and stores alike. DCP takes paths as opaque
+    values.
+    """
 
     def __init__(self) -> None:
         #: Name in the folder → size and hash, of the files that this rank has written.
@@ -204,13 +228,21 @@ class _Files(FileSystemBase):
         hashing = None
         try:
             with path.open(mode) as stream:
-                # The index decides how the rest is read: its hash must hold against more than a bad disk.
-                hashing = _HashingStream(stream, SAFE_HASH if path.name.startswith(INDEX) else FAST_HASH)
+                # The index decides how the rest is read: its hash must hold against more than a bad
+                # disk.
+                hashing = _HashingStream(
+                    stream, SAFE_HASH if path.name.startswith(INDEX) else FAST_HASH
+                )
                 yield cast(io.IOBase, hashing)
         except (OSError, RuntimeError) as error:
-            # torch.save complains of its position in the file, and errors of writing do not name the file.
+            # torch.save complains of its position in the file, and errors of writing do not name
+            # the file.
             cause = hashing.failure if hashing and hashing.failure else error
-            if isinstance(cause, OSError) and not isinstance(cause, StoreError) and cause.errno is not None:
+            if (
+                isinstance(cause, OSError)
+                and not isinstance(cause, StoreError)
+                and cause.errno is not None
+            ):
                 cause = OSError(cause.errno, cause.strerror, str(path))
             raise cause from None
         self.written[path.name] = hashing.written()
@@ -240,7 +272,9 @@ class _Files(FileSystemBase):
 
 
 class HashingWriter(FileSystemWriter):
-    """Hashes the files that each rank writes; after `dcp.save`, rank 0 has `written` of all ranks."""
+    """Hashes the files that each rank writes; after `dcp.save`, rank 0 has `written` of all
+    ranks.
+    """
 
     def __init__(self, folder: AnyPath) -> None:
         super().__init__(str(folder), sync_files=isinstance(folder, Path))
@@ -256,13 +290,18 @@ class HashingWriter(FileSystemWriter):
         return self.path if isinstance(self.path, Path) else str(self.path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give files in a store new names each time: a client given up may still send its requests."""
+        """Give files in a store new names each time: a client given up may still send its
+        requests.
+        """
         plans = super().prepare_global_plan(plans)
         if isinstance(self.path, Path):
             return plans
         attempt = uuid.uuid4().hex[:8]
         return [
-            replace(p, storage_data=replace(p.storage_data, prefix=f"{p.storage_data.prefix}{attempt}_")) for p in plans
+            replace(
+                p, storage_data=replace(p.storage_data, prefix=f"{p.storage_data.prefix}{attempt}_")
+            )
+            for p in plans
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -283,13 +322,17 @@ class HashingWriter(FileSystemWriter):
         self.written.update(self._files.written)  # with the index
 
     def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do the rest of what torch's `finish` does, but write the index under its own name at once.
+        """Do the rest of what torch's `finish` does, but write the index under its own name at
+        once.
 
-        torch renames it at the end. A store does that by a copy and a deletion, which a run may have no right to. The
-        manifest alone makes files a checkpoint, so that the index needs no other name before.
+        torch renames it at the end. A store does that by a copy and a deletion, which a run may
+        have no right to. The manifest alone makes files a checkpoint, so that the index needs no
+        other name before.
         """
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {one.index: one.storage_data for result in results for one in result}
+        metadata.storage_data = {
+            one.index: one.storage_data for result in results for one in result
+        }
         metadata.storage_meta = self.storage_meta()
         with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
             pickle.dump(metadata, stream)
@@ -298,7 +341,9 @@ class HashingWriter(FileSystemWriter):
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint whose index must fit the manifest, and is read as data, without running any name in it."""
+    """Reads a checkpoint whose index must fit the manifest, and is read as data, without running
+    any name in it.
+    """
 
     def __init__(self, folder: AnyPath, manifest: Manifest) -> None:
         super().__init__(str(folder))
@@ -315,7 +360,9 @@ class CheckedReader(FileSystemReader):
         return io.BytesIO(file.read(sinfo.length))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises CheckpointError when the index is not the one that was written, or does not fit the manifest."""
+        """Raises CheckpointError when the index is not the one that was written, or does not fit
+        the manifest.
+        """
         path = self.folder / INDEX
         if self._metadata is None:
             if INDEX not in self.manifest.files:
@@ -332,15 +379,28 @@ class CheckedReader(FileSystemReader):
 
 # The index: a pickle from another program, read as data, so that no code in it runs
 
-_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
-#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
+_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "TensorProperties",
+    "ChunkStorageMetadata",
+    "MetadataIndex",
+)
+#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as
+#: `torch.float32`.
 _KNOWN = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
+    (
+        "builtins",
+        "getattr",
+    ),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
 }
 
 
@@ -364,41 +424,60 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         if (module, name) in _KNOWN:
             return _Record
-        raise ValueError(f"it names {module}.{name}, which no index of a checkpoint of tensors does")
+        raise ValueError(
+            f"it names {module}.{name}, which no index of a checkpoint of tensors does"
+        )
 
 
 def _read_index(data: bytes, manifest: Manifest) -> Metadata:
-    """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the reason."""
+    """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the
+    reason.
+    """
     try:
         content = _Unpickler(io.BytesIO(data)).load().state
-        tensors = {name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()}
+        tensors = {
+            name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()
+        }
         places = content["storage_data"].items()
         storage = dict(_place(key.state, entry.state, manifest.files) for key, entry in places)
     except ValueError:
         raise
     except Exception as error:  # a pickle can go wrong in any way
         raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
-    if {name: [_dtype_name(one.properties.dtype), list(one.size)] for name, one in tensors.items()} != manifest.tensors:
+    if {
+        name: [_dtype_name(one.properties.dtype), list(one.size)] for name, one in tensors.items()
+    } != manifest.tensors:
         raise ValueError("its tensors are not those of the manifest")
     return Metadata(cast(Any, tensors), storage_data=storage)
 
 
 def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
     pieces = [piece.state for piece in state["chunks"]]
-    chunks = [ChunkStorageMetadata(_size(piece["offsets"]), _size(piece["sizes"])) for piece in pieces]
-    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks)
+    chunks = [
+        ChunkStorageMetadata(_size(piece["offsets"]), _size(piece["sizes"])) for piece in pieces
+    ]
+    return TensorStorageMetadata(
+        TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks
+    )
 
 
-def _place(key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
+def _place(
+    key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]
+) -> tuple[MetadataIndex, _StorageInfo]:
     """Return where one piece of a tensor lies."""
     file, start, length = (entry[field] for field in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or file not in files:
         raise ValueError(f"it names the file {file!r}, which is not in the manifest")
-    if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
+    if (
+        type(start) is not int
+        or type(length) is not int
+        or not 0 <= start <= start + length <= files[file]
+    ):
         raise ValueError(f"its place of {key['fqn']!r} lies outside of {file}")
     if entry.get("transform_descriptors"):
         raise ValueError(f"{key['fqn']!r} is transformed, which no checkpoint here is")
-    return MetadataIndex(key["fqn"], _size(key["offset"]), key.get("index")), _StorageInfo(file, start, length)
+    index = MetadataIndex(key["fqn"], _size(key["offset"]), key.get("index"))
+    return index, _StorageInfo(file, start, length)
 
 
 def _size(value: Any) -> torch.Size:
@@ -415,7 +494,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it.
+    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout.
+
+    All ranks call it.
 
     To make it takes no longer than other collectives may: `timeout` holds from then on.
     """
@@ -427,7 +508,9 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run on rank 0 only; all ranks of `group` get its result, or its error as a CheckpointError."""
+    """Run on rank 0 only; all ranks of `group` get its result, or its error as a
+    CheckpointError.
+    """
     result: T | None = None
     problem: str | None = None
     if world.rank == 0:
@@ -444,7 +527,9 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Run on each rank of `group`; return its result, or raise CheckpointError on all ranks if one fails."""
+    """Run on each rank of `group`; return its result, or raise CheckpointError on all ranks if one
+    fails.
+    """
     problem = ""
     try:
         result = action()
@@ -459,18 +544,27 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
 
 @contextmanager
 def dcp_errors(action: str) -> Iterator[None]:
-    """Turn DCP's failures into CheckpointErrors. They are a BaseException, which `except Exception` would miss."""
+    """Turn DCP's failures into CheckpointErrors.
+
+    They are a BaseException, which `except Exception` would miss.
+    """
     try:
         yield
     except CheckpointException as error:
         failures = ((rank, failure[0]) for rank, failure in error.failures.items())
         plain = (OSError, CheckpointError)
-        causes = {f"rank {rank}: {cause if isinstance(cause, plain) else repr(cause)}" for rank, cause in failures}
+        causes = {
+            f"rank {rank}: {cause if isinstance(cause, plain) else repr(cause)}"
+            for rank, cause in failures
+        }
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """Return the files that this rank reads so that all are read once: about equal bytes each. files: name → bytes."""
+    """Return the files that this rank reads so that all are read once: about equal bytes each.
+
+    files: name → bytes.
+    """
     return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]
 
 
@@ -491,10 +585,11 @@ def verify_files(
 ) -> str | None:
     """Return the fault of a checkpoint's content, the same on all ranks; None for a good one.
 
-    names: files that this rank compares with their hashes. index: whether it reads the index too. group: in which all
-    ranks agree.
+    names: files that this rank compares with their hashes. index: whether it reads the index too.
+    group: in which all ranks agree.
 
-    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the checkpoint.
+    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the
+    checkpoint.
     """
     problems: list[str] = []
     failure = ""

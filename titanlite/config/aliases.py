@@ -1,4 +1,6 @@
-"""Other names and values of the same things, of torchtitan's later and oldest versions, turned into the keys here."""
+"""Other names and values of the same things, of torchtitan's later and oldest versions, turned into
+the keys here.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Alias:
     own_type: Any = None
     #: How the values relate, for `explain`.
     relation: str = "the same"
-    #: Whether this name shows that a file was written for torchtitan 0.2.x: the files of 2024 had another one.
+    #: Whether this name shows that a file was written for torchtitan 0.2.x: the files of 2024 had
+    #: another one.
     is_later: bool = False
 
     @property
@@ -63,7 +66,12 @@ def _converters(value: list[str]) -> bool:
 
 def _split_points(parts: list[list[str]]) -> list[str]:
     """Return the first module of each part but the first; parts must cover the layers in order."""
-    layers = [int(n.split(".")[1]) for part in parts for n in part if n.startswith("layers.") and n[7:].isdecimal()]
+    layers = [
+        int(n.split(".")[1])
+        for part in parts
+        for n in part
+        if n.startswith("layers.") and n[7:].isdecimal()
+    ]
     if layers != list(range(len(layers))):
         raise Refused("the parts must hold layers.0, layers.1, … in order, none left out")
     return [part[0] for part in parts[1:]]
@@ -74,13 +82,19 @@ _MICROBATCHES, _SPLIT_POINTS = f"{_PIPELINE}_microbatches", f"{_PIPELINE}_split_
 _FLOAT8 = "float8.enable_float8_linear"
 
 _NOT = (operator.not_, bool, "inverted")
-_PARTS = (_split_points, list[Annotated[list[str], Meta(min_length=1)]], "the first module of each part but the first")
+_PARTS = (
+    _split_points,
+    list[Annotated[list[str], Meta(min_length=1)]],
+    "the first module of each part but the first",
+)
 _SIZE = (MicrobatchSize, Count, "a size instead of a count: the batch size divided by it")
 _FP8 = (bool, Literal["", "dynamic"], 'true for "dynamic", false for ""')
 _LIST = (_converters, list[str], 'true for ["float8"] or ["quantize.linear.float8"]')
 _FUSED = (("foreach", "fused").__getitem__, bool, 'true is "fused", false is "foreach"')
 _CONVERTED = [
-    Alias("parallelism.disable_loss_parallel", "training.enable_loss_parallel", *_NOT, is_later=True),
+    Alias(
+        "parallelism.disable_loss_parallel", "training.enable_loss_parallel", *_NOT, is_later=True
+    ),
     Alias("training.disable_loss_parallel", "training.enable_loss_parallel", *_NOT, is_later=True),
     Alias("metrics.disable_color_printing", "metrics.enable_color_printing", *_NOT, is_later=True),
     Alias("metrics.save_for_all_ranks", "metrics.rank_0_only", *_NOT, is_later=True),
@@ -103,9 +117,15 @@ ALIASES: dict[str, Alias] = {
 
 _COMMA_KEYS = ("float8.filter_fqns", _SPLIT_POINTS, "checkpoint.exclude_from_loading")
 COMMA_LISTS = frozenset(
-    ["model.converters", *_COMMA_KEYS, *(a.name for a in ALIASES.values() if a.key in _COMMA_KEYS and not a.convert)]
+    [
+        "model.converters",
+        *_COMMA_KEYS,
+        *(a.name for a in ALIASES.values() if a.key in _COMMA_KEYS and not a.convert),
+    ]
 )
-"""Names of lists of strings that files of other versions also write as one string, with commas between its words."""
+"""Names of lists of strings that files of other versions also write as one string, with commas
+between its words.
+"""
 
 
 def key_of(name: str) -> str:
@@ -123,7 +143,9 @@ _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def normalized(name: str, value: Any) -> Any:
-    """Return a value under a name with lists and choices as titanlite writes them. Raises Refused."""
+    """Return a value under a name with lists and choices as titanlite writes them. Raises
+    Refused.
+    """
     if isinstance(value, str):
         if name in COMMA_LISTS:
             return [word.strip() for word in value.split(",") if word.strip()]
@@ -144,19 +166,29 @@ VALUE_NAMES: dict[tuple[str, str], str] = {
 """(key, other value) → the value here."""
 
 VALUE_NOTES: dict[tuple[str, str], str] = {
-    ("training.dataset", "c4_mini"): "c4_mini is not bundled with titanlite: c4_test is read instead"
+    (
+        "training.dataset",
+        "c4_mini",
+    ): "c4_mini is not bundled with titanlite: c4_test is read instead"
 }
 """(key, other value) → how the value here differs."""
 
 _DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
 _FLOAT16 = "float16 needs loss scaling, which titanlite does not do; take bfloat16"
 _ATTENTION = (
-    "attention within each document is data.mask_documents = true, with the flavor of this name without its ending"
+    "attention within each document is data.mask_documents = true, with the flavor of this name "
+    "without its ending"
 )
 REFUSED_VALUES: dict[tuple[str, str], str] = {
-    **{(f"float8.scaling_type_{name}", "delayed"): _DELAYED for name in ("input", "weight", "grad_output")},
+    **{
+        (f"float8.scaling_type_{name}", "delayed"): _DELAYED
+        for name in ("input", "weight", "grad_output")
+    },
     (_FLOAT8, "delayed"): _DELAYED,
-    **{(f"training.{k}", "float16"): _FLOAT16 for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")},
+    **{
+        (f"training.{k}", "float16"): _FLOAT16
+        for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")
+    },
     **{
         ("model.flavor", flavor): _ATTENTION
         for flavor in ("debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen")
@@ -174,7 +206,10 @@ LATER_DEFAULTS: dict[str, Any] = {
 """Defaults of torchtitan 0.2.x where they differ."""
 
 LATER_FLAVORS: dict[str, tuple[str, str]] = {
-    "debugmodel": ("3.1-debugmodel", "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048"),
+    "debugmodel": (
+        "3.1-debugmodel",
+        "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048",
+    ),
     "8B": ("3.1-8B", "RoPE scaled by 8"),
     "70B": ("3.1-70B", "RoPE scaled by 8"),
     "405B": ("3.1-405B", "RoPE scaled by 8"),

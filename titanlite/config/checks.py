@@ -1,7 +1,8 @@
-"""Check the second stage of a config: keys that contradict each other, and files and packages that are missing.
+"""Check the second stage of a config: keys that contradict each other, and files and packages that
+are missing.
 
-The first stage checks each key by itself (`titanlite.config.load`), the third the ranks and the model
-(`titanlite.fit`). No torch here.
+The first stage checks each key by itself (`titanlite.config.load`), the third the ranks and the
+model (`titanlite.fit`). No torch here.
 """
 
 from __future__ import annotations
@@ -32,14 +33,19 @@ Finding = tuple[str, str, str, str]
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
-    """Return findings as problems, each at the place of its key; of a default, at that of a key in the message."""
+    """Return findings as problems, each at the place of its key; of a default, at that of a key in
+    the message.
+    """
 
     def place(key: str, message: str) -> str:
         named = re.findall(r"\w+\.\w+", f"{key} {message}")
         places = map(config.place, [key, *filter(keys().__contains__, named)])
         return next(filter(None, places), "")
 
-    return [Problem(place(key, message), key, message, hint, code=code) for code, key, message, hint in found]
+    return [
+        Problem(place(key, message), key, message, hint, code=code)
+        for code, key, message, hint in found
+    ]
 
 
 # Stage 2: contradictions
@@ -66,18 +72,34 @@ def _has_auto(filters: list[str]) -> bool:
 
 
 _MODE, _RATE, _COMPILE = "activation_checkpoint.mode", "lr_scheduler.", "training.compile"
-_LOAD, _START, _SAVES = "checkpoint.initial_load_path", "checkpoint.start", "checkpoint.enable_checkpoint"
-_GATHER, _PRECOMPUTE = "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"
+_LOAD, _START, _SAVES = (
+    "checkpoint.initial_load_path",
+    "checkpoint.start",
+    "checkpoint.enable_checkpoint",
+)
+_GATHER, _PRECOMPUTE = (
+    "float8.enable_fsdp_float8_all_gather",
+    "float8.precompute_float8_dynamic_scale_for_fsdp",
+)
 _ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
 _RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
-_HELD_OUT, _SOURCES, _ADVICE = "validation.dataset", "validation.sources", "make it one of the sources"
+_HELD_OUT, _SOURCES, _ADVICE = (
+    "validation.dataset",
+    "validation.sources",
+    "make it one of the sources",
+)
 _TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
 _EARLY = "optimizer.early_step_in_backward"
-_COMPONENTS = ("compile.components", lambda components: "model" in components, '"model" must be among them')
+_COMPONENTS = (
+    "compile.components",
+    lambda components: "model" in components,
+    '"model" must be among them',
+)
 
-#: Key, its value, and another key with the value that it needs then; what to do. A function matches values for which it
-#: is true: `bool` any but none, 0, false and empty ones. Rules of float8.* hold when it is on.
+#: Key, its value, and another key with the value that it needs then; what to do. A function matches
+#: values for which it is true: `bool` any but none, 0, false and empty ones. Rules of float8.* hold
+#: when it is on.
 NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_START, "from", _LOAD, _is_set, ""),
     (_START, "resume", _SAVES, True, ""),
@@ -94,7 +116,13 @@ NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
     ("debug.deterministic_warn_only", True, "debug.deterministic", True, ""),
     (f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", _is_set, ""),
     (_MODE, "budget", _COMPILE, True, ""),
-    (_EARLY, True, "training.max_norm", _is_huge, "1e9 turns clipping off: its norm comes after the last update"),
+    (
+        _EARLY,
+        True,
+        "training.max_norm",
+        _is_huge,
+        "1e9 turns clipping off: its norm comes after the last update",
+    ),
     (_MODE, "budget", *_COMPONENTS),
     (_ASYNC, True, _COMPILE, True, ""),
     (_ASYNC, True, *_COMPONENTS),
@@ -105,15 +133,27 @@ NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
 CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_LOAD, bool, _START, "fresh", '"from" starts there'),
     ("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
-    *(("data.messages_key", bool, f"data.{name}", bool, "it names the text") for name in _TEXT_KEYS),
+    *(
+        ("data.messages_key", bool, f"data.{name}", bool, "it names the text")
+        for name in _TEXT_KEYS
+    ),
     ("training.dataset_path", bool, "data.source", bool, _ADVICE),
     ("training.epochs", bool, "data.source", bool, "give epochs of each source"),
     ("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
     ("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
     ("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
     (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
-    *((f"training.{n}", bool, "training.loss", is_dotted, "add it there") for n in ("z_loss", "label_smoothing")),
-    ("training.data_parallel_shard_degree", _several, "training.data_parallel_type", "ddp", "it shards nothing"),
+    *(
+        (f"training.{n}", bool, "training.loss", is_dotted, "add it there")
+        for n in ("z_loss", "label_smoothing")
+    ),
+    (
+        "training.data_parallel_shard_degree",
+        _several,
+        "training.data_parallel_type",
+        "ddp",
+        "it shards nothing",
+    ),
     ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
     (
         "optimizer.name",
@@ -133,20 +173,62 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_EARLY, True, _PP, _several, "a pipeline accumulates gradients"),
     (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
     (_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
-    (_EARLY, True, "optimizer.name", lambda name: name == "Muon" or is_dotted(name), "it may need all gradients"),
+    (
+        _EARLY,
+        True,
+        "optimizer.name",
+        lambda name: name == "Muon" or is_dotted(name),
+        "it may need all gradients",
+    ),
     ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
-    ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
+    (
+        "training.gradient_sync",
+        "every",
+        _PP,
+        _several,
+        "a pipeline reduces gradients once, after the last micro-batch",
+    ),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
         for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
     ),
-    (f"{_RATE}decay_ratio", bool, f"{_RATE}style", "fsdp", "its decay runs over the whole schedule"),
-    (f"{_RATE}decay_steps", bool, f"{_RATE}style", "fsdp", "its decay runs over the whole schedule"),
+    (
+        f"{_RATE}decay_ratio",
+        bool,
+        f"{_RATE}style",
+        "fsdp",
+        "its decay runs over the whole schedule",
+    ),
+    (
+        f"{_RATE}decay_steps",
+        bool,
+        f"{_RATE}style",
+        "fsdp",
+        "its decay runs over the whole schedule",
+    ),
     (_RECIPE, _not_tensorwise, _TP, _several, 'torchao divides products of "tensorwise" only'),
     (_GATHER, True, _RECIPE, _not_tensorwise, "it needs one scale for each weight: tensorwise"),
-    (_GATHER, True, _RESHARD, lambda ranks: isinstance(ranks, int), "torch gathers float8 weights from all ranks only"),
-    (_PRECOMPUTE, True, "training.enable_cpu_offload", True, "weights in host memory lose their scales"),
-    ("float8.filter_fqns", _has_auto, _RECIPE, "rowwise_with_gw_hp", "torchao has no sizes: set float8.min_features"),
+    (
+        _GATHER,
+        True,
+        _RESHARD,
+        lambda ranks: isinstance(ranks, int),
+        "torch gathers float8 weights from all ranks only",
+    ),
+    (
+        _PRECOMPUTE,
+        True,
+        "training.enable_cpu_offload",
+        True,
+        "weights in host memory lose their scales",
+    ),
+    (
+        "float8.filter_fqns",
+        _has_auto,
+        _RECIPE,
+        "rowwise_with_gw_hp",
+        "torchao has no sizes: set float8.min_features",
+    ),
 )
 
 
@@ -157,8 +239,13 @@ def _of_extensions(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    sources = [*_sources(d, "data.source", d.data.source), *_sources(d, _SOURCES, d.validation.sources)]
-    return placed(config, [*_broken_rules(config), *_numbers(d), *_text(d), *sources, *_of_extensions(config)])
+    sources = [
+        *_sources(d, "data.source", d.data.source),
+        *_sources(d, _SOURCES, d.validation.sources),
+    ]
+    return placed(
+        config, [*_broken_rules(config), *_numbers(d), *_text(d), *sources, *_of_extensions(config)]
+    )
 
 
 def _matches(value: Any, pattern: Any) -> bool:
@@ -170,9 +257,17 @@ def _broken_rules(config: LoadedConfig) -> Iterator[Finding]:
         for key, pattern, other, wanted, why in rules:
             value, there = config.value(key), config.value(other)
             is_off = key.startswith("float8.") and not config.sections.float8.enable_float8_linear
-            if is_off or not _matches(value, pattern) or _matches(there, wanted) == (code == "needs"):
+            if (
+                is_off
+                or not _matches(value, pattern)
+                or _matches(there, wanted) == (code == "needs")
+            ):
                 continue
-            words = f"is {quote(value)} and needs" if code == "needs" else f"is {quote(value)}, which excludes"
+            words = (
+                f"is {quote(value)} and needs"
+                if code == "needs"
+                else f"is {quote(value)}, which excludes"
+            )
             shown = there if code == "conflict" else None if callable(wanted) else wanted
             shown = "" if shown is None or isinstance(shown, list) else f" = {quote(shown)}"
             yield code, key, f"{words} {other}{shown}", why
@@ -180,28 +275,64 @@ def _broken_rules(config: LoadedConfig) -> Iterator[Finding]:
 
 def _numbers(d: Config) -> Iterator[Finding]:
     """Check values against each other."""
-    t, p, s, e, ac = d.training, d.profiling, d.lr_scheduler, d.experimental, d.activation_checkpoint
+    t, p, s, e, ac = (
+        d.training,
+        d.profiling,
+        d.lr_scheduler,
+        d.experimental,
+        d.activation_checkpoint,
+    )
     timeout, deadline = d.comm.train_timeout_seconds, d.stall.deadline_seconds or 0
     rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
     length = max(t.seq_len // e.context_parallel_degree, 1)
     if s.min_lr is not None and s.min_lr > d.optimizer.peak_lr:
-        yield "conflict", f"{_RATE}min_lr", f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}", ""
+        yield (
+            "conflict",
+            f"{_RATE}min_lr",
+            f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}",
+            "",
+        )
     if ac.offload and ac.mode == "selective" and ac.selective_ac_option == "op":
-        message = 'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on the device'
-        yield "conflict", "activation_checkpoint.offload", message, 'take mode = "full", or selective_ac_option = "N"'
+        message = (
+            'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on '
+            "the device"
+        )
+        yield (
+            "conflict",
+            "activation_checkpoint.offload",
+            message,
+            'take mode = "full", or selective_ac_option = "N"',
+        )
     if t.loss_chunks > rows * length:
-        tokens = f"{counted(rows * length, 'tokens')} ({counted(rows, 'sequences')} x {counted(length, 'tokens')})"
+        tokens = (
+            f"{counted(rows * length, 'tokens')} ({counted(rows, 'sequences')} x "
+            f"{counted(length, 'tokens')})"
+        )
         message = f"is {t.loss_chunks}, but a rank computes the loss of {tokens} at once"
         yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
     if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
-        message = f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} steps never ends"
+        message = (
+            f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} "
+            "steps never ends"
+        )
         yield "conflict", "guard.max_skips", message, "take less than guard.window"
     if deadline >= timeout:
-        message = f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before that report"
+        message = (
+            f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before "
+            "that report"
+        )
         yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
     if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
-        cycle = f"profiling.profiler_warmup {p.profiler_warmup} + profiling.profiler_active {p.profiler_active}"
-        yield "conflict", "profiling.profile_freq", f"is {p.profile_freq} steps, less than {cycle}", ""
+        cycle = (
+            f"profiling.profiler_warmup {p.profiler_warmup} + profiling.profiler_active "
+            f"{p.profiler_active}"
+        )
+        yield (
+            "conflict",
+            "profiling.profile_freq",
+            f"is {p.profile_freq} steps, less than {cycle}",
+            "",
+        )
     for item in d.data.skip_steps:
         if steps_of(item)[0] > steps_of(item)[1]:
             yield "out-of-range", "data.skip_steps", f"{quote(item)} ends before it begins", ""
@@ -226,11 +357,21 @@ def _text(d: Config) -> Iterator[Finding]:
     """Find names of text that lead nowhere, and wrong phases of a mixture."""
     for section, text in (("training", d.training), ("validation", d.validation)):
         if text.dataset_path is None and (problem := name_problem(text.dataset)):
-            yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
+            yield (
+                "unknown-value",
+                f"{section}.dataset",
+                f"{quote(text.dataset)} {problem[0]}",
+                problem[1],
+            )
     for i, source in enumerate(d.validation.sources):
         at = f"{_SOURCES}[{i}]"
         if not source.name and source.path is not None:
-            yield "missing", f"{at}.name", "is missing, and the losses of a source have its name", 'as name = "wiki"'
+            yield (
+                "missing",
+                f"{at}.name",
+                "is missing, and the losses of a source have its name",
+                'as name = "wiki"',
+            )
         elif source.name and is_dotted(source.name):
             hint = "only validation.dataset takes a dotted path"
             yield "unknown-value", f"{at}.name", f"{quote(source.name)} is a dotted path", hint
@@ -243,7 +384,12 @@ def _text(d: Config) -> Iterator[Finding]:
         if (phase.step is None) == (phase.tokens is None):
             yield "conflict", key, "needs step or tokens, one of the two", ""
         for name in sorted(set(phase.weights) - set(names)):
-            yield "unknown-value", key, f"weighs {quote(name)}, which is no name of a data.source", ""
+            yield (
+                "unknown-value",
+                key,
+                f"weighs {quote(name)}, which is no name of a data.source",
+                "",
+            )
         if phase.weights and not any(phase.weights.values()):
             yield "conflict", key, "gives no source a share", ""
 
@@ -256,15 +402,30 @@ def _sources(d: Config, key: str, sources: Sequence[DataSource]) -> Iterator[Fin
         if name is None:
             yield "missing", f"{at}.name", "is missing, and so is path", ""
         elif names.index(name) != i:
-            yield "conflict", f"{at}.name", f"{quote(name)} is the name of two sources", "give each its own name"
+            yield (
+                "conflict",
+                f"{at}.name",
+                f"{quote(name)} is the name of two sources",
+                "give each its own name",
+            )
         elif source.path is None and (problem := name_problem(name)):
             yield "unknown-value", f"{at}.name", f"{quote(name)} {problem[0]}", problem[1]
         for name in _TEXT_KEYS if source.messages_key else ():
             if getattr(source, name):
-                yield "conflict", at, f"has {name} beside messages_key, which names the text", "leave one out"
-        prompt, completion = source.prompt_key or d.data.prompt_key, source.completion_key or d.data.completion_key
+                yield (
+                    "conflict",
+                    at,
+                    f"has {name} beside messages_key, which names the text",
+                    "leave one out",
+                )
+        prompt, completion = (
+            source.prompt_key or d.data.prompt_key,
+            source.completion_key or d.data.completion_key,
+        )
         if (prompt is None) != (completion is None):
-            given, other = ("prompt_key", "completion_key") if prompt else ("completion_key", "prompt_key")
+            given, other = (
+                ("prompt_key", "completion_key") if prompt else ("completion_key", "prompt_key")
+            )
             yield "needs", at, f"has {given} and needs {other}", ""
 
 
@@ -279,22 +440,40 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         names.append("checkpoint.initial_load_path")
     given = {key: config.value(key) for key in names}
-    given |= {f"data.source[{i}].path": source.path for i, source in enumerate(config.sections.data.source)}
+    given |= {
+        f"data.source[{i}].path": source.path
+        for i, source in enumerate(config.sections.data.source)
+    }
     if config.sections.validation.enable:
         sources = enumerate(config.sections.validation.sources)
         given |= {f"validation.sources[{i}].path": source.path for i, source in sources}
-    paths = {key: path for key, path in given.items() if path and not is_url(path) and not _exists(path)}
-    hints = {key: fetch_hint(path) if key == "model.tokenizer_path" else "" for key, path in paths.items()}
-    return placed(config, (("no-file", key, f"no file or folder {quote(paths[key])}", hints[key]) for key in paths))
+    paths = {
+        key: path for key, path in given.items() if path and not is_url(path) and not _exists(path)
+    }
+    hints = {
+        key: fetch_hint(path) if key == "model.tokenizer_path" else ""
+        for key, path in paths.items()
+    }
+    return placed(
+        config,
+        (("no-file", key, f"no file or folder {quote(paths[key])}", hints[key]) for key in paths),
+    )
 
 
 def _exists(path: str) -> bool:
     # Megatron's token files are named without their suffixes.
-    return os.path.exists(path) or os.path.exists(f"{path}.idx") or any(glob.iglob(path, recursive=True))
+    return (
+        os.path.exists(path)
+        or os.path.exists(f"{path}.idx")
+        or any(glob.iglob(path, recursive=True))
+    )
 
 
 def _has_checkpoints(d: Config) -> bool:
-    """Return whether the checkpoint folder seems to hold checkpoints. True for a store, which is not asked."""
+    """Return whether the checkpoint folder seems to hold checkpoints.
+
+    True for a store, which is not asked.
+    """
     if is_url(d.checkpoint.folder):
         return True
     folder = os.path.join(d.job.dump_folder, d.checkpoint.folder)
@@ -302,12 +481,16 @@ def _has_checkpoints(d: Config) -> bool:
 
 
 def closed_urls(config: LoadedConfig) -> list[Problem]:
-    """Return problems for URLs without the login or signature that they had, and with a login that nothing reads.
+    """Return problems for URLs without the login or signature that they had, and with a login that
+    nothing reads.
 
     The config that a run keeps has URLs of the first kind.
     """
     message = "its login or signature is hidden in this file, as runs keep their config"
-    hint = "give the whole URL again: --{key} URL; a config of yours may have it as ${{NAME}}, an environment variable"
+    hint = (
+        "give the whole URL again: --{key} URL; a config of yours may have it as ${{NAME}}, an "
+        "environment variable"
+    )
     found: list[Finding] = []
     for key, value in config.entries():
         texts = list(_texts(value))
@@ -331,10 +514,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def missing_packages(config: LoadedConfig) -> list[Problem]:
-    """Return problems for optional packages that a key needs and that are not installed, and unusable stores."""
+    """Return problems for optional packages that a key needs and that are not installed, and
+    unusable stores.
+    """
     found: list[Finding] = []
     spec = importlib.util.find_spec("wandb") if config.sections.metrics.enable_wandb else None
-    # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.
+    # A folder of that name, as wandb itself makes one in the working directory, is found too, but
+    # has no origin.
     if config.sections.metrics.enable_wandb and (spec is None or spec.origin is None):
         hint = "pip install 'titanlite[wandb]', or leave the key out"
         message = "needs the package wandb, which is not installed"

@@ -16,7 +16,9 @@ from titanlite.config.run_sections import (
     Seed,
 )
 
-StepRange = Annotated[str, Meta(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$", extra={"words": 'steps as "200-250"'})]
+StepRange = Annotated[
+    str, Meta(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$", extra={"words": 'steps as "200-250"'})
+]
 """First and last step, both included."""
 
 
@@ -27,7 +29,10 @@ def steps_of(item: int | str) -> tuple[int, int]:
 
 
 class DataSource(Section, frozen=True):
-    """One `[[data.source]]`: text, and its share of the mixture. Without one, [training] and [data] name the text."""
+    """One `[[data.source]]`: text, and its share of the mixture.
+
+    Without one, [training] and [data] name the text.
+    """
 
     name: Name | None = None
     """Text by name, as for training.dataset; beside a path, its name in the log. None: the path."""
@@ -36,8 +41,9 @@ class DataSource(Section, frozen=True):
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
-    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it (None: a folder must
-    have one alone). "all": all splits."""
+    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it
+    (None: a folder must have one alone). "all": all splits.
+    """
     format: Literal["auto", "json", "parquet", "arrow", "text", "tokens"] = "auto"
     """Kind of file. auto: by content. text: each file is one document."""
     text_key: Name | None = None
@@ -55,7 +61,9 @@ class DataSource(Section, frozen=True):
 
 
 class DataPhase(Section, frozen=True):
-    """One `[[data.phase]]`: other shares of the sources, or another learning rate, from a step or token on."""
+    """One `[[data.phase]]`: other shares of the sources, or another learning rate, from a step or
+    token on.
+    """
 
     step: Annotated[int, Meta(ge=2)] | None = None
     """First step of the phase. Excludes tokens."""
@@ -89,38 +97,56 @@ class Data(Section, frozen=True):
     completion_key: Name | None = None
     """Field that follows the prompt; the loss is on its tokens alone. Needs prompt_key."""
     messages_key: Name | None = None
-    """Field that holds a conversation, a list of {role, content}. The loss is on the assistant's turns alone."""
+    """Field that holds a conversation, a list of {role, content}. The loss is on the assistant's
+    turns alone.
+    """
     chat_template: Location | None = None
-    """Jinja file that renders conversations. None: that of chat_template.jinja or tokenizer_config.json."""
+    """Jinja file that renders conversations. None: that of chat_template.jinja or
+    tokenizer_config.json.
+    """
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
-    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it (None: a folder must
-    have one alone). "all": all splits."""
+    """Split of a data set of the hub (None: train), or of local files and URLs whose names tell it
+    (None: a folder must have one alone). "all": all splits.
+    """
     streaming: Literal["auto"] | bool = "auto"
-    """Read text while training. auto: data sets of the hub, URLs, local text above 4 GB. false: tokenize it first."""
+    """Read text while training. auto: data sets of the hub, URLs, local text above 4 GB. false:
+    tokenize it first.
+    """
     lanes: Count | None = None
-    """Parts of a stream; they fix its order. None: chosen at the first start and stored in checkpoints."""
+    """Parts of a stream; they fix its order. None: chosen at the first start and stored in
+    checkpoints.
+    """
     shuffle_buffer: Count = 10_000
     """Documents of a stream shuffled together, over all lanes."""
     retry_seconds: NonNegative = 300.0
-    """Time for a source that cannot be read to come back; on several ranks at most half of comm.train_timeout_seconds.
-    Then the run saves a checkpoint and ends."""
+    """Time for a source that cannot be read to come back; on several ranks at most half of
+    comm.train_timeout_seconds. Then the run saves a checkpoint and ends.
+    """
     num_workers: Natural | None = None
-    """Threads per rank that tokenize text. None: the cores of the node per rank, at most 8. 0: the main thread."""
+    """Threads per rank that tokenize text. None: the cores of the node per rank, at most 8. 0: the
+    main thread.
+    """
     token_cache: Location = "auto"
-    """Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "auto":
-    titanlite-tokens-UID in the folder of temporary files, for 1 MB and more. "off": each rank tokenizes alone."""
+    """Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local
+    disk. "auto": titanlite-tokens-UID in the folder of temporary files, for 1 MB and more. "off":
+    each rank tokenizes alone.
+    """
     prefetch: Natural = 2
-    """Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed."""
+    """Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed.
+    """
     pin_memory: bool = True
     """On GPUs, that thread puts batches into page-locked memory, so that copies do not wait."""
     persistent_workers: bool = False
-    """The thread of the validation batches stays between validations, with the first of them ready."""
+    """The thread of the validation batches stays between validations, with the first of them ready.
+    """
     log_documents: bool = False
     """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
     skip_steps: list[Count | StepRange] = []
-    """Steps of the data order to leave out, as [120, "200-250"]: those of an undisturbed run of this global batch."""
+    """Steps of the data order to leave out, as [120, "200-250"]: those of an undisturbed run of
+    this global batch.
+    """
 
 
 class Validation(Section, frozen=True):
@@ -133,7 +159,8 @@ class Validation(Section, frozen=True):
     first: bool = False
     """Also before the first step, so that curves of the loss begin at step 0."""
     ema: bool = False
-    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite evaluate`."""
+    """Validate with the average of the weights (optimizer.ema_decay), also in `titanlite evaluate`.
+    """
     steps: CountOrRest = -1
     """Batches of a validation, of each source. -1: one full pass."""
     batch_size: Count | None = None
@@ -141,11 +168,16 @@ class Validation(Section, frozen=True):
     seq_len: Count | None = None
     """Tokens per sequence. None: training.seq_len."""
     dataset: Name = "c4_validation"
-    """Text by name: the bundled held-out part, or a name, hub id or dotted path as for training.dataset. c4, slimpajama
-    and wikitext stand for their validation split here."""
+    """Text by name: the bundled held-out part, or a name, hub id or dotted path as for
+    training.dataset. c4, slimpajama and wikitext stand for their validation split here.
+    """
     dataset_path: Location | None = None
     """Text of your own to validate on, as for training.dataset_path."""
     split: Name | None = None
-    """Split of dataset or dataset_path, as data.split. None: that of a registered name, else as there."""
+    """Split of dataset or dataset_path, as data.split. None: that of a registered name, else as
+    there.
+    """
     sources: list[DataSource] = []
-    """Array of tables: several texts, each with a name and its own loss, instead of dataset and dataset_path."""
+    """Array of tables: several texts, each with a name and its own loss, instead of dataset and
+    dataset_path.
+    """

@@ -1,4 +1,6 @@
-"""Values as they were written, before they are checked: one `Entry` each, from a file or the command line."""
+"""Values as they were written, before they are checked: one `Entry` each, from a file or the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,16 @@ class Entry:
     raw: Any = None
 
     def place(self, path: str) -> str:
-        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest thing around it."""
+        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest thing
+        around it.
+        """
         while path and self.name + path not in self.lines:
             path = path[: max(path.rfind("."), path.rfind("["))]
-        return replace(self.source, line=self.lines[self.name + path]).place if path else self.source.place
+        return (
+            replace(self.source, line=self.lines[self.name + path]).place
+            if path
+            else self.source.place
+        )
 
 
 @cache
@@ -52,10 +60,13 @@ def known_sections() -> frozenset[str]:
 
 def is_subsection(name: str) -> bool:
     """Return whether the entries of a table under this name are values of their own."""
-    return (name in keys() and keys()[name].is_table) or (name in known_sections() and name not in known_names())
+    return (name in keys() and keys()[name].is_table) or (
+        name in known_sections() and name not in known_names()
+    )
 
 
-#: A file with more unknown keys than this, and with more of them than of others, is taken for another trainer's.
+#: A file with more unknown keys than this, and with more of them than of others, is taken for
+#: another trainer's.
 _SLIPS = 5
 
 
@@ -83,22 +94,34 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
             problems.append(Problem(source.place, name, message, code="wrong-type"))
         else:
             strange += len(value) if isinstance(value, dict) else 1
-            problems.append(unknown(name, source, is_section=isinstance(value, dict) and name in map(quote_key, tree)))
+            is_section = isinstance(value, dict) and name in map(quote_key, tree)
+            problems.append(unknown(name, source, is_section))
 
     for part, item in tree.items():
         visit(quote_key(part), item)
     if strange > max(len(entries), _SLIPS):
-        message = f"is no file of titanlite or torchtitan: {strange} of its {strange + len(entries)} keys are unknown"
+        message = (
+            f"is no file of titanlite or torchtitan: {strange} of its {strange + len(entries)} "
+            "keys are unknown"
+        )
         hint = "rewrite it with the keys that `titanlite config explain` lists"
         problems.insert(0, Problem(f"{file}:1", "", message, hint, code="other-trainer"))
     return entries, problems
 
 
 def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
-    """Return the problem of an unknown key or section, with the nearest one or the place where the key lives."""
+    """Return the problem of an unknown key or section, with the nearest one or the place where the
+    key lives.
+    """
     section, _, last = name.rpartition(".")
-    here = {known.rpartition(".")[2]: known for known in known_names() if known.rpartition(".")[0] == section}
-    same_name = sorted(known for known in known_names() - UNSUPPORTED.keys() if known.rpartition(".")[2] == last)
+    here = {
+        known.rpartition(".")[2]: known
+        for known in known_names()
+        if known.rpartition(".")[0] == section
+    }
+    same_name = sorted(
+        known for known in known_names() - UNSUPPORTED.keys() if known.rpartition(".")[2] == last
+    )
     if is_section:
         alike = nearest(name, [known for known in known_sections() if "." not in known])
         hint = f"nearest section: [{alike[0]}]" if alike else f"sections: {', '.join(sections())}"
@@ -106,36 +129,51 @@ def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
     if name in OTHER_TRAINERS:
         hint = f"here this is {OTHER_TRAINERS[name]}"
     elif same_name:
-        hint = f"{last} belongs to another section: {next(filter(keys().__contains__, same_name), same_name[0])}"
+        hint = (
+            f"{last} belongs to another section: "
+            f"{next(filter(keys().__contains__, same_name), same_name[0])}"
+        )
     elif last in OTHER_TRAINERS:
         hint = f"here this is {OTHER_TRAINERS[last]}"
     elif close := nearest_key(name, known_names()) or _in_like_section(name):
         hint = f"nearest: {close}"
     else:
         hint = (
-            f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
+            f"keys of [{section}]: {', '.join(sorted(here))}"
+            if here
+            else "`titanlite config explain` lists the keys"
         )
     if section and section not in known_sections():
-        return Problem(source.place, name, f"unknown section [{section}]", hint, code="unknown-section")
+        return Problem(
+            source.place, name, f"unknown section [{section}]", hint, code="unknown-section"
+        )
     message = "unknown key" if section else "unknown key outside any section"
     return Problem(source.place, name, message, hint, code="unknown-key")
 
 
 def _in_like_section(name: str) -> str:
-    """Return the key of a section that looks like an unknown one, or that section; "": none does."""
+    """Return the key of a section that looks like an unknown one, or that section; "": none
+    does.
+    """
     section = name.rpartition(".")[0]
     if section not in known_sections():
         return "".join(nearest(name, known_names()))
-    return "".join(nearest(name, [one for one in known_sections() if one.startswith(f"{section}.")]))
+    return "".join(
+        nearest(name, [one for one in known_sections() if one.startswith(f"{section}.")])
+    )
 
 
 def begins_option(word: str) -> bool:
-    """Return whether a word of a command line begins an option. Other words, as `-1`, are values."""
+    """Return whether a word of a command line begins an option. Other words, as `-1`, are
+    values.
+    """
     return word.startswith("--") or word == "-h"
 
 
 def names_key(option: str) -> bool:
-    """Return whether an option is a `--section.key` flag, right or wrong, and none of the command's own."""
+    """Return whether an option is a `--section.key` flag, right or wrong, and none of the command's
+    own.
+    """
     name = option.removeprefix("--").partition("=")[0]
     return "." in name or name in _CONFIG_FILE
 
@@ -143,8 +181,9 @@ def names_key(option: str) -> bool:
 def value_words(flag: str, words: Sequence[str]) -> int:
     """Return how many of the words behind a `--section.key` flag are its value.
 
-    words: those up to the next option. A switch takes a truth value, and a list all words up to the name of a TOML
-    file. Any other key, also an unknown one, takes one word. A negated flag and one with `=` take none.
+    words: those up to the next option. A switch takes a truth value, and a list all words up to the
+    name of a TOML file. Any other key, also an unknown one, takes one word. A negated flag and one
+    with `=` take none.
     """
     option, equals, _ = flag.removeprefix("--").partition("=")
     name, negated = _flag_name(option)
@@ -176,7 +215,8 @@ class _BadWords(ValueError):
 
 
 def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem]]:
-    """Return the values of `--section.key value`, `--section.key=value`, `--no-section.key` and `--section.no_key`.
+    """Return the values of `--section.key value`, `--section.key=value`, `--no-section.key` and
+    `--section.no_key`.
 
     A flag given twice: the last one wins.
     """
@@ -187,7 +227,11 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
         word = argv[position]
         position += 1
         if not begins_option(word) or word == "--":
-            problems.append(Problem("command line", "", f"unexpected word {quote(word)}", _FORM, code="bad-flag"))
+            problems.append(
+                Problem(
+                    "command line", "", f"unexpected word {quote(word)}", _FORM, code="bad-flag"
+                )
+            )
             continue
         flag, equals, attached = word[2:].partition("=")
         words = [attached] if equals else []
@@ -200,11 +244,17 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
             continue
         if (table := table_of(name)) and not _is_one_name(name[len(table) + 1 :]):
             message = f"names no entry of {table}"
-            hint = f"the form is --{table}.NAME VALUE; a table in it is one value, as '{{factor = 8}}'"
+            hint = (
+                f"the form is --{table}.NAME VALUE; a table in it is one value, as '{{factor = 8}}'"
+            )
             problems.append(Problem("command line", f"--{flag}", message, hint, code="bad-flag"))
             continue
         try:
-            value = _negative(name, words) if negated else _read(type_of_name(name), words, name not in _WITH_COMMAS)
+            value = (
+                _negative(name, words)
+                if negated
+                else _read(type_of_name(name), words, name not in _WITH_COMMAS)
+            )
         except _BadWords as error:
             problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
             continue
@@ -221,7 +271,10 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
 
 
 def _is_one_name(text: str) -> bool:
-    """Return whether a text is the name of one entry, as TOML writes it. `a.b` would be an entry of a table in it."""
+    """Return whether a text is the name of one entry, as TOML writes it.
+
+    `a.b` would be an entry of a table in it.
+    """
     try:
         return [*loads(f"{text} = 0").values()] == [0]
     except TOMLDecodeError:
@@ -236,7 +289,9 @@ def _flag_name(flag: str) -> tuple[str | None, bool]:
     section, _, last = plain.rpartition(".")
     tries = [(flag, False), (plain, False), (plain.removeprefix("no_"), True)]
     tries.append((f"{section}.{last.removeprefix('no_')}", True))
-    return next(((name, no) for name, no in tries if name in known_names() or table_of(name)), (None, False))
+    return next(
+        ((name, no) for name, no in tries if name in known_names() or table_of(name)), (None, False)
+    )
 
 
 def type_of_name(name: str) -> Any:
@@ -255,13 +310,18 @@ def _negative(name: str, words: list[str]) -> bool:
 
 
 def _read(type_: Any, words: list[str], has_commas: bool) -> Any:
-    """Return the value that the words after a flag make. has_commas: lists are split at commas, too."""
+    """Return the value that the words after a flag make.
+
+    has_commas: lists are split at commas, too.
+    """
     lists = [part for part in map(base, members(type_)) if get_origin(part) is list]
     if lists and not (len(words) == 1 and words[0] in choices(type_)):
         if len(words) == 1 and words[0].lstrip().startswith("["):
             return _read_one(lists[0], words[0])
         (item,) = get_args(lists[0])
-        parts = [part.strip() for word in words for part in (word.split(",") if has_commas else [word])]
+        parts = [
+            part.strip() for word in words for part in (word.split(",") if has_commas else [word])
+        ]
         return [_read_one(item, part) for part in parts if part]
     if not words and bool in members(type_):
         return True
@@ -271,9 +331,14 @@ def _read(type_: Any, words: list[str], has_commas: bool) -> Any:
 
 
 def _read_one(type_: Any, text: str) -> Any:
-    """Return the first reading of a word that fits the type. A word without one is left to the check to refuse."""
+    """Return the first reading of a word that fits the type.
+
+    A word without one is left to the check to refuse.
+    """
     unset = text.lower() == "none" and "none" not in choices(type_)
-    if type(None) in members(type_) and (unset or not (text or fits(type_, text))):  # "": null as a hyperparameter
+    if type(None) in members(type_) and (
+        unset or not (text or fits(type_, text))
+    ):  # "": null as a hyperparameter
         return None
     readings: list[Any] = [text.lower() == "true"] if text.lower() in ("true", "false") else []
     for read in (_literal, _json, _python, int, float):
@@ -283,7 +348,10 @@ def _read_one(type_: Any, text: str) -> Any:
             continue
     if type_ is not Any:  # quotes of a text are part of it
         readings = [value for value in readings if not isinstance(value, str)]
-    return next((value for value in [*readings, text] if fits(type_, value)), readings[0] if readings else text)
+    return next(
+        (value for value in [*readings, text] if fits(type_, value)),
+        readings[0] if readings else text,
+    )
 
 
 #: The name before a value of `_table_of_pairs`.
@@ -292,9 +360,11 @@ _DEPTHS = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
 
 
 def _table_of_pairs(table: str, text: str) -> Any:
-    """Return the table that SageMaker's toolkit writes as `dim=64,n_heads=4`; the text itself if it has another form.
+    """Return the table that SageMaker's toolkit writes as `dim=64,n_heads=4`; the text itself if it
+    has another form.
 
-    A comma divides two entries if a name and `=` follow it outside of brackets. An empty table is an empty text.
+    A comma divides two entries if a name and `=` follow it outside of brackets. An empty table is
+    an empty text.
     """
     depth, starts = 0, [0]
     for position, character in enumerate(text):
@@ -311,7 +381,9 @@ def _table_of_pairs(table: str, text: str) -> Any:
 
 
 def _python(text: str) -> Any:
-    """Return a list or a dict as Python prints it, and so SageMaker's toolkit. Raises ValueError."""
+    """Return a list or a dict as Python prints it, and so SageMaker's toolkit. Raises
+    ValueError.
+    """
     if not text.lstrip().startswith(("[", "{")):
         raise ValueError
     try:

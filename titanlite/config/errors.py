@@ -26,7 +26,11 @@ class Source:
     def __str__(self) -> str:
         if self.kind == "dialect":
             return f'default of dialect "2026" ({self.place})'
-        with_variables = f" with {', '.join(f'${{{name}}}' for name in self.variables)}" if self.variables else ""
+        with_variables = (
+            f" with {', '.join(f'${{{name}}}' for name in self.variables)}"
+            if self.variables
+            else ""
+        )
         return (self.kind if self.file is None else self.place) + with_variables
 
     @property
@@ -52,7 +56,8 @@ class Problem:
     message: str
     #: What to do about it.
     hint: str = ""
-    #: A short name of the kind of problem that stays the same when the words change; docs/config.md lists them.
+    #: A short name of the kind of problem that stays the same when the words change; docs/config.md
+    #: lists them.
     code: str = "does-not-fit"
 
     def __str__(self) -> str:
@@ -69,10 +74,16 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(sorted(dict.fromkeys(problems), key=_by_place))
         count = len(self.problems)
-        ours = all(problem.where == "command line" and "." not in problem.key for problem in self.problems)  # no keys
+        ours = all(
+            problem.where == "command line" and "." not in problem.key for problem in self.problems
+        )  # no keys
         place = "on the command line" if ours else "in the config"
         head = f"1 problem {place}:" if count == 1 else f"{count} problems {place}:"
-        super().__init__("\n".join([head, *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]))
+        super().__init__(
+            "\n".join(
+                [head, *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]
+            )
+        )
 
 
 def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
@@ -83,13 +94,20 @@ def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
 def _by_place(problem: Problem) -> tuple[bool, str, int]:
     """Sort by file and line; then the command line, then what has no single place."""
     file, _, line = problem.where.rpartition(":")
-    return (not file, file, int(line)) if line.isdigit() else (True, "" if problem.where else "~", 0)
+    return (
+        (not file, file, int(line)) if line.isdigit() else (True, "" if problem.where else "~", 0)
+    )
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to `count` known words that look like `word`, the most alike first; capitals do not count."""
+    """Return up to `count` known words that look like `word`, the most alike first; capitals do not
+    count.
+    """
     by_lower = {k.lower(): k for k in known}
-    return [by_lower[m] for m in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]
+    return [
+        by_lower[m]
+        for m in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)
+    ]
 
 
 #: The least likeness of two names, from 0 to 1: of keys in one section, and in different ones.
@@ -97,7 +115,9 @@ _ALIKE, _ALIKE_ELSEWHERE = 0.6, 0.8
 
 
 def nearest_key(name: str, known: Iterable[str]) -> str:
-    """Return the key of `section.name` that looks most like `name`, by whole words before letters; "": none does."""
+    """Return the key of `section.name` that looks most like `name`, by whole words before letters;
+    "": none does.
+    """
     section, _, last = name.lower().rpartition(".")
     best, found = 0.0, ""
     for key in sorted(known):

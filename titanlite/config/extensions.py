@@ -1,7 +1,9 @@
-"""Keys that name an object of yours by a dotted path: "package.module:name", or "./file.py:name" beside the TOML file.
+"""Keys that name an object of yours by a dotted path: "package.module:name", or "./file.py:name"
+beside the TOML file.
 
-Importing this module needs no torch. A config is loaded without an import of such an object; only a model is imported,
-since its sizes are checked. `load_functions` imports the others before any work starts.
+Importing this module needs no torch. A config is loaded without an import of such an object; only a
+model is imported, since its sizes are checked. `load_functions` imports the others before any work
+starts.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ HINT = 'name it as "package.module:name", or as "./file.py:name" beside the TOML
 
 
 def anchored(path: str, folder: Path) -> str:
-    """Return a dotted path with its file made absolute: in `folder`, else in the working directory if it is there."""
+    """Return a dotted path with its file made absolute: in `folder`, else in the working directory
+    if it is there.
+    """
     file, colon, name = path.partition(":")
     if not file.startswith("."):
         return path
@@ -46,19 +50,34 @@ def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:
     """Yield each dotted path in a config with its key."""
     for key in KEYS:
         value = config.value(key)
-        yield from ((key, path) for path in ([value] if isinstance(value, str) else value) if is_dotted(path))
+        yield from (
+            (key, path)
+            for path in ([value] if isinstance(value, str) else value)
+            if is_dotted(path)
+        )
 
 
 def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
-    """Find dotted paths that surely lead nowhere, without an import: (code, key, message, remedy)."""
+    """Find dotted paths that surely lead nowhere, without an import: (code, key, message,
+    remedy).
+    """
     foreign = {claim.key for claim in config.claims}  # such a file is not even read
-    paths = [(key, path) for key, path in dotted_paths(config) if key != "model.name" and key not in foreign]
+    paths = [
+        (key, path)
+        for key, path in dotted_paths(config)
+        if key != "model.name" and key not in foreign
+    ]
     found = ((key, path, unresolved(path)) for key, path in paths)
-    return [("unresolved", key, f"{path!r} {reason}", HINT) for key, path, reason in found if reason]
+    return [
+        ("unresolved", key, f"{path!r} {reason}", HINT) for key, path, reason in found if reason
+    ]
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
-    """Return the function that a key of `FUNCTIONS` names. Raises ValueError if it cannot be called as it will be."""
+    """Return the function that a key of `FUNCTIONS` names.
+
+    Raises ValueError if it cannot be called as it will be.
+    """
     arguments = FUNCTIONS[key]
 
     def accept(found: Any) -> bool:
@@ -68,7 +87,9 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
             return False
         return True
 
-    function: Callable[..., Any] = resolve_as(path, accept, f"a function to call with ({', '.join(arguments)})")
+    function: Callable[..., Any] = resolve_as(
+        path, accept, f"a function to call with ({', '.join(arguments)})"
+    )
     return function
 
 
@@ -77,9 +98,11 @@ _GIVEN = ("params", "lr")
 
 
 def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
-    """Compare `[optimizer.args]` with the class that `optimizer.name` names: (code, key, message, remedy).
+    """Compare `[optimizer.args]` with the class that `optimizer.name` names: (code, key, message,
+    remedy).
 
-    Only the source of the class is read. Where it does not tell, `load_functions` finds the mistake later.
+    Only the source of the class is read. Where it does not tell, `load_functions` finds the mistake
+    later.
     """
     path, args = config.value("optimizer.name"), config.value("optimizer.args")
     signature = class_signature(path) if is_dotted(path) else None
@@ -90,7 +113,9 @@ def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     for name in args:
         if name in _GIVEN:
             remedy = "set optimizer.lr" if name == "lr" else "remove it"
-            found.append(("conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy))
+            found.append(
+                ("conflict", f"optimizer.args.{name}", "titanlite gives this argument", remedy)
+            )
         elif name not in own and not signature.open:
             close = nearest(name, own)
             remedy = f"nearest: {close[0]}" if close else f"it takes {', '.join(own)}"
@@ -113,27 +138,40 @@ def not_given(config: LoadedConfig) -> list[str]:
     if not written:
         return []
     names = " and ".join(dict.fromkeys(f"optimizer.args.{known[name]}" for name in written))
-    return [f"optimizer.{', '.join(written)}: a class of optimizers gets lr and [optimizer.args] alone; set {names}"]
+    return [
+        (
+            f"optimizer.{', '.join(written)}: a class of optimizers gets lr and [optimizer.args] "
+            f"alone; set {names}"
+        )
+    ]
 
 
 def class_takes_settings(path: str) -> bool:
-    """Return whether a class asks for a section `[optimizer]` itself, as far as its source tells."""
+    """Return whether a class asks for a section `[optimizer]` itself, as far as its source
+    tells.
+    """
     signature = class_signature(path)
     return signature is not None and "settings" in signature.names
 
 
 def is_optimizer_class(found: Any) -> bool:
-    """Return whether an object is a class of torch optimizers that does not take a section `[optimizer]` itself."""
+    """Return whether an object is a class of torch optimizers that does not take a section
+    `[optimizer]` itself.
+    """
     if not inspect.isclass(found):
         return False
     bases = [f"{base.__module__}.{base.__name__}" for base in found.__mro__]
-    return "torch.optim.optimizer.Optimizer" in bases and "settings" not in inspect.signature(found).parameters
+    return (
+        "torch.optim.optimizer.Optimizer" in bases
+        and "settings" not in inspect.signature(found).parameters
+    )
 
 
 def load_optimizer(path: str, args: Mapping[str, Any]) -> tuple[Callable[..., Any], bool]:
     """Return what `optimizer.name` names, and whether it is a class of optimizers.
 
-    Raises ValueError where it cannot be called: a class with (params, lr=…, **args), any other as in `FUNCTIONS`.
+    Raises ValueError where it cannot be called: a class with (params, lr=…, **args), any other as
+    in `FUNCTIONS`.
     """
     found = resolve_as(path, callable, "a function or a class of optimizers")
     if not is_optimizer_class(found):
@@ -141,16 +179,22 @@ def load_optimizer(path: str, args: Mapping[str, Any]) -> tuple[Callable[..., An
     try:
         inspect.signature(found).bind("params", lr=0.0, **args)
     except TypeError as error:
-        raise ValueError(f"{path!r} cannot be called with (params, lr=…, **optimizer.args): {error}") from None
+        raise ValueError(
+            f"{path!r} cannot be called with (params, lr=…, **optimizer.args): {error}"
+        ) from None
     try:
         inspect.signature(found.step).bind("self")
     except TypeError:
-        raise ValueError(f"{path!r} computes the loss itself (its step needs a closure), which is not done") from None
+        raise ValueError(
+            f"{path!r} computes the loss itself (its step needs a closure), which is not done"
+        ) from None
     return found, True
 
 
 def load_functions(config: LoadedConfig) -> None:
-    """Import every function that a config names. Raises ConfigError with all that cannot be used."""
+    """Import every function that a config names. Raises ConfigError with all that cannot be
+    used.
+    """
     problems = []
     for key, path in dotted_paths(config):
         if key in FUNCTIONS:
@@ -160,6 +204,8 @@ def load_functions(config: LoadedConfig) -> None:
                 else:
                     load_function(key, path)
             except ValueError as error:
-                problems.append(Problem(config.place(key), key, str(error), HINT, code="unresolved"))
+                problems.append(
+                    Problem(config.place(key), key, str(error), HINT, code="unresolved")
+                )
     if problems:
         raise ConfigError(problems)

@@ -41,7 +41,9 @@ class Key:
         def default(info: FieldInfo) -> Any:
             return info.default_factory() if callable(info.default_factory) else info.default
 
-        rows = [(i.name, i.type, None if i.required else default(i), i.required) for i in fields(owner)]
+        rows = [
+            (i.name, i.type, None if i.required else default(i), i.required) for i in fields(owner)
+        ]
         return [cls(section, *row, owner) for row in rows]
 
     @property
@@ -60,7 +62,9 @@ class Key:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is a free table: each of its entries is a value of its own, with its own source."""
+        """Whether it is a free table: each of its entries is a value of its own, with its own
+        source.
+        """
         return get_origin(self.type) is dict
 
 
@@ -77,7 +81,9 @@ def keys() -> dict[str, Key]:
 
 
 def table_of(name: str) -> str | None:
-    """Return the free table that a dotted name lies in: `model.overrides` for `model.overrides.n_layers`."""
+    """Return the free table that a dotted name lies in: `model.overrides` for
+    `model.overrides.n_layers`.
+    """
     table = ".".join(name.split(".", 2)[:2])
     return table if table != name and table in keys() and keys()[table].is_table else None
 
@@ -108,13 +114,19 @@ def descriptions(section: type[Section]) -> dict[str, str]:
 
 
 def may_differ(name: str, old: Any, new: Any) -> bool:
-    """Return whether hosts of one run may have these two values of a key: other paths, or another [launch]."""
+    """Return whether hosts of one run may have these two values of a key: other paths, or another
+    [launch].
+    """
 
     def without_paths(value: Any) -> Any:
         if isinstance(value, list):
             return [*map(without_paths, value)]
         if isinstance(value, dict):
-            return {field: item for field, item in value.items() if not (inner and field in paths(inner))}
+            return {
+                field: item
+                for field, item in value.items()
+                if not (inner and field in paths(inner))
+            }
         return os.path.basename(value) if name in ANCHORED and isinstance(value, str) else value
 
     section, _, field = name.partition(".")
@@ -137,20 +149,26 @@ def base(type_: Any) -> Any:
 
 def choices(type_: Any) -> list[Any]:
     """Return the values that a type lists one by one."""
-    listed = [value for part in members(type_) if get_origin(part) is Literal for value in get_args(part)]
+    listed = [
+        value for part in members(type_) if get_origin(part) is Literal for value in get_args(part)
+    ]
     return listed + names_beside_paths(type_)
 
 
 def names_beside_paths(type_: Any) -> list[str]:
     """Return the names that a type takes besides dotted paths (`dotted_or`)."""
-    metas = [meta.extra or {} for part in members(type_) for meta in getattr(part, "__metadata__", ())]
+    metas = [
+        meta.extra or {} for part in members(type_) for meta in getattr(part, "__metadata__", ())
+    ]
     return [name for extra in metas for name in extra.get("choices", ())]
 
 
 def inner_section(type_: Any) -> type[Section] | None:
     """Return the section of which a type lists tables, or that it is."""
     parts = (type_, *get_args(type_))
-    return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
+    return next(
+        (part for part in parts if isinstance(part, type) and issubclass(part, Section)), None
+    )
 
 
 _PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -177,7 +195,11 @@ def _describe(part: Any) -> str:
             return f"an array of tables with {', '.join(section.__struct_fields__)}"
         if get_origin(item) is Literal:
             return f"a list of {', '.join(map(quote, get_args(item)))}"
-        return f"a list of {_MANY[item]}" if item in _MANY else f"a list whose items are each {describe(item)}"
+        return (
+            f"a list of {_MANY[item]}"
+            if item in _MANY
+            else f"a list whose items are each {describe(item)}"
+        )
     if get_origin(kind) is dict:
         return "a table"
     found = ((sign, getattr(meta, limit)) for meta in metas for limit, sign in _LIMITS.items())
@@ -187,11 +209,15 @@ def _describe(part: Any) -> str:
 
 
 def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
-    """Return all that is wrong with a value for a type, without places; the key is the path inside: `[1].weight`."""
+    """Return all that is wrong with a value for a type, without places; the key is the path inside:
+    `[1].weight`.
+    """
     section = inner_section(type_)
     if section is not None and isinstance(value, list):
         tables = ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, dict))
-        if found := [problem for inner, table in tables for problem in _check_table(section, table, inner)]:
+        if found := [
+            problem for inner, table in tables for problem in _check_table(section, table, inner)
+        ]:
             return found
     if (code := _misfit(type_, value)) is None:
         return []
@@ -207,8 +233,14 @@ def _misfit(type_: Any, value: Any) -> str | None:
     except msgspec.ValidationError as error:
         if ", got `" in str(error):
             return "wrong-type"
-        return "unknown-value" if "enum" in str(error) or names_beside_paths(type_) else "out-of-range"
-    refused = [m.extra["refused"] for m in getattr(type_, "__metadata__", ()) if "refused" in (m.extra or {})]
+        return (
+            "unknown-value" if "enum" in str(error) or names_beside_paths(type_) else "out-of-range"
+        )
+    refused = [
+        m.extra["refused"]
+        for m in getattr(type_, "__metadata__", ())
+        if "refused" in (m.extra or {})
+    ]
     return "out-of-range" if value in refused or not _finite(value) else None
 
 
@@ -235,7 +267,9 @@ def _check_table(section: type[Section], table: dict[str, Any], path: str) -> li
             found.append(Problem("", f"{path}.{name}", "unknown key", hint, code="unknown-key"))
     missing = [name for name, info in infos.items() if info.required and name not in table]
     meaning = descriptions(section) if missing else {}
-    return found + [Problem("", f"{path}.{n}", "is missing", meaning[n], code="missing") for n in missing]
+    return found + [
+        Problem("", f"{path}.{n}", "is missing", meaning[n], code="missing") for n in missing
+    ]
 
 
 def _hint(type_: Any, value: Any) -> str:

@@ -1,6 +1,9 @@
-"""Load a config. Layers: defaults < `[job] extends` in order < the TOML files in order < the command line.
+"""Load a config.
 
-This is the first of three stages of checks: each key by itself. `titanlite.config.checks` has the others.
+Layers: defaults < `[job] extends` in order < the TOML files in order < the command line.
+
+This is the first of three stages of checks: each key by itself. `titanlite.config.checks` has the
+others.
 """
 
 from __future__ import annotations
@@ -32,7 +35,14 @@ from titanlite.config.keys import check, fits, keys, sections, table_of
 from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
-from titanlite.config.trust import Claim, Origin, config_claims, file_claim, refusals, variable_claim
+from titanlite.config.trust import (
+    Claim,
+    Origin,
+    config_claims,
+    file_claim,
+    refusals,
+    variable_claim,
+)
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
 from titanlite.config.variables import is_deferred, names_in, resolved
 
@@ -41,7 +51,8 @@ _MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 USAGE = """\
 usage: train.py [--job.config_file FILE ...] [--section.key VALUE ...]
 
-  --job.config_file FILE   the TOML file, or several, later ones over earlier ones; also looked up in train_configs/
+  --job.config_file FILE   the TOML file, or several, later ones over earlier ones; also looked up
+                           in train_configs/
   --section.key VALUE      any key, over the file: --training.steps 100, --optimizer.lr=3e-4
   --section.key            turns a switch on;  --no-section.key or --section.no_key turns it off
   --section.key a,b        a list
@@ -56,8 +67,8 @@ Start it with torchrun for more than one rank: torchrun --nproc_per_node 2 train
 def load(argv: Sequence[str]) -> LoadedConfig:
     """Return the config of a command line (without the program's name), its files included.
 
-    Raises ConfigError with every problem of a key by itself; if there is none, with every contradiction between keys.
-    `-h` or `--help` prints the usage and exits with 0.
+    Raises ConfigError with every problem of a key by itself; if there is none, with every
+    contradiction between keys. `-h` or `--help` prints the usage and exits with 0.
     """
     config, problems = read(argv)
     if problems := problems or contradictions(config):
@@ -66,10 +77,12 @@ def load(argv: Sequence[str]) -> LoadedConfig:
 
 
 def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[Problem]]:
-    """Return the config of a command line, and what is wrong key by key; such keys are left at the layers below.
+    """Return the config of a command line, and what is wrong key by key; such keys are left at the
+    layers below.
 
-    defer: `to_toml` keeps environment variables as they are written, for other machines; here they may be unset.
-    Contradictions between keys are not looked for. `-h` or `--help` prints the usage and exits with 0.
+    defer: `to_toml` keeps environment variables as they are written, for other machines; here they
+    may be unset. Contradictions between keys are not looked for. `-h` or `--help` prints the usage
+    and exits with 0.
     """
     if "-h" in argv or "--help" in argv:
         print(USAGE)
@@ -82,7 +95,9 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
         if found is None:
             problems.append(_missing(path))
         else:
-            layers.read(found, path, (), Problem("command line", "job.config_file", "", code="unreadable"))
+            layers.read(
+                found, path, (), Problem("command line", "job.config_file", "", code="unreadable")
+            )
     layers.add(entries, file=None)
     return layers.finish(), problems
 
@@ -90,10 +105,12 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
 def read_text(
     text: str, path: Path, flags: Sequence[str] = (), origin: Origin = Origin.OWN
 ) -> tuple[LoadedConfig, list[Problem]]:
-    """Do as `read` for a text that stands or shall stand in the file `path`; files it extends are found from there.
+    """Do as `read` for a text that stands or shall stand in the file `path`; files it extends are
+    found from there.
 
-    flags: laid over it, as those of a command line. origin: who wrote the text. Of a foreign one no variable is
-    replaced and no other file is read, which are problems; the code that it names is in the config's `claims`.
+    flags: laid over it, as those of a command line. origin: who wrote the text. Of a foreign one no
+    variable is replaced and no other file is read, which are problems; the code that it names is in
+    the config's `claims`.
     """
     entries, problems = command_line_entries(flags)
     layers = _Layers(problems, origin=origin)
@@ -115,20 +132,38 @@ def config_folders() -> list[Path]:
 def find_config(path: str) -> Path | None:
     """Return the file that a name on the command line means, or None."""
     direct = Path(os.path.expanduser(path))
-    if os.path.exists(direct) or direct.name != path:  # that of Path raises for names that are too long
+    if (
+        os.path.exists(direct) or direct.name != path
+    ):  # that of Path raises for names that are too long
         return direct if os.path.exists(direct) else None
-    return next((folder / path for folder in config_folders() if os.path.isfile(folder / path)), None)
+    return next(
+        (folder / path for folder in config_folders() if os.path.isfile(folder / path)), None
+    )
 
 
 def _missing(path: str) -> Problem:
-    known = dict.fromkeys(file.name for folder in config_folders() for file in sorted(folder.glob("*.toml")))
+    known = dict.fromkeys(
+        file.name for folder in config_folders() for file in sorted(folder.glob("*.toml"))
+    )
     close = nearest(Path(path).name, known)
-    hint = f"nearest in train_configs/: {close[0]}" if close else f"train_configs/ has {', '.join(known)}"
-    return Problem("command line", "job.config_file", f"no file {quote(path)}", hint if known else "", code="no-file")
+    hint = (
+        f"nearest in train_configs/: {close[0]}"
+        if close
+        else f"train_configs/ has {', '.join(known)}"
+    )
+    return Problem(
+        "command line",
+        "job.config_file",
+        f"no file {quote(path)}",
+        hint if known else "",
+        code="no-file",
+    )
 
 
 #: Keys that a file, or the command line, cannot set.
-_ONLY_FLAGS = {"job.config_file": "a file cannot name itself; to build on another file use job.extends"}
+_ONLY_FLAGS = {
+    "job.config_file": "a file cannot name itself; to build on another file use job.extends"
+}
 _ONLY_FILES = {
     "job.extends": 'belongs in a file: [job] extends = ["base.toml"]',
     "job.dialect": 'tells how a file is written, so it belongs in the file: [job] dialect = "2026"',
@@ -168,7 +203,9 @@ class _Layers:
     hf_assets_path: Source | None = None
 
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
-        """Add a file and all it extends; chain: the files that led here, failure: the problem, but for the reason."""
+        """Add a file and all it extends; chain: the files that led here, failure: the problem, but
+        for the reason.
+        """
         try:
             identity = path.resolve()
             if identity in chain:
@@ -178,9 +215,15 @@ class _Layers:
                 return
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            known = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None)
+            known = (
+                "is not UTF-8 text"
+                if isinstance(error, UnicodeDecodeError)
+                else getattr(error, "strerror", None)
+            )
             reason = known or str(error)
-            self.problems.append(replace(failure, message=f"cannot read {quote(str(shown))}: {reason}"))
+            self.problems.append(
+                replace(failure, message=f"cannot read {quote(str(shown))}: {reason}")
+            )
             return
         self.read_text(text, path, chain)
 
@@ -247,7 +290,9 @@ class _Layers:
         self.values.update(layer)
 
     def _check(self, entry: Entry, file: Path | None) -> _Value | list[Problem]:
-        """Return an entry as the key's own kind of value, or what is wrong with it: nothing for an unsupported key."""
+        """Return an entry as the key's own kind of value, or what is wrong with it: nothing for an
+        unsupported key.
+        """
         name, value, source, key = entry.name, entry.value, entry.source, key_of(entry.name)
         problem = partial(Problem, source.place, name)
         if misplaced := (_ONLY_FLAGS if file else _ONLY_FILES).get(name):
@@ -277,23 +322,31 @@ class _Layers:
                 right.deferred = converted(normalized(name, entry.raw))
         except Refused as error:
             return [problem(f"{quote(value)} is not supported: {error}", code="unsupported")]
-        if right is None:  # the key stands beside another name of it, so that both can be searched for
+        if (
+            right is None
+        ):  # the key stands beside another name of it, so that both can be searched for
             shown = name if name == key else f"{name} ({key})"
             for i, one in enumerate(wrong):
                 if source.variables and one.hint.startswith("write it"):
                     flag = f'--{name}="${source.variables[0]}"'
-                    wrong[i] = replace(one, hint=f"variables stand in strings only; a shell replaces {flag}")
+                    wrong[i] = replace(
+                        one, hint=f"variables stand in strings only; a shell replaces {flag}"
+                    )
             return [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
         if isinstance(value, str) and (note := VALUE_NOTES.get((key, value))):
             self.notes.append(f"{source.place}: {note}")
         return right
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
-        """Allow one of the keys for one thing in a layer; it replaces another one of the layers below."""
+        """Allow one of the keys for one thing in a layer; it replaces another one of the layers
+        below.
+        """
         for group in EXCLUSIVE:
             chosen = [key for key in group if key in layer and layer[key].value is not None]
             if len(chosen) > 1:
-                places = ", ".join(f"{key} = {quote(layer[key].value)} ({layer[key].source})" for key in chosen)
+                places = ", ".join(
+                    f"{key} = {quote(layer[key].value)} ({layer[key].source})" for key in chosen
+                )
                 place = layer[chosen[-1]].source.place
                 message = f"these exclude each other: {places}"
                 self.problems.append(Problem(place, chosen[-1], message, code="exclusive"))
@@ -318,7 +371,11 @@ class _Layers:
             else:
                 written[section][key] = settled.value
         sources = {name: settled.source for name, settled in self.values.items()}
-        deferred = {name: settled.deferred for name, settled in self.values.items() if settled.deferred is not None}
+        deferred = {
+            name: settled.deferred
+            for name, settled in self.values.items()
+            if settled.deferred is not None
+        }
         claims = tuple(claim for settled in self.values.values() for claim in settled.claims)
         return LoadedConfig(
             msgspec.convert(written, Config),
@@ -334,7 +391,9 @@ class _Layers:
         return self.values[key].value if key in self.values else keys()[key].default
 
     def _apply_later_defaults(self) -> None:
-        """Give a file of torchtitan 0.2.x the model and the defaults it expects, for keys that no layer sets."""
+        """Give a file of torchtitan 0.2.x the model and the defaults it expects, for keys that no
+        layer sets.
+        """
         sign, why = self.later, f"uses the later name {self.later.written}" if self.later else ""
         if said := self.values.get("job.dialect"):
             sign, why = said.source if said.value == "2026" else None, 'says dialect "2026"'
@@ -348,10 +407,16 @@ class _Layers:
         if taken:
             self.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
         if "lr_scheduler.style" in taken:
-            self.notes.append('the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"')
+            self.notes.append(
+                "the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "
+                '"titan-0.2"'
+            )
         there = self._get("model.flavor")
         if (self._get("model.name"), there) == ("qwen3", "debugmodel"):
-            self.notes.append('the "debugmodel" of qwen3 is titanlite\'s own: that of torchtitan has another shape')
+            self.notes.append(
+                'the "debugmodel" of qwen3 is titanlite\'s own: that of torchtitan has another '
+                "shape"
+            )
         if self._is_of_0_1_0(sign):
             self._apply_0_1_0(source)
         elif self._get("model.name") == "llama3" and there in LATER_FLAVORS:
@@ -360,12 +425,15 @@ class _Layers:
             if given.file == sign.file or given.kind == "command line":
                 source = replace(given, written=f"model.flavor = {quote(there)}")
             self.values["model.flavor"] = _Value(flavor, source)
-            self.notes.append(f"model.flavor {quote(there)} of torchtitan 0.2.x is {quote(flavor)}: {difference}")
+            self.notes.append(
+                f"model.flavor {quote(there)} of torchtitan 0.2.x is {quote(flavor)}: {difference}"
+            )
 
     def _is_of_0_1_0(self, sign: Source) -> bool:
         """Return whether a file with later names is of torchtitan 0.1.0 (spring 2025).
 
-        That names the tokenizer model.tokenizer_path, and 0.2.x names it model.hf_assets_path: so do all their files.
+        That names the tokenizer model.tokenizer_path, and 0.2.x names it model.hf_assets_path: so
+        do all their files.
         """
         if "job.dialect" in self.values and self.values["job.dialect"].source.kind != "dialect":
             return False
@@ -373,7 +441,9 @@ class _Layers:
         return told is not None and told.file == sign.file and self.hf_assets_path is None
 
     def _apply_0_1_0(self, source: Source) -> None:
-        """Give a file of torchtitan 0.1.0 its models: RoPE without scaling, and 6 layers in the debug model."""
+        """Give a file of torchtitan 0.1.0 its models: RoPE without scaling, and 6 layers in the
+        debug model.
+        """
         there = self._get("model.flavor")
         if self._get("model.name") != "llama3" or there not in LATER_FLAVORS:
             return
@@ -383,24 +453,32 @@ class _Layers:
                 source = replace(given, written=f"model.flavor = {quote(there)}")
             self.values["model.flavor"] = _Value(LATER_FLAVORS[there][0], source)
         is_scaled = there in ("debugmodel", "405B")
-        if is_scaled and {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(self.values):
-            self.values["model.rope_scaling"] = _Value("none", Source("dialect", source.file, source.line))
+        if is_scaled and {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(
+            self.values
+        ):
+            self.values["model.rope_scaling"] = _Value(
+                "none", Source("dialect", source.file, source.line)
+            )
         place = self.tokenizer_path.place if self.tokenizer_path else ""
         self.notes.append(
-            f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has model.hf_assets_path: "
-            f'model.flavor {quote(there)} has RoPE without scaling. [job] dialect = "2026" gives it that of 0.2.x'
+            f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has "
+            "model.hf_assets_path: "
+            f'model.flavor {quote(there)} has RoPE without scaling. [job] dialect = "2026" gives '
+            "it that of 0.2.x"
         )
 
     def _note_scaled_405b(self) -> None:
         scaled = {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(self.values)
         if (self._get("model.name"), self._get("model.flavor")) == ("llama3", "405B") and scaled:
             self.notes.append(
-                'model.flavor "405B" is Llama 3.1: RoPE scaled by 8. torchtitan of autumn 2024 trained it without: '
-                'model.rope_scaling = "none"'
+                'model.flavor "405B" is Llama 3.1: RoPE scaled by 8. torchtitan of autumn 2024 '
+                'trained it without: model.rope_scaling = "none"'
             )
 
     def _apply_microbatch_size(self) -> None:
-        """Turn a micro-batch size into the count of micro-batches, now that the batch size is known."""
+        """Turn a micro-batch size into the count of micro-batches, now that the batch size is
+        known.
+        """
         settled, batch_size = self.values.get(_MICROBATCHES), self._get("training.batch_size")
         if settled is None or not isinstance(settled.value, MicrobatchSize):
             return
@@ -408,7 +486,9 @@ class _Layers:
         self.values[_MICROBATCHES] = _Value(max(batch_size // size, 1), source)
         if batch_size % size and not self.problems:  # else the batch size may be wrong
             message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-            self.problems.append(Problem(source.place, f"{source.written} ({_MICROBATCHES})", message))
+            self.problems.append(
+                Problem(source.place, f"{source.written} ({_MICROBATCHES})", message)
+            )
 
 
 def _short(path: Path) -> str:
@@ -418,6 +498,8 @@ def _short(path: Path) -> str:
 
 
 def _given_twice(key: str, first: _Value, second: _Value) -> Problem:
-    both = " and ".join(f"{v.source.written} = {quote(v.raw)} ({v.source.place})" for v in (first, second))
+    both = " and ".join(
+        f"{v.source.written} = {quote(v.raw)} ({v.source.place})" for v in (first, second)
+    )
     message = f"two names of one thing, {key}, differ: {both}"
     return Problem(second.source.place, second.source.written, message, code="given-twice")

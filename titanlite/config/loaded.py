@@ -21,7 +21,9 @@ EXCLUSIVE = (
     ("training.warmup_steps", "lr_scheduler.warmup_ratio"),
     ("lr_scheduler.decay_ratio", "lr_scheduler.decay_steps", "lr_scheduler.plateau_ratio"),
 )
-"""Keys for one thing: a layer has one of them, and a later layer's choice replaces an earlier one's."""
+"""Keys for one thing: a layer has one of them, and a later layer's choice replaces an earlier
+one's.
+"""
 
 #: Keys that only say where and how a config was written.
 ABOUT_FILES = ("job.config_file", "job.extends", "job.dialect")
@@ -38,9 +40,11 @@ class LoadedConfig:
     files: tuple[str, ...] = ()
     #: Decisions of the loader: later defaults taken, a choice replaced by a later layer.
     notes: tuple[str, ...] = ()
-    #: Values with environment variables as they were written, by key, for machines that replace them themselves.
+    #: Values with environment variables as they were written, by key, for machines that replace
+    #: them themselves.
     deferred: Mapping[str, Any] = field(default_factory=dict)
-    #: Values out of a foreign file that run code when they are used; `titanlite.fit` asks for leave.
+    #: Values out of a foreign file that run code when they are used; `titanlite.fit` asks for
+    #: leave.
     claims: tuple[Claim, ...] = ()
     #: Who wrote the file of the claims.
     origin: Origin = Origin.OWN
@@ -69,28 +73,39 @@ class LoadedConfig:
         """Return whether a file or the command line sets a key (to its default, too)."""
         if key in self.sources:
             return self.sources[key].kind in ("file", "command line")
-        return key in keys() and keys()[key].is_table and any(name.startswith(f"{key}.") for name in self.sources)
+        return (
+            key in keys()
+            and keys()[key].is_table
+            and any(name.startswith(f"{key}.") for name in self.sources)
+        )
 
     def place(self, key: str) -> str:
-        """Return `file:line` or `command line` of a given key, empty for a default: for messages."""
+        """Return `file:line` or `command line` of a given key, empty for a default: for
+        messages.
+        """
         if self.is_given(key) and key not in self.sources:
             return next(s.place for name, s in self.sources.items() if name.startswith(f"{key}."))
         source = self.source(key)
         return "" if source.kind == "default" else source.place
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """Yield the values in effect by key, tables entry by entry; without none and defaults that gave way."""
+        """Yield the values in effect by key, tables entry by entry; without none and defaults that
+        gave way.
+        """
         for key in keys().values():
             value = self.value(key.name)
             if key.is_table:
                 yield from ((f"{key.name}.{quote_key(name)}", item) for name, item in value.items())
-            elif value is not None and key.name not in ABOUT_FILES and not self.superseded(key.name):
+            elif (
+                value is not None and key.name not in ABOUT_FILES and not self.superseded(key.name)
+            ):
                 yield key.name, value
 
     def to_toml(self, defaults: bool = True) -> str:
         """Return the config as a TOML file that loads to the same values.
 
-        defaults: the whole config, with sources as comments. Otherwise only values that are not plain defaults.
+        defaults: the whole config, with sources as comments. Otherwise only values that are not
+        plain defaults.
         """
         lines: list[str] = []
         section = ""
@@ -103,7 +118,9 @@ class LoadedConfig:
                 section = first
                 lines += ["", f"[{section}]"]
             has_note = defaults and not is_default and not table_of(key)
-            note = f"  # {escape_name(str(self.source(key)))}" if has_note else ""  # a file's name may have a line end
+            note = (
+                f"  # {escape_name(str(self.source(key)))}" if has_note else ""
+            )  # a file's name may have a line end
             written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
             lines.append(f"{name} = {written}{note}")
         return "\n".join([*lines[1:], ""])
@@ -111,6 +128,7 @@ class LoadedConfig:
     def superseded(self, key: str) -> bool:
         """Return whether a default gave way to another key for the same thing."""
         return not self.is_given(key) and any(
-            key in group and any(self.is_given(other) and self.value(other) is not None for other in group)
+            key in group
+            and any(self.is_given(other) and self.value(other) is not None for other in group)
             for group in EXCLUSIVE
         )

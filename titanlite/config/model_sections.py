@@ -4,7 +4,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from titanlite.config.run_sections import Count, Dtype, Location, Name, NonNegative, Positive, Ratio, Section, dotted_or
+from titanlite.config.run_sections import (
+    Count,
+    Dtype,
+    Location,
+    Name,
+    NonNegative,
+    Positive,
+    Ratio,
+    Section,
+    dotted_or,
+)
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -13,36 +23,52 @@ class Model(Section, frozen=True):
     """Which model is trained."""
 
     name: Name = "llama3"
-    """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a dotted path to a
-    ModelSpec (docs/library.md)."""
+    """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a
+    dotted path to a ModelSpec (docs/library.md).
+    """
     flavor: str = "debugmodel"
-    """Size within the family. from_folder: that of the model in checkpoint.initial_load_path, or of hf_config."""
+    """Size within the family. from_folder: that of the model in checkpoint.initial_load_path, or of
+    hf_config.
+    """
     hf_config: Location | None = None
-    """For name = "hf", and for the shape of flavor = "from_folder": a config.json of transformers, its folder, or the
-    id of a model on Hugging Face's hub. A path that begins with a dot is relative to the file that names it."""
+    """For name = "hf", and for the shape of flavor = "from_folder": a config.json of transformers,
+    its folder, or the id of a model on Hugging Face's hub. A path that begins with a dot is
+    relative to the file that names it.
+    """
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
-    """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
-    it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
+    """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as
+    one kernel where it can), layernorm with a weight and no bias, or np_layernorm, without
+    parameters. None: the flavor's, rmsnorm.
+    """
     tokenizer_path: Location | None = None
-    """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model (tokenizer.model of
-    Llama 2), a tokenizer.json, a folder with one of them, or a URL (https, s3, gs, az; of a folder with a slash at its
-    end). `titanlite tokenizer fetch` downloads one. None: a bundled one, sentencepiece for llama2, else tiktoken."""
+    """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model
+    (tokenizer.model of Llama 2), a tokenizer.json, a folder with one of them, or a URL (https, s3,
+    gs, az; of a folder with a slash at its end). `titanlite tokenizer fetch` downloads one. None: a
+    bundled one, sentencepiece for llama2, else tiktoken.
+    """
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
-    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor (1),
-    high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
+    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor
+    (1), high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own.
+    """
     vocab_size: Count | None = None
-    """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
+    """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug
+    models).
+    """
 
     @property
     def title(self) -> str:
         """Name and flavor, for messages."""
-        return f"{self.name} {self.hf_config if self.name == 'hf' and self.hf_config else self.flavor}"
+        return (
+            f"{self.name} {self.hf_config if self.name == 'hf' and self.hf_config else self.flavor}"
+        )
 
 
 class OptimizerGroup(Section, frozen=True):
-    """One `[[optimizer.groups]]`: parameters whose names match a pattern get settings of their own."""
+    """One `[[optimizer.groups]]`: parameters whose names match a pattern get settings of
+    their own.
+    """
 
     pattern: Name
     """Regular expression; it must be found in some parameter's name."""
@@ -61,11 +87,16 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon", classes=True)] = "AdamW"
-    """Algorithm. Or a class of optimizers, as "torch.optim.SGD", or a dotted path to a function that makes one
-    (docs/library.md)."""
+    name: Annotated[
+        str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon", classes=True)
+    ] = "AdamW"
+    """Algorithm. Or a class of optimizers, as "torch.optim.SGD", or a dotted path to a function
+    that makes one (docs/library.md).
+    """
     args: dict[str, Any] = {}
-    """Keyword arguments of a class of optimizers: it is called with (params, lr=optimizer.lr, **args)."""
+    """Keyword arguments of a class of optimizers: it is called with (params, lr=optimizer.lr,
+    **args).
+    """
     lr: NonNegative = 8e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
@@ -79,12 +110,18 @@ class Optimizer(Section, frozen=True):
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
     early_step_in_backward: bool = False
-    """Update each parameter as soon as its gradient is there, and free it: gradients of one FSDP group exist at a time.
-    Needs training.max_norm = 1e9 and one micro-batch per step; a bad step ends the run or rolls it back."""
+    """Update each parameter as soon as its gradient is there, and free it: gradients of one FSDP
+    group exist at a time. Needs training.max_norm = 1e9 and one micro-batch per step; a bad step
+    ends the run or rolls it back.
+    """
     ema_decay: Decay = 0.0
-    """Keep an exponential moving average of the weights in float32: each step leaves this share of it. 0: none."""
+    """Keep an exponential moving average of the weights in float32: each step leaves this share of
+    it. 0: none.
+    """
     groups: list[OptimizerGroup] = []
-    """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
+    """Array of tables, each with a pattern and its settings. The first pattern found in a name
+    decides.
+    """
     no_decay_on_norms: bool = False
     """No weight decay of parameters that are no matrices: gains of norms, biases."""
     momentum: Decay = 0.95
@@ -100,7 +137,9 @@ class Optimizer(Section, frozen=True):
 
     @property
     def peak_lr(self) -> float:
-        """The rate that the schedule scales: lr; where that is 0, the largest of the groups, which keep their own."""
+        """The rate that the schedule scales: lr; where that is 0, the largest of the groups, which
+        keep their own.
+        """
         return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
 
 
@@ -108,9 +147,11 @@ class LrScheduler(Section, frozen=True):
     """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
 
     style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
-    """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the last step. "titan-0.2",
-    as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n / warmup, then k
-    steps later lr / 2 * (1 + cos(pi * k / total)), cut off at min_lr; after a plateau the decay ends at 0."""
+    """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the
+    last step. "titan-0.2", as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS
+    FSDP samples: warm-up n / warmup, then k steps later lr / 2 * (1 + cos(pi * k / total)), cut off
+    at min_lr; after a plateau the decay ends at 0.
+    """
     warmup_ratio: Ratio | None = None
     """Warm-up as a share of the schedule, instead of training.warmup_steps."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential", "plateau"] = "linear"

@@ -1,6 +1,8 @@
-"""Keys whose feature does not exist yet, and keys without effect while the feature they belong to is off.
+"""Keys whose feature does not exist yet, and keys without effect while the feature they belong to
+is off.
 
-`titanlite config check` notes them; training refuses the first. An entry goes when its feature comes.
+`titanlite config check` notes them; training refuses the first. An entry goes when its feature
+comes.
 """
 
 from __future__ import annotations
@@ -26,17 +28,24 @@ class Missing(NamedTuple):
     implemented: tuple[object, ...] = ()
 
 
-_AUTOGRAD = "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward of each block"
+_AUTOGRAD = (
+    "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward "
+    "of each block"
+)
 _KAHAN, _MOMENTS = ("kahan", "compensation_dtype"), ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
-_PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")]
+_PIPELINE = [
+    f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")
+]
 
 NOT_IMPLEMENTED: dict[str, Missing] = {
     "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
     ),
-    "memory_estimation.disable_fake_mode": Missing("an estimate with real tensors", "leave it out: a plan needs none"),
+    "memory_estimation.disable_fake_mode": Missing(
+        "an estimate with real tensors", "leave it out: a plan needs none"
+    ),
 }
 
 
@@ -49,15 +58,21 @@ def _not_bundled(dataset: str) -> bool:
 
 
 def _optimizer(*names: str) -> Callable[[str], bool]:
-    """Return whether an optimizer is one of these, or one of the user's, which receives all keys."""
+    """Return whether an optimizer is one of these, or one of the user's, which receives all
+    keys.
+    """
     return lambda optimizer: optimizer in names or is_dotted(optimizer)
 
 
 _FIELDS = ("text_key", "prompt_key", "completion_key", "messages_key")
 _TEXTS = ("training.dataset_path", "data.source", "validation.dataset_path", "validation.sources")
-_OWN_TEXT = {**dict.fromkeys(_TEXTS, bool), "training.dataset": _not_bundled, "validation.dataset": _not_bundled}
-#: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a function that is
-#: true for it; `bool` is true for any but 0 and none.
+_OWN_TEXT = {
+    **dict.fromkeys(_TEXTS, bool),
+    "training.dataset": _not_bundled,
+    "validation.dataset": _not_bundled,
+}
+#: Key, or section for its other keys → keys that it needs, any of them, with their value, or with a
+#: function that is true for it; `bool` is true for any but 0 and none.
 _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpoint.enable_checkpoint": True},
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
@@ -69,7 +84,10 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _many}),
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _many}),
-    **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW", "AdamW8bit")} for n in _KAHAN},
+    **{
+        f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW", "AdamW8bit")}
+        for n in _KAHAN
+    },
     **{f"optimizer.{n}": {"optimizer.name": _optimizer("AnyPrecisionAdamW")} for n in _MOMENTS},
     "optimizer.momentum": {"optimizer.name": _optimizer("Muon")},
     "optimizer.args": {"optimizer.name": is_dotted},
@@ -79,7 +97,11 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "data.split": {"training.dataset": _not_bundled, "training.dataset_path": bool},
     **{f"data.{name}": {"data.streaming": bool} for name in ("lanes", "shuffle_buffer")},
     "data.persistent_workers": {"validation.enable": True},
-    "data.chat_template": {"data.messages_key": bool, "data.source": bool, "validation.sources": bool},
+    "data.chat_template": {
+        "data.messages_key": bool,
+        "data.source": bool,
+        "validation.sources": bool,
+    },
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},
     "activation_checkpoint.selective_ac_option": {"activation_checkpoint.mode": "selective"},
@@ -92,7 +114,10 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},
     "profiling.profiler_warmup": {"profiling.enable_profiling": True},
     "profiling.profiler_active": {"profiling.enable_profiling": True},
-    "profiling.profile_freq": {"profiling.enable_profiling": True, "profiling.enable_memory_snapshot": True},
+    "profiling.profile_freq": {
+        "profiling.enable_profiling": True,
+        "profiling.enable_memory_snapshot": True,
+    },
     "guard.max_skips": {"guard.policy": ("skip", "rollback")},
     "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": bool},
     "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
@@ -111,7 +136,9 @@ def _is_on(config: LoadedConfig, key: str) -> bool:
     switches = _SWITCHES.get(key, _SWITCHES.get(key.partition(".")[0], {}))
     if not switches or key in switches:
         return True
-    return any(holds(switch, wanted) and _is_on(config, switch) for switch, wanted in switches.items())
+    return any(
+        holds(switch, wanted) and _is_on(config, switch) for switch, wanted in switches.items()
+    )
 
 
 def not_implemented(config: LoadedConfig) -> list[str]:
@@ -121,7 +148,9 @@ def not_implemented(config: LoadedConfig) -> list[str]:
         value, entry = config.value(key), NOT_IMPLEMENTED[key]
         if isinstance(value, str) and is_dotted(value):
             return False
-        return value != keys()[key].default and value not in entry.implemented and _is_on(config, key)
+        return (
+            value != keys()[key].default and value not in entry.implemented and _is_on(config, key)
+        )
 
     return [key for key in keys() if key in NOT_IMPLEMENTED and asks(key)]
 
@@ -131,7 +160,9 @@ def without_effect(config: LoadedConfig) -> list[str]:
     return [
         key.name
         for key in keys().values()
-        if config.is_given(key.name) and config.value(key.name) != key.default and not _is_on(config, key.name)
+        if config.is_given(key.name)
+        and config.value(key.name) != key.default
+        and not _is_on(config, key.name)
     ]
 
 

@@ -1,7 +1,8 @@
-"""Types of config values, and the sections about the run around the training; `titanlite.config.sections` has the rest.
+"""Types of config values, and the sections about the run around the training;
+`titanlite.config.sections` has the rest.
 
-A class is one `[section]` of a TOML file, and the only place with a key's type, limits, default and meaning. The text
-under a field is its documentation: `titanlite config explain KEY` prints it.
+A class is one `[section]` of a TOML file, and the only place with a key's type, limits, default and
+meaning. The text under a field is its documentation: `titanlite config explain KEY` prints it.
 """
 
 import os
@@ -30,7 +31,9 @@ CountOrRest = Annotated[
 
 Dtype = Literal["float32", "bfloat16"]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
-"""Room for a million ranks to add their number to it and still give torch the 64-bit integer that it takes."""
+"""Room for a million ranks to add their number to it and still give torch the 64-bit integer that
+it takes.
+"""
 
 HOME = Meta(extra={"home": True})
 """Marks paths: a leading `~` means the home folder, as in a shell."""
@@ -51,7 +54,9 @@ def dotted_or(*names: str, classes: bool = False) -> Meta:
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
-    """One `[section]`. Loading refuses unknown keys and converts nothing but an integer to a float."""
+    """One `[section]`. Loading refuses unknown keys and converts nothing but an integer to
+    a float.
+    """
 
     def __post_init__(self) -> None:
         for name in paths(type(self)):
@@ -65,7 +70,9 @@ def paths(section: type[Section]) -> list[str]:
     """Return the fields that hold paths."""
 
     def is_path(annotation: Any) -> bool:
-        return HOME in getattr(annotation, "__metadata__", ()) or any(map(is_path, getattr(annotation, "__args__", ())))
+        return HOME in getattr(annotation, "__metadata__", ()) or any(
+            map(is_path, getattr(annotation, "__args__", ()))
+        )
 
     return [name for name, annotation in section.__annotations__.items() if is_path(annotation)]
 
@@ -74,12 +81,15 @@ class Job(Section, frozen=True):
     """What this run is and where it writes."""
 
     config_file: list[str] = []
-    """The TOML files, later ones over earlier ones. Bare names are also looked up in train_configs/."""
+    """The TOML files, later ones over earlier ones. Bare names are also looked up in
+    train_configs/.
+    """
     extends: list[str] = []
     """Files this one builds on, in order; paths are relative to the file that names them."""
     dialect: Literal["2024", "2026"] = "2024"
-    """Whose defaults and models a file expects. "2026": those of torchtitan 0.2.x. A file that uses a later name of an
-    older key implies "2026". Only a file can set this, not the command line."""
+    """Whose defaults and models a file expects. "2026": those of torchtitan 0.2.x. A file that uses
+    a later name of an older key implies "2026". Only a file can set this, not the command line.
+    """
     dump_folder: Location = "./outputs"
     """Root of everything a run writes."""
     description: str = ""
@@ -87,9 +97,12 @@ class Job(Section, frozen=True):
     print_config: bool = False
     """Print the whole resolved config when the run starts."""
     save_config_file: Location | None = None
-    """Write the whole resolved config as TOML to this file, below job.dump_folder unless absolute."""
+    """Write the whole resolved config as TOML to this file, below job.dump_folder unless absolute.
+    """
     callbacks: list[str] = []
-    """Callbacks to add to a run, as "package.module:Name" or "./file.py:Name", relative to the file that names them."""
+    """Callbacks to add to a run, as "package.module:Name" or "./file.py:Name", relative to the file
+    that names them.
+    """
     use_for_integration_test: bool = False
     """Accepted without effect; a mark for test suites."""
 
@@ -119,25 +132,31 @@ class Metrics(Section, frozen=True):
     log_freq: Count = 10
     """Log the first step of every start, the last one, and every so many."""
     log_style: Literal["titan", "aws_fsdp"] = "titan"
-    """Step line: "titan" (step, loss, memory, tps, mfu) or "aws_fsdp" (Batch N Loss: …, Speed: …), that of the AWS FSDP
-    samples, for HyperPod's monitors."""
+    """Step line: "titan" (step, loss, memory, tps, mfu) or "aws_fsdp" (Batch N Loss: …, Speed: …),
+    that of the AWS FSDP samples, for HyperPod's monitors.
+    """
     enable_color_printing: bool | None = None
     """Colours. None: on a terminal only."""
     enable_progress: bool = True
-    """On a terminal, show a table of the last steps and a progress line in place of step lines. Files and pipes get
-    plain lines in any case, and so does log_style = "aws_fsdp"."""
+    """On a terminal, show a table of the last steps and a progress line in place of step lines.
+    Files and pipes get plain lines in any case, and so does log_style = "aws_fsdp".
+    """
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: Location = "tb"
     """TensorBoard folder, below job.dump_folder; a dated subfolder is added."""
     enable_wandb: bool = False
-    """Send the metrics to Weights & Biases too, from rank 0. Needs the package wandb, and reads its WANDB_*
-    environment variables."""
+    """Send the metrics to Weights & Biases too, from rank 0. Needs the package wandb, and reads its
+    WANDB_* environment variables.
+    """
     layer_norms: Natural = 0
-    """With every so many logs, log the gradient norm of each block, the embedding and the head; 0: never."""
+    """With every so many logs, log the gradient norm of each block, the embedding and the head; 0:
+    never.
+    """
     rank_0_only: bool = True
-    """Only rank 0 writes TensorBoard events; false: every rank, each in a folder of its own. Only rank 0 writes
-    metrics.jsonl in any case."""
+    """Only rank 0 writes TensorBoard events; false: every rank, each in a folder of its own. Only
+    rank 0 writes metrics.jsonl in any case.
+    """
     peak_tflops: Positive | None = None
     """Peak TFLOPS of one device, for the MFU. None: known devices only, others show no MFU."""
 
@@ -146,8 +165,9 @@ class Sample(Section, frozen=True):
     """Prompts that the model continues while it trains."""
 
     prompts: list[str] = []
-    """Texts to continue; none: off. The results go to the log, to samples.jsonl below job.dump_folder, and to
-    TensorBoard."""
+    """Texts to continue; none: off. The results go to the log, to samples.jsonl below
+    job.dump_folder, and to TensorBoard.
+    """
     freq: Count = 500
     """Every so many steps, and at the end."""
     max_tokens: Count = 64
@@ -182,8 +202,9 @@ class MemoryEstimation(Section, frozen=True):
     """A plan instead of a run: memory, speed, time and disk (docs/plan.md)."""
 
     enabled: bool = False
-    """Print the plan of the run, as `titanlite plan` does, and exit with 0. For the GPUs of this machine or those of
-    launch.instance_type; without both for h100-80g."""
+    """Print the plan of the run, as `titanlite plan` does, and exit with 0. For the GPUs of this
+    machine or those of launch.instance_type; without both for h100-80g.
+    """
     disable_fake_mode: bool = False
     """Estimate with real tensors."""
 
@@ -192,12 +213,17 @@ class Guard(Section, frozen=True):
     """What to do about a loss or gradient that is not finite, or a spike."""
 
     policy: Literal["stop", "skip", "rollback"] = "stop"
-    """stop: end the run, weights untouched; skip: leave out that step's update; rollback: go back to the newest
-    checkpoint, and continue with the text after the bad step."""
+    """stop: end the run, weights untouched; skip: leave out that step's update; rollback: go back
+    to the newest checkpoint, and continue with the text after the bad step.
+    """
     max_skips: Natural = 10
-    """Skipped steps or rollbacks within the last window steps that a run survives; one more ends it."""
+    """Skipped steps or rollbacks within the last window steps that a run survives; one more ends
+    it.
+    """
     spike_sigmas: NonNegative = 0.0
-    """A loss so many standard deviations above the mean of the last window good ones counts as bad; 0: off."""
+    """A loss so many standard deviations above the mean of the last window good ones counts as bad;
+    0: off.
+    """
     window: Annotated[int, Meta(ge=2)] = 100
     """Steps of history for max_skips and spike_sigmas."""
 
@@ -206,11 +232,15 @@ class Stall(Section, frozen=True):
     """A watchdog over ranks that stop making progress."""
 
     deadline_seconds: NonNegative | None = None
-    """Report where every rank is after so long without progress; less than comm.train_timeout_seconds. None: 0.6 of
-    that; 0: only when a rank has ended. Where phases of a step are slow it is three times the longest so far. Start,
-    compilation, saves and validation have 0.6 of comm.init_timeout_seconds, or this if it is more."""
+    """Report where every rank is after so long without progress; less than
+    comm.train_timeout_seconds. None: 0.6 of that; 0: only when a rank has ended. Where phases of a
+    step are slow it is three times the longest so far. Start, compilation, saves and validation
+    have 0.6 of comm.init_timeout_seconds, or this if it is more.
+    """
     heartbeat_seconds: Positive = 2.0
-    """How often a rank reports its position, the last sign of one that dies; at least twice in the deadline."""
+    """How often a rank reports its position, the last sign of one that dies; at least twice in the
+    deadline.
+    """
 
 
 TIME = r"^([0-9]+(:[0-9]{2}){1,2}|[0-9]+-[0-9]{1,2}(:[0-9]{2}){0,2}|)$"
@@ -244,28 +274,40 @@ class Launch(Section, frozen=True):
     environment: dict[str, str] = {}
     """Table of environment variables for every process."""
     kind: Literal["PyTorchJob", "TrainJob", "HyperPodPyTorchJob"] = "PyTorchJob"
-    """Kubernetes: the resource, of Kubeflow's training operator, of its trainer or of HyperPod's operator."""
+    """Kubernetes: the resource, of Kubeflow's training operator, of its trainer or of HyperPod's
+    operator.
+    """
     namespace: str = ""
     """Kubernetes: namespace of the job. Empty: that of kubectl."""
     volumes: dict[str, str] = {}
-    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One must hold
-    job.dump_folder."""
+    """Kubernetes: table of persistent volume claims and the folders at which pods mount them. One
+    must hold job.dump_folder.
+    """
     cpu_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?|\d+m)?$")] = ""
-    """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: none, so other pods may take them."""
+    """Kubernetes: CPUs that each pod asks for, as 90 or 500m. Empty: none, so other pods may take
+    them.
+    """
     memory_request: Annotated[str, Meta(pattern=r"^(\d+(\.\d+)?([KMGTP]i|[kMGTP])?)?$")] = ""
-    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: none; pods without a request are
-    the first to be evicted."""
+    """Kubernetes: memory that each pod asks for, /dev/shm included, as 1000Gi. Empty: none; pods
+    without a request are the first to be evicted.
+    """
     token_secret: str = ""
     """Kubernetes: secret whose key `token` is the token of Hugging Face's hub."""
     role: str = ""
     """SageMaker: ARN of the role that the job has. Empty: that of the caller."""
     channels: dict[str, str] = {}
-    """SageMaker: table of input channels, name = S3 URL. The job finds the folder of the channel train in
-    ${SM_CHANNEL_TRAIN}."""
+    """SageMaker: table of input channels, name = S3 URL. The job finds the folder of the channel
+    train in ${SM_CHANNEL_TRAIN}.
+    """
     checkpoint_s3: Annotated[str, Meta(pattern=r"^(s3://.+)?$")] = ""
-    """SageMaker: S3 URL of the run. The run folder is copied to run/ below it, and comes back when the job starts
-    again."""
+    """SageMaker: S3 URL of the run. The run folder is copied to run/ below it, and comes back when
+    the job starts again.
+    """
     spot_wait: Annotated[str, Meta(pattern=TIME)] = ""
-    """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no spot machines."""
+    """SageMaker: train on spot machines; longest wait and run together, as in time_limit. Empty: no
+    spot machines.
+    """
     preflight: bool = True
-    """Compare and try the ranks before the first step: versions, code, config, devices, network, shared folder."""
+    """Compare and try the ranks before the first step: versions, code, config, devices, network,
+    shared folder.
+    """

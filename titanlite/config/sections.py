@@ -1,6 +1,9 @@
-"""The config: every section and key of a TOML file. `Config` at the end holds all sections, in their order in files.
+"""The config: every section and key of a TOML file.
 
-A section class is the only place with a key's type, limits, default and meaning (see `titanlite.config.run_sections`).
+`Config` at the end holds all sections, in their order in files.
+
+A section class is the only place with a key's type, limits, default and meaning (see
+`titanlite.config.run_sections`).
 """
 
 from typing import Annotated, Literal
@@ -30,16 +33,21 @@ class Training(Section, frozen=True):
     """The batch, the length of the run, sharding and precision."""
 
     dataset: Name = "c4_test"
-    """Text by name: c4_test, and sft_test with prompts, are bundled; c4, fineweb, fineweb-edu, dclm, slimpajama and
-    wikitext are streamed from the Hugging Face hub, as is any other id there ("owner/name"). Or a dotted path to a
-    function that returns documents (docs/library.md). With dataset_path it is only a name."""
+    """Text by name: c4_test, and sft_test with prompts, are bundled; c4, fineweb, fineweb-edu,
+    dclm, slimpajama and wikitext are streamed from the Hugging Face hub, as is any other id there
+    ("owner/name"). Or a dotted path to a function that returns documents (docs/library.md). With
+    dataset_path it is only a name.
+    """
     dataset_path: Location | None = None
-    """Text of your own: a file, folder, glob or URL (docs/data.md), or a folder that `titanlite data prepare` wrote."""
+    """Text of your own: a file, folder, glob or URL (docs/data.md), or a folder that `titanlite
+    data prepare` wrote.
+    """
     batch_size: Count = 8
     """Sequences per data-parallel rank and micro-batch."""
     global_batch_size: CountOrRest = -1
-    """Sequences per step over all ranks; gradients are accumulated to reach it. -1: batch_size times the data-parallel
-    ranks."""
+    """Sequences per step over all ranks; gradients are accumulated to reach it. -1: batch_size
+    times the data-parallel ranks.
+    """
     seq_len: Count = 2048
     """Tokens per sequence."""
     warmup_steps: Natural = 200
@@ -63,8 +71,9 @@ class Training(Section, frozen=True):
     enable_loss_parallel: bool = True
     """With tensor parallelism: the loss is computed on sharded logits."""
     enable_cpu_offload: bool = False
-    """Parameters and gradients live in page-locked host memory, optimizer state in ordinary one. Without effect on a
-    CPU."""
+    """Parameters and gradients live in page-locked host memory, optimizer state in ordinary one.
+    Without effect on a CPU.
+    """
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of the gathered weights and of the forward and backward."""
     mixed_precision_reduce: Dtype = "float32"
@@ -72,35 +81,49 @@ class Training(Section, frozen=True):
     dtype: Dtype = "float32"
     """Precision of the weights themselves, which the optimizer updates."""
     loss: Annotated[str, dotted_or("cross_entropy")] = "cross_entropy"
-    """Loss of each token, summed. Or a dotted path to a function of logits and labels (docs/library.md)."""
+    """Loss of each token, summed. Or a dotted path to a function of logits and labels
+    (docs/library.md).
+    """
     z_loss: NonNegative = 0.0
-    """Adds this times log(Z)^2 to the objective of each token, Z the sum of its exponentiated logits; PaLM takes 1e-4.
-    Logs and validation show the cross-entropy alone."""
+    """Adds this times log(Z)^2 to the objective of each token, Z the sum of its exponentiated
+    logits; PaLM takes 1e-4. Logs and validation show the cross-entropy alone.
+    """
     label_smoothing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Share of each target that is spread over the vocabulary. Logs and validation show the cross-entropy alone."""
+    """Share of each target that is spread over the vocabulary. Logs and validation show the
+    cross-entropy alone.
+    """
     loss_chunks: Count = 1
-    """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's logits are in
-    memory. 1: all at once."""
+    """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's
+    logits are in memory. 1: all at once.
+    """
     compile: bool = False
     """torch.compile, per block, and the loss."""
     gc_freq: Count = 50
     """Collect garbage on all ranks together every so many steps."""
     seed: Seed | None = None
     """Seed of the initial weights and of torch's generators. None: 0 for the weights."""
-    reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Meta(ge=2)] = "default"
-    """Free a block's gathered weights after its forward. default: all but the last units; a number: keep them sharded
-    over so many ranks, a divisor of data_parallel_shard_degree."""
-    fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Meta(min_length=1)] = "block"
-    """What is gathered together: a block, the whole model, modules of fsdp_min_params, or each module of the classes
-    in a list, as ["Attention", "FeedForward"]."""
+    reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Meta(ge=2)] = (
+        "default"
+    )
+    """Free a block's gathered weights after its forward. default: all but the last units; a number:
+    keep them sharded over so many ranks, a divisor of data_parallel_shard_degree.
+    """
+    fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Meta(min_length=1)] = (
+        "block"
+    )
+    """What is gathered together: a block, the whole model, modules of fsdp_min_params, or each
+    module of the classes in a list, as ["Attention", "FeedForward"].
+    """
     fsdp_min_params: Count = 100_000_000
     """Least parameters of a unit with fsdp_units = "size"."""
     prefetch: Natural = 0
-    """Units whose gathering starts before the one that computes, forward and backward; each takes memory. 0: torch's
-    own choice."""
+    """Units whose gathering starts before the one that computes, forward and backward; each takes
+    memory. 0: torch's own choice.
+    """
     gradient_sync: Literal["last", "every"] = "last"
-    """Reduce gradients over ranks with the last micro-batch of a step, or with every one (less memory, more
-    traffic)."""
+    """Reduce gradients over ranks with the last micro-batch of a step, or with every one (less
+    memory, more traffic).
+    """
 
 
 class Checkpoint(Section, frozen=True):
@@ -109,32 +132,44 @@ class Checkpoint(Section, frozen=True):
     enable_checkpoint: bool = False
     """Save checkpoints, and resume from the newest valid one."""
     folder: Location = "checkpoint"
-    """job.dump_folder/folder/step-N, unless absolute; or a URL of an object store: s3://bucket/folder."""
+    """job.dump_folder/folder/step-N, unless absolute; or a URL of an object store:
+    s3://bucket/folder.
+    """
     interval_type: Literal["steps", "seconds"] = "steps"
     """Unit of interval."""
     interval: Count = 500
     """Save every so many steps (or seconds), and at the end."""
     milestones: Literal["powers_of_two"] | list[Count] = []
-    """Save after these steps too, and keep them for good. powers_of_two: 1, 2, 4, 8, …; or a list."""
+    """Save after these steps too, and keep them for good. powers_of_two: 1, 2, 4, 8, …; or a list.
+    """
     start: Literal["resume-or-fresh", "resume", "fresh", "from"] = "resume-or-fresh"
-    """resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one; fresh: there must be
-    none; from: as resume-or-fresh, and initial_load_path must be given."""
+    """resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one;
+    fresh: there must be none; from: as resume-or-fresh, and initial_load_path must be given.
+    """
     load_step: Annotated[int, Meta(ge=-1)] = -1
     """Load this step. -1: the newest valid one."""
     exclude_from_loading: list[str] = []
-    """Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, ema, or patterns of tensor names.
-    Checkpoints that the run has saved since are loaded whole."""
+    """Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, ema, or patterns
+    of tensor names. Checkpoints that the run has saved since are loaded whole.
+    """
     allow_missing: list[str] = []
-    """Patterns of tensors of the model that a checkpoint may lack; they keep their initial values."""
+    """Patterns of tensors of the model that a checkpoint may lack; they keep their initial values.
+    """
     allow_changes: list[Literal["model", "tokenizer", "data", "global_batch"]] = []
     """What may differ from the run that wrote the checkpoint; otherwise it is refused."""
     initial_load_path: Location | None = None
-    """Checkpoint of any run to start from while this run has none of its own: step-N, or a folder or run that holds
-    some (the newest good one). A folder or a URL. Or a local folder of Hugging Face's or Meta's, found by its files."""
+    """Checkpoint of any run to start from while this run has none of its own: step-N, or a folder
+    or run that holds some (the newest good one). A folder or a URL. Or a local folder of Hugging
+    Face's or Meta's, found by its files.
+    """
     initial_load_model_only: bool = True
-    """Take only the weights from it and begin at step 0; false: continue at its step with all it holds."""
+    """Take only the weights from it and begin at step 0; false: continue at its step with all it
+    holds.
+    """
     initial_load_in_hf: bool = False
-    """initial_load_path must hold weights of Hugging Face's; without this key they are recognised by their files."""
+    """initial_load_path must hold weights of Hugging Face's; without this key they are recognised
+    by their files.
+    """
     model_weights_only: bool = False
     """The last save holds weights only: for use elsewhere. No run can continue from it."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -148,8 +183,9 @@ class Checkpoint(Section, frozen=True):
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too, to test the storage."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write while training goes on, from a copy in host memory that is made beside the next step's forward and backward
-    pass; with_pinned_mem: on GPUs into page-locked memory, which is faster."""
+    """Write while training goes on, from a copy in host memory that is made beside the next step's
+    forward and backward pass; with_pinned_mem: on GPUs into page-locked memory, which is faster.
+    """
     keep_latest_k: Natural = 0
     """Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."""
     keep_every: Natural = 0
@@ -157,24 +193,28 @@ class Checkpoint(Section, frozen=True):
     keep_best: Natural = 0
     """Save when the validation loss is among the lowest so many so far, and keep those; 0: none."""
     verify: Literal["size", "hash"] = "hash"
-    """What is checked before a checkpoint is loaded. hash: the hash of every file; size: every file is there and as
-    long as it was."""
+    """What is checked before a checkpoint is loaded. hash: the hash of every file; size: every file
+    is there and as long as it was.
+    """
     verify_saves: bool = True
-    """Read each checkpoint back and compare it with its hashes before it is published and older ones are deleted;
-    false: compare only its files' lengths."""
+    """Read each checkpoint back and compare it with its hashes before it is published and older
+    ones are deleted; false: compare only its files' lengths.
+    """
 
 
 class ActivationCheckpoint(Section, frozen=True):
     """Recompute activations in backward instead of keeping them."""
 
     mode: Literal["none", "selective", "full", "budget"] = "selective"
-    """What is recomputed. none: nothing; full: every block but its input; selective: see selective_ac_option; budget:
-    the compiler's choice within memory_budget, needs training.compile."""
+    """What is recomputed. none: nothing; full: every block but its input; selective: see
+    selective_ac_option; budget: the compiler's choice within memory_budget, needs training.compile.
+    """
     selective_ac_option: Annotated[
         str, Meta(pattern=r"^([1-9][0-9]*|op)$", extra={"words": '"op" or a number as "2"'})
     ] = "2"
-    """selective: "N": every Nth block, whole; "op": in every block all but attention and every second matrix
-    product."""
+    """selective: "N": every Nth block, whole; "op": in every block all but attention and every
+    second matrix product.
+    """
     memory_budget: Ratio = 0.5
     """budget: share of the compiler's usual activation memory that may be kept."""
     offload: bool = False
@@ -191,11 +231,14 @@ class Compile(Section, frozen=True):
     backend: Name = "inductor"
     """Backend of torch.compile, by torch's name for it."""
     cache_dir: Location | None = None
-    """Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/titanlite/inductor."""
+    """Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/titanlite/inductor.
+    """
 
 
 AUTO_FILTER = "auto_filter_small_kn"
-"""An entry of float8.filter_fqns that is no part of a name: layers too small to gain by the recipe stay."""
+"""An entry of float8.filter_fqns that is no part of a name: layers too small to gain by the recipe
+stay.
+"""
 
 
 class Float8(Section, frozen=True):
@@ -214,16 +257,20 @@ class Float8(Section, frozen=True):
     scaling_type_grad_output: Literal["dynamic"] = "dynamic"
     """How gradients are scaled."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """One scale per tensor, or per row; rowwise_with_gw_hp: gradients of weights in high precision."""
+    """One scale per tensor, or per row; rowwise_with_gw_hp: gradients of weights in high precision.
+    """
     filter_fqns: list[str] = []
-    """Layers that stay in high precision: any part of their full names, as attention.wk. The head stays in any case.
-    auto_filter_small_kn: also those that are too small to gain, by torchao's sizes."""
+    """Layers that stay in high precision: any part of their full names, as attention.wk. The head
+    stays in any case. auto_filter_small_kn: also those that are too small to gain, by torchao's
+    sizes.
+    """
     emulate: bool = False
     """Multiply the rounded numbers in float32, on hardware without float8; for tests."""
     min_features: Natural = 0
     """Layers with fewer input or output features stay as they are."""
     drift_check: Natural = 0
-    """Every so many steps, compare the loss of a micro-batch with that in high precision; 0: off."""
+    """Every so many steps, compare the loss of a micro-batch with that in high precision; 0: off.
+    """
 
 
 class Experimental(Section, frozen=True):
@@ -251,7 +298,9 @@ class Parallelism(Section, frozen=True):
     """Parallelism that the older sections have no name for."""
 
     expert_parallel_degree: Count = 1
-    """Ranks that share the experts of a mixture: a divisor of data_parallel_shard * context_parallel."""
+    """Ranks that share the experts of a mixture: a divisor of data_parallel_shard *
+    context_parallel.
+    """
 
 
 class Config(Section, frozen=True):

@@ -27,7 +27,8 @@ class Signature:
 
 @cache
 def class_signature(path: str) -> Signature | None:
-    """Return the signature of the class that a dotted path names; None where the source does not tell.
+    """Return the signature of the class that a dotted path names; None where the source does not
+    tell.
 
     path: "package.module:Name" or "/file.py:Name".
     """

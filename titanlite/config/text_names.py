@@ -35,14 +35,18 @@ REGISTERED = {
 
 
 def hub_text(name: str) -> HubText | None:
-    """Return the data set of the hub that a name stands for: a registered one or an id; None for other names."""
+    """Return the data set of the hub that a name stands for: a registered one or an id; None for
+    other names.
+    """
     if name in REGISTERED:
         return REGISTERED[name]
     return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
 
 
 def fetch_hint(path: str) -> str:
-    """Return how to fetch a tokenizer for a missing path that looks like an id of the hub; "" for other paths."""
+    """Return how to fetch a tokenizer for a missing path that looks like an id of the hub; "" for
+    other paths.
+    """
     owner = path.partition("/")[0]
     if hub_text(path) is None or owner in (".", "..") or os.path.isdir(owner):
         return ""
@@ -55,5 +59,13 @@ def name_problem(name: str) -> tuple[str, str] | None:
         return None
     known = (*BUNDLED, *REGISTERED)
     close = nearest(name, known)
-    hint = f'did you mean "{close[0]}"?' if close else "a path or a URL of your own text goes into the path beside it"
-    return f'is no name of text: expected {", ".join(known)}, an id of the hub ("owner/name") or a dotted path', hint
+    hint = (
+        f'did you mean "{close[0]}"?'
+        if close
+        else "a path or a URL of your own text goes into the path beside it"
+    )
+    return (
+        f'is no name of text: expected {", ".join(known)}, an id of the hub ("owner/name") or a '
+        "dotted path",
+        hint,
+    )

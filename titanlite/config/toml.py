@@ -1,4 +1,7 @@
-"""TOML text: parse it, find its statements and their lines, write values. The parser gives values, but no positions."""
+"""TOML text: parse it, find its statements and their lines, write values.
+
+The parser gives values, but no positions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ TOMLDecodeError = tomllib.TOMLDecodeError
 
 
 def loads(text: str) -> dict[str, Any]:
-    """Return the tables of a TOML text. Raises TOMLDecodeError, also for what is nested too deeply or too long."""
+    """Return the tables of a TOML text.
+
+    Raises TOMLDecodeError, also for what is nested too deeply or too long.
+    """
     try:
         tree = tomllib.loads(text)
         refuse_depth(tree)
@@ -50,7 +56,11 @@ def quote(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(quote, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{quote_key(name)} = {quote(item)}" for name, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{quote_key(name)} = {quote(item)}" for name, item in value.items())
+            + "}"
+        )
     return str(value)
 
 
@@ -82,11 +92,12 @@ class Statement(NamedTuple):
 
 
 def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
-    """Return the statements of a text that the parser accepts, and full name → line of each table and key in it.
+    """Return the statements of a text that the parser accepts, and full name → line of each table
+    and key in it.
 
-    A statement is the shortest run of lines that the parser accepts alone. Names in arrays of tables have an index:
-    `data.source[1].weight`, `data.source[1]`. A table is on the line of its header, or of the first key that names it,
-    and an item of an array on the line where it ends.
+    A statement is the shortest run of lines that the parser accepts alone. Names in arrays of
+    tables have an index: `data.source[1].weight`, `data.source[1]`. A table is on the line of its
+    header, or of the first key that names it, and an item of an array on the line where it ends.
     """
     found: list[Statement] = []
     numbers: dict[str, int] = {}
@@ -94,7 +105,9 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
     table, start, lines = "", 0, text.replace("\r\n", "\n").split("\n")
 
     def enter(path: str, tree: dict[str, Any], is_header: bool) -> str:
-        """Note the line of all names in a tree below a path; return the full name of the last one."""
+        """Note the line of all names in a tree below a path; return the full name of the
+        last one.
+        """
         last = path
         for name, value in tree.items():
             last = join(path, name)
@@ -122,7 +135,9 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
             opening, since, count = "", start, 0
             for line in range(start + 1, end):  # the items of an array that ends on a later line
                 with suppress(TOMLDecodeError):
-                    value: Any = loads("\n".join([opening + lines[since], *lines[since + 1 : line], "]"]))
+                    value: Any = loads(
+                        "\n".join([opening + lines[since], *lines[since + 1 : line], "]"])
+                    )
                     while isinstance(value, dict):
                         value = next(iter(value.values()))
                     for _ in value:

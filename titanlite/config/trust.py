@@ -1,8 +1,10 @@
-"""What a file of somebody else may not do: run code here, read variables of the environment, read other files.
+"""What a file of somebody else may not do: run code here, read variables of the environment, read
+other files.
 
-A value is trusted if the user gave it: in a TOML file that a command names, by a flag, by a call from Python. A value
-out of a checkpoint, of a file of weights or of the config that a run kept is foreign. Foreign values that would run
-code become `Claim`s, and `admit` refuses them unless the user gave `--trust-code`. No torch here.
+A value is trusted if the user gave it: in a TOML file that a command names, by a flag, by a call
+from Python. A value out of a checkpoint, of a file of weights or of the config that a run kept is
+foreign. Foreign values that would run code become `Claim`s, and `admit` refuses them unless the
+user gave `--trust-code`. No torch here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from titanlite.utils import escape, is_dotted
 
 FLAG = "--trust-code"
 _HINT = f"give {FLAG} if you trust the author of that file (SECURITY.md)"
-_HELP = "allow what a checkpoint or a kept config names: code to import, variables, files; each is printed before"
+_HELP = (
+    "allow what a checkpoint or a kept config names: code to import, variables, files; each is "
+    "printed before"
+)
 
 
 class Origin(enum.Enum):
@@ -38,7 +43,10 @@ class Origin(enum.Enum):
 
 
 def foreign(trust_code: bool) -> Origin:
-    """Return the origin of what a checkpoint or a kept config holds. trust_code: the user gave `--trust-code`."""
+    """Return the origin of what a checkpoint or a kept config holds.
+
+    trust_code: the user gave `--trust-code`.
+    """
     return Origin.TRUSTED if trust_code else Origin.FOREIGN
 
 
@@ -64,7 +72,10 @@ class Claim:
 
 
 def refusals(claims: Sequence[Claim], origin: Origin) -> list[Problem]:
-    """Return the problems of foreign claims; print those that the user allows. This is the only gate."""
+    """Return the problems of foreign claims; print those that the user allows.
+
+    This is the only gate.
+    """
     if origin is Origin.FOREIGN:
         return [claim.refusal() for claim in claims]
     is_first = os.environ.get("RANK", "0") == "0"  # the other ranks have the same to say
@@ -109,7 +120,9 @@ def config_claims(place: str, key: str, written: Any, value: Any) -> Iterator[Cl
 
 
 def add_argument(add: Callable[..., Any]) -> None:
-    """Add `--trust-code` to a command that reads checkpoints, weights or kept configs, by its `add_argument`."""
+    """Add `--trust-code` to a command that reads checkpoints, weights or kept configs, by its
+    `add_argument`.
+    """
     add(FLAG, action="store_true", help=_HELP)
 
 

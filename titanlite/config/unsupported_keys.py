@@ -1,7 +1,7 @@
 """Keys of torchtitan without a counterpart here, and names that other trainers give to keys.
 
-A key without a counterpart is accepted with the values that switch it off, so that a file which only spells out
-defaults still loads. Any other value is refused with the reason.
+A key without a counterpart is accepted with the values that switch it off, so that a file which
+only spells out defaults still loads. Any other value is refused with the reason.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-#: Names of other trainers. "later": of torchtitan 0.2.x, for keys that the files of 2024 had under another one.
-#: "older": the oldest names, and later names of keys that the files of 2024 did not have. "unsupported": reason → key →
-#: the values that switch it off. "other_trainers": name → the key here.
+#: Names of other trainers. "later": of torchtitan 0.2.x, for keys that the files of 2024 had under
+#: another one. "older": the oldest names, and later names of keys that the files of 2024 did not
+#: have. "unsupported": reason → key → the values that switch it off. "other_trainers": name → the
+#: key here.
 NAMES: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("names.json").read_bytes())
 
 
@@ -26,7 +27,9 @@ class Unsupported(NamedTuple):
 
 
 UNSUPPORTED: dict[str, Unsupported] = {
-    name: Unsupported(tuple(off), reason) for reason, keys in NAMES["unsupported"].items() for name, off in keys.items()
+    name: Unsupported(tuple(off), reason)
+    for reason, keys in NAMES["unsupported"].items()
+    for name, off in keys.items()
 }
 
 
@@ -37,7 +40,10 @@ def unsupported_type(name: str) -> Any:
 
 
 def is_off(name: str, value: Any) -> bool:
-    """Return whether a value switches the key off. A number equal to a boolean (0, False) is not taken for one."""
+    """Return whether a value switches the key off.
+
+    A number equal to a boolean (0, False) is not taken for one.
+    """
     return any(type(value) is type(off) and value == off for off in UNSUPPORTED[name].off)
 
 

@@ -1,4 +1,7 @@
-"""URLs of object stores in keys that else name a folder. No fsspec here: a config is read without it."""
+"""URLs of object stores in keys that else name a folder.
+
+No fsspec here: a config is read without it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ def is_url(text: str) -> bool:
 def chain_problem(url: str) -> str:
     """Return why a URL is refused before fsspec reads it; "" for a plain one.
 
-    fsspec takes `reference://part::https://host/file`, and runs templates that the file there holds.
+    fsspec takes `reference://part::https://host/file`, and runs templates that the file there
+    holds.
     """
     if "::" not in _IPV6.sub("", url):
         return ""
@@ -47,26 +51,40 @@ def chain_problem(url: str) -> str:
 def package_of(scheme: str) -> str:
     """How to install what a store needs."""
     package = _PACKAGES.get(scheme)
-    return f"pip install {_EXTRA.get(package, package)}" if package else "the one that fsspec names for it"
+    return (
+        f"pip install {_EXTRA.get(package, package)}"
+        if package
+        else "the one that fsspec names for it"
+    )
 
 
 def login_problem(url: str) -> tuple[str, str] | None:
-    """Why a login in the URL of a store cannot open it, and what to do about it; None where there is none."""
+    """Why a login in the URL of a store cannot open it, and what to do about it; None where there
+    is none.
+    """
     scheme = url.partition("://")[0].lower()
     if scheme not in _LOGINS or not has_login(url):
         return None
-    return "has a login, which its store does not read", f"take it out, and give it by {_LOGINS[scheme]}"
+    return (
+        "has a login, which its store does not read",
+        f"take it out, and give it by {_LOGINS[scheme]}",
+    )
 
 
 def url_problem(url: str) -> tuple[str, str] | None:
-    """Why checkpoints cannot lie there, and what to do about it; None when nothing is known against it."""
+    """Why checkpoints cannot lie there, and what to do about it; None when nothing is known against
+    it.
+    """
     scheme = url.partition("://")[0].lower()
     if scheme == "file":
         return None
     if not url.partition("://")[2].strip("/"):
         return "names no bucket", f"{scheme}://bucket/folder"
     if scheme == "memory":
-        return "is the memory of one process, which no other one sees", "name a folder or a store, such as s3://"
+        return (
+            "is the memory of one process, which no other one sees",
+            "name a folder or a store, such as s3://",
+        )
     package = _PACKAGES.get(scheme)
     if package is not None:
         if importlib.util.find_spec(package) is None:
@@ -75,5 +93,8 @@ def url_problem(url: str) -> tuple[str, str] | None:
     from fsspec.registry import known_implementations  # torch brings it along
 
     if scheme not in known_implementations:
-        return f"is of no kind that is known here: {scheme}", "name a folder, or a URL such as s3://bucket/folder"
+        return (
+            f"is of no kind that is known here: {scheme}",
+            "name a folder, or a URL such as s3://bucket/folder",
+        )
     return None

@@ -1,4 +1,6 @@
-"""Environment variables in values: `${NAME}` stands for the variable's value, `$${` for a literal `${`."""
+"""Environment variables in values: `${NAME}` stands for the variable's value, `$${` for a literal
+`${`.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,21 @@ def names_in(value: Any) -> list[str]:
 
 
 def is_deferred(key: str) -> bool:
-    """Return whether a launcher leaves the variables of a key to the machines of the job. It needs the other keys."""
-    return not key.startswith("launch.") and key not in ("job.config_file", "job.extends", "job.dump_folder")
+    """Return whether a launcher leaves the variables of a key to the machines of the job.
+
+    It needs the other keys.
+    """
+    return not key.startswith("launch.") and key not in (
+        "job.config_file",
+        "job.extends",
+        "job.dump_folder",
+    )
 
 
 def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
-    """Return an entry with the values of its variables, and what is wrong. Its `raw` is then the value as written.
+    """Return an entry with the values of its variables, and what is wrong.
+
+    Its `raw` is then the value as written.
 
     keep_unset: leave an unset variable as it is written.
     """
@@ -46,7 +57,11 @@ def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
             return [replaced(item, f"{path}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, dict):
             return {name: replaced(item, f"{path}.{name}") for name, item in value.items()}
-        return _MARK.sub(lambda match: text_of(match, path), value) if isinstance(value, str) else value
+        return (
+            _MARK.sub(lambda match: text_of(match, path), value)
+            if isinstance(value, str)
+            else value
+        )
 
     def text_of(match: re.Match[str], path: str) -> str:
         literal, name = match.groups()
@@ -55,8 +70,14 @@ def resolved(entry: Entry, keep_unset: bool) -> tuple[Entry, list[Problem]]:
         if name and (name in os.environ or keep_unset):
             names.append(name)
             return os.environ.get(name, match[0])
-        message = f"the environment variable {name} is not set" if name else "has ${ without the NAME} of a variable"
-        problems.append(Problem(entry.place(path), entry.name + path, message, _HINT, code="variable"))
+        message = (
+            f"the environment variable {name} is not set"
+            if name
+            else "has ${ without the NAME} of a variable"
+        )
+        problems.append(
+            Problem(entry.place(path), entry.name + path, message, _HINT, code="variable")
+        )
         return match[0]
 
     value = replaced(entry.value)

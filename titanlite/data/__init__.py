@@ -1,8 +1,10 @@
 """Text in, batches out: sources, tokenizers, the global order of sequences, loaders.
 
 tokenizer = load_tokenizer()                                          # tokenizer/
-dataset = build_dataset(training, data, tokenizer, vocab_size)        # sources, corpus, token_cache, packing
-loader = Prefetcher(TrainLoader(dataset, global_batch_size=16, micro_batch_size=8))  # loader, prefetch
+dataset = build_dataset(training, data, tokenizer, vocab_size)        # sources, corpus,
+token_cache, packing
+loader = Prefetcher(TrainLoader(dataset, global_batch_size=16, micro_batch_size=8))  # loader,
+prefetch
 batches = loader.next_step()
 """
 
@@ -12,7 +14,9 @@ from titanlite import exit_codes
 
 
 class DataError(ValueError):
-    """Bad text, tokenizer or settings: the message names the file (and record or line) and the remedy."""
+    """Bad text, tokenizer or settings: the message names the file (and record or line) and the
+    remedy.
+    """
 
     exit_code = exit_codes.CONFIG
 

@@ -1,12 +1,14 @@
-"""Documents fitted whole into sequences, by best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language
-modeling").
+"""Documents fitted whole into sequences, by best-fit decreasing (Ding et al. 2024, "Fewer
+truncations improve language modeling").
 
-A document longer than a sequence is cut into pieces of seq_len tokens first; a piece's last token predicts the first of
-the next piece. Groups of pieces, in the order of documents, are packed each by itself, longest first, each piece into
-the fullest row that has room for it. So neighbours in the text stay near each other, and the work is bounded.
+A document longer than a sequence is cut into pieces of seq_len tokens first; a piece's last token
+predicts the first of the next piece. Groups of pieces, in the order of documents, are packed each
+by itself, longest first, each piece into the fullest row that has room for it. So neighbours in the
+text stay near each other, and the work is bounded.
 
-Which documents share a row is decided once, by the seed. Each epoch serves the rows in another order. So the number of
-rows is the same in every epoch, and sequence i is found without those before it.
+Which documents share a row is decided once, by the seed. Each epoch serves the rows in another
+order. So the number of rows is the same in every epoch, and sequence i is found without those
+before it.
 """
 
 from __future__ import annotations
@@ -31,16 +33,24 @@ GROUP = 4096
 class BestFitDataset(PackedDataset):
     """Sequences of whole documents by global index; the arguments are those of `PackedDataset`.
 
-    Every token is served once per epoch. Every token but a document's first is a target once: tokens predict those of
-    their own document, and a document's last token predicts nothing. Rows are filled up with padding.
+    Every token is served once per epoch. Every token but a document's first is a target once:
+    tokens predict those of their own document, and a document's last token predicts nothing. Rows
+    are filled up with padding.
     """
 
     def __init__(
-        self, corpus: Corpus | TokenFiles, *, seq_len: int, seed: int = 0, shuffle: bool = True, **others: Any
+        self,
+        corpus: Corpus | TokenFiles,
+        *,
+        seq_len: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        **others: Any,
     ) -> None:
         super().__init__(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, **others)
         order = epoch_order(corpus.documents, seed, 0, shuffle)
-        #: First token in the corpus of each piece, by rows; and the first piece of each row, with an end.
+        #: First token in the corpus of each piece, by rows; and the first piece of each row, with
+        #: an end.
         self._begins, self._starts = packed(corpus.offsets, order, seq_len)
 
     @property
@@ -60,17 +70,22 @@ class BestFitDataset(PackedDataset):
         return {**super().settings, "packing": "best-fit"}
 
     def ranges(self, window: int) -> list[list[Range]]:
-        """Return the pieces of a row, in the order of documents, each with the next token of its document."""
+        """Return the pieces of a row, in the order of documents, each with the next token of its
+        document.
+        """
         row, offsets = window % self.sequences_per_epoch, self.corpus.offsets
         begins = self._begins[self._starts[row] : self._starts[row + 1]]
-        ends = np.minimum(begins + self.seq_len + 1, offsets[np.searchsorted(offsets, begins, side="right")])
+        ends = np.minimum(
+            begins + self.seq_len + 1, offsets[np.searchsorted(offsets, begins, side="right")]
+        )
         return [[one] for one in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def packed(
     offsets: NDArray[np.int64], order: NDArray[np.int64], seq_len: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return rows: (first token of each piece [pieces], row by row; first piece of each row [rows + 1]).
+    """Return rows: (first token of each piece [pieces], row by row; first piece of each row [rows +
+    1]).
 
     offsets: of a `Corpus`. order: of its documents; a row is as early as its first piece.
     """
@@ -94,7 +109,8 @@ def packed(
 
 
 def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
-    """Return the row of each piece: longest first, into the fullest row that has room, else into a new one.
+    """Return the row of each piece: longest first, into the fullest row that has room, else into a
+    new one.
 
     lengths: in tokens, at most `room`, the length of a row. most: pieces in a row.
     """

@@ -1,8 +1,8 @@
 """Conversations as `transformers` renders them: a Jinja template makes a list of messages one text.
 
-The loss is on the assistant's turns alone. Marks around them are in the rendered text until it is tokenized. A template
-with `{% generation %}` blocks sets the marks. Of another one, the messages before a turn are rendered as the prompt of
-that turn, and the text behind this prompt is the turn.
+The loss is on the assistant's turns alone. Marks around them are in the rendered text until it is
+tokenized. A template with `{% generation %}` blocks sets the marks. Of another one, the messages
+before a turn are rendered as the prompt of that turn, and the text behind this prompt is the turn.
 """
 
 from __future__ import annotations
@@ -39,33 +39,56 @@ class ChatTemplate(NamedTuple):
     tokens: tuple[tuple[str, str], ...] = ()
 
     def render(self, messages: Any, where: str) -> str:
-        """Return the text of a conversation, with marks around the assistant's turns. where: file and record.
+        """Return the text of a conversation, with marks around the assistant's turns.
 
-        Raises DataError if `messages` is no list of messages, the template refuses it, or a turn cannot be found.
+        where: file and record.
+
+        Raises DataError if `messages` is no list of messages, the template refuses it, or a turn
+        cannot be found.
         """
-        if not (isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)):
-            raise DataError(f"{where}: {messages!r:.80} is no list of messages, each with role and content")
-        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (BEGIN, END)):
-            raise DataError(f"{where}: a message holds U+FDD0 or U+FDD1, which stand for no character; remove them")
+        if not (
+            isinstance(messages, list)
+            and all(isinstance(m, dict) and m.get("role") for m in messages)
+        ):
+            raise DataError(
+                f"{where}: {messages!r:.80} is no list of messages, each with role and content"
+            )
+        if any(
+            mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (BEGIN, END)
+        ):
+            raise DataError(
+                f"{where}: a message holds U+FDD0 or U+FDD1, which stand for no character; remove "
+                "them"
+            )
         roles = [message["role"] for message in messages]
         if "assistant" not in roles:
             found = ", ".join(dict.fromkeys(map(str, roles))) or "none"
-            raise DataError(f"{where}: no message has the role assistant (roles: {found}), so the loss counts nothing")
+            raise DataError(
+                f"{where}: no message has the role assistant (roles: {found}), so the loss counts "
+                "nothing"
+            )
         return self._ask("render", messages, where)
 
     def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
-        """Return the text of a conversation up to the assistant's next turn. Raises DataError if it is refused."""
+        """Return the text of a conversation up to the assistant's next turn.
+
+        Raises DataError if it is refused.
+        """
         return self._ask("prompt", messages, where).translate(_UNMARKED)
 
     def _ask(self, action: str, messages: Sequence[Mapping[str, Any]], where: str) -> str:
         try:
             kind, text = ask(Request(action, self.source, dict(self.tokens), messages))
         except TemplateError as error:
-            raise DataError(f"{where}: the chat template cannot be rendered: {error}; mend the template") from None
+            raise DataError(
+                f"{where}: the chat template cannot be rendered: {error}; mend the template"
+            ) from None
         if kind == NO_TURN:
             raise DataError(
-                f"{where}: message {text}, of the assistant, cannot be found in the rendered text: the "
-                "messages before it render differently without those after them; put {% generation %} and "
+                f"{where}: message {text}, of the assistant, cannot be found in the rendered "
+                "text: the "
+                "messages before it render differently without those after them; put {% "
+                "generation %} and "
                 "{% endgeneration %} around the assistant's content in the template"
             )
         if kind != TEXT:
@@ -78,7 +101,9 @@ def _check(source: str, place: str) -> None:
     try:
         kind, text = ask(Request("check", source, {}))
     except TemplateError as error:
-        raise DataError(f"{place}: the chat template cannot be read: {error}; mend the template") from None
+        raise DataError(
+            f"{place}: the chat template cannot be read: {error}; mend the template"
+        ) from None
     if kind == SYNTAX:
         line, _, message = text.partition("\n")
         raise DataError(f"{place}, line {line}: {message}")
@@ -86,7 +111,9 @@ def _check(source: str, place: str) -> None:
         raise DataError(f"{place}: the chat template cannot be read: {text}")
 
 
-def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_template") -> ChatTemplate:
+def load_template(
+    path: str | None, tokenizer: Tokenizer, key: str = "data.chat_template"
+) -> ChatTemplate:
     """Return the template of a Jinja file; None: that of the files beside the tokenizer.
 
     key: what names the file, for messages. Raises DataError if there is none, or it is not valid.
@@ -116,7 +143,8 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
         raise DataError(f"{key}: {place} cannot be read: {error}") from None
     if not isinstance(source, str):
         raise DataError(
-            f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in {_CONFIG}, "
+            f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
+            f"{_CONFIG}, "
             f"in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
         )
     _check(source, f"{key}: {place}")
@@ -124,23 +152,31 @@ def load_template(path: str | None, tokenizer: Tokenizer, key: str = "data.chat_
 
 
 def _beside(folder: str | None, name: str, template: str | None = None) -> bytes | None:
-    """Return the content of a file beside a tokenizer, None if there is none. folder: a path or URL.
+    """Return the content of a file beside a tokenizer, None if there is none.
+
+    folder: a path or URL.
 
     template: the file that is named instead. Then a server is asked for nothing more.
     """
     if folder is None or is_url(folder) and template is not None:
         return None
     with suppress(FileNotFoundError):
-        content = read_url(f"{folder}/{name}") if is_url(folder) else Path(folder, name).read_bytes()
+        content = (
+            read_url(f"{folder}/{name}") if is_url(folder) else Path(folder, name).read_bytes()
+        )
         # Some servers answer with a page where there is no file.
-        return None if content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")) else content
+        return (
+            None if content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")) else content
+        )
     return None
 
 
 def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the ids of a rendered conversation, as it is, and whether each is of the assistant: [tokens] each.
+    """Return the ids of a rendered conversation, as it is, and whether each is of the assistant:
+    [tokens] each.
 
-    Names of special tokens become their ids. A token that crosses the border of a turn is of the assistant.
+    Names of special tokens become their ids. A token that crosses the border of a turn is of the
+    assistant.
     """
     ids, mask, inside = list[int](), list[bool](), False
     for part in _special(tokenizer).split(text):
@@ -155,7 +191,11 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
             if piece not in (BEGIN, END):
                 at += len(piece)
                 continue
-            place = len(found) if at == len(plain) else _tokens_before(plain[:at], found, tokenizer, inside)
+            place = (
+                len(found)
+                if at == len(plain)
+                else _tokens_before(plain[:at], found, tokenizer, inside)
+            )
             place = max(place, before)  # a token that crosses two borders at one place
             mask += [inside] * (place - before)
             before, inside = place, piece == BEGIN
@@ -165,9 +205,15 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
 
 
 def _tokens_before(text: str, ids: list[int], tokenizer: Tokenizer, crossing: bool) -> int:
-    """Return how many of `ids` are of `text`, with which their text begins. crossing: count one that reaches over."""
+    """Return how many of `ids` are of `text`, with which their text begins.
+
+    crossing: count one that reaches over.
+    """
     alone = tokenizer.encode(text) if text else []
-    same = next((n for n, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids)))
+    same = next(
+        (n for n, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b),
+        min(len(alone), len(ids)),
+    )
     return same + (crossing and same < len(alone))
 
 

@@ -1,4 +1,5 @@
-"""Has chat templates rendered by a process of `titanlite.data.chat_worker`, one for each process that asks.
+"""Has chat templates rendered by a process of `titanlite.data.chat_worker`, one for each process
+that asks.
 
 It starts with the first conversation and ends with the process that started it. Threads take turns.
 """
@@ -40,7 +41,9 @@ class _Worker:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self._requests, self._answers = self.process.stdin, self.process.stdout
-        self._requests.write(json.dumps([os.path.abspath(one) for one in sys.path]).encode() + b"\n")
+        self._requests.write(
+            json.dumps([os.path.abspath(one) for one in sys.path]).encode() + b"\n"
+        )
 
     def ask(self, request: bytes) -> bytes:
         """Return the answer to a request; b"" if the process ended."""
@@ -74,7 +77,8 @@ _workers: list[_Worker] = []
 def ask(request: Request) -> tuple[str, str]:
     """Return the kind of an answer and its text, see `titanlite.data.chat_worker`.
 
-    Raises TemplateError where the template takes too long, or its process ends for another reason, twice.
+    Raises TemplateError where the template takes too long, or its process ends for another reason,
+    twice.
     """
     content = pickle.dumps(tuple(request._replace(seconds=SECONDS)))
     with _lock:
@@ -94,7 +98,9 @@ def ask(request: Request) -> tuple[str, str]:
             _workers.clear()
             code = worker.ended()
             if code == -signal.SIGXCPU:
-                raise TemplateError(f"it takes more than {counted(SECONDS, 'seconds')} of processor time")
+                raise TemplateError(
+                    f"it takes more than {counted(SECONDS, 'seconds')} of processor time"
+                )
     how = f"signal {-code}" if code < 0 else f"code {code}"
     raise TemplateError(f"the process that renders it ended with {how}")
 

@@ -1,10 +1,12 @@
 """Renders chat templates in a process with little to spend: a template is a file of somebody else.
 
-`titanlite.data.chat_process` starts this process and sends it conversations. jinja2's sandbox keeps a template from
-objects of Python. It bounds neither time nor memory, and a single product of a text and a number may need all of both.
-So the kernel bounds them here: a process that is over its time ends, and a request for too much memory fails.
+`titanlite.data.chat_process` starts this process and sends it conversations. jinja2's sandbox keeps
+a template from objects of Python. It bounds neither time nor memory, and a single product of a text
+and a number may need all of both. So the kernel bounds them here: a process that is over its time
+ends, and a request for too much memory fails.
 
-A request is a pickle from the process that started this one. An answer is text: a template decides its content.
+A request is a pickle from the process that started this one. An answer is text: a template decides
+its content.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from typing import IO, Any, NamedTuple, NoReturn
 BEGIN, END = "\ufdd0", "\ufdd1"
 #: Seconds of processor time for one conversation.
 SECONDS = 10
-#: Characters of a rendered text: at least so many, and so many for each character of the conversation.
+#: Characters of a rendered text: at least so many, and so many for each character of the
+#: conversation.
 CHARACTERS, CHARACTERS_EACH = 1 << 20, 64
-#: Bytes of memory beside those of the process itself: at least so many, and so many for each byte of a request.
+#: Bytes of memory beside those of the process itself: at least so many, and so many for each byte
+#: of a request.
 _MEMORY, _MEMORY_EACH = 1 << 30, 64
 #: Size of a message between the processes.
 SIZE = struct.Struct("<Q")
@@ -54,7 +58,9 @@ class _TooLongError(Exception):
 
 
 class _NoTurnError(Exception):
-    """A turn of the assistant is not found in the rendered text. The argument: its number, from 1."""
+    """A turn of the assistant is not found in the rendered text. The argument: its number,
+    from 1.
+    """
 
 
 # Rendering
@@ -93,14 +99,21 @@ class _Renderer:
         self._given = len(json.dumps(request.messages, ensure_ascii=False, default=str))
 
     def text(self, count: int, prompt: bool = False) -> str:
-        """Return the text of the first messages. prompt: with the head of the assistant's next turn."""
+        """Return the text of the first messages.
+
+        prompt: with the head of the assistant's next turn.
+        """
         most = CHARACTERS + CHARACTERS_EACH * self._given
         pieces, size = list[str](), 0
         messages = self._messages[:count]
-        for piece in self._template.generate(messages=messages, add_generation_prompt=prompt, **self._variables):
+        for piece in self._template.generate(
+            messages=messages, add_generation_prompt=prompt, **self._variables
+        ):
             size += len(piece)
             if size > most:
-                raise _TooLongError(f"it makes more than {most:,} characters of a conversation of {self._given:,}")
+                raise _TooLongError(
+                    f"it makes more than {most:,} characters of a conversation of {self._given:,}"
+                )
             pieces.append(piece)
         return "".join(pieces)
 
@@ -124,7 +137,9 @@ class _Renderer:
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Any:
-    """Compile a template in the environment that `transformers` gives it, without the date of today."""
+    """Compile a template in the environment that `transformers` gives it, without the date of
+    today.
+    """
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -144,7 +159,9 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(
@@ -160,7 +177,10 @@ def _compiled(source: str) -> Any:
 
 def main() -> None:
     """Answer requests until the process that sends them is gone."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for that process, which may still need answers
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # meant for that process, which may still need answers
         signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -173,7 +193,9 @@ def main() -> None:
 
 
 def _limit(seconds: int, memory: int) -> None:
-    """Let the kernel end this process after so many more seconds of processor time, and refuse it more bytes."""
+    """Let the kernel end this process after so many more seconds of processor time, and refuse it
+    more bytes.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     used = int(usage.ru_utime + usage.ru_stime) + 1
     _lower(resource.RLIMIT_CPU, used + seconds)

@@ -1,7 +1,7 @@
 """Tokenize whole files of text into one array of token ids, with several threads.
 
-The tokenizers' libraries work outside Python's lock, so threads are enough. No process needs a start, data and an end,
-and the text is in memory once.
+The tokenizers' libraries work outside Python's lock, so threads are enough. No process needs a
+start, data and an end, and the text is in memory once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ REPORT_EVERY = 5.0
 #: Part of the fingerprint. Change it with anything that changes the token stream.
 PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
 
-#: Characters of text that a thread takes at once: a tenth of a second at most, so that an interrupted run ends quickly.
+#: Characters of text that a thread takes at once: a tenth of a second at most, so that an
+#: interrupted run ends quickly.
 _CHUNK = 256 * 1024
 
 _In = TypeVar("_In")
@@ -38,13 +39,17 @@ _Out = TypeVar("_Out")
 
 
 class DocumentArray:
-    """Documents end to end: document d is tokens[offsets[d] : offsets[d + 1]], offsets [documents + 1]."""
+    """Documents end to end: document d is tokens[offsets[d] : offsets[d + 1]], offsets [documents +
+    1].
+    """
 
     tokens: NDArray[Any]
     offsets: NDArray[np.int64]
 
     def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the documents of tokens [begin, end): number, from 0, and first token there of each [documents, 2]."""
+        """Return the documents of tokens [begin, end): number, from 0, and first token there of
+        each [documents, 2].
+        """
         place = self.offsets.searchsorted
         numbers = np.arange(place(begin, side="right") - 1, place(end - 1, side="right"))
         return np.stack([numbers, np.maximum(self.offsets[numbers], begin)], axis=1)
@@ -54,11 +59,13 @@ class DocumentArray:
 class Corpus(DocumentArray):
     """Tokenized documents in memory, or mapped.
 
-    `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and EOS;
+    `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and
+    EOS;
     `offsets`: [documents + 1] int64, where documents begin, and the end;
     `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing;
     `files`: of the texts, in order; empty for those that a function returned;
-    `targets`: [all tokens] bool, false where the loss does not count a token (a prompt); None: all of them count.
+    `targets`: [all tokens] bool, false where the loss does not count a token (a prompt); None: all
+    of them count.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -91,7 +98,9 @@ class Corpus(DocumentArray):
 
 
 class Document(NamedTuple):
-    """A record, its ids with BOS and EOS [tokens], and whether each of the first of them is a target."""
+    """A record, its ids with BOS and EOS [tokens], and whether each of the first of them is a
+    target.
+    """
 
     record: Record
     ids: NDArray[Any]
@@ -108,18 +117,25 @@ def tokenize(
     """Read and tokenize whole files.
 
     records: the documents; None: those of `files` in the default format.
-    workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
+    workers: threads that tokenize, besides this one that reads; 0: this one does both. The result
+    is the same.
 
-    Raises DataError with file and line for the first record in file order that is damaged or has a token id of
-    `vocab_size` (the model's) or more.
+    Raises DataError with file and line for the first record in file order that is damaged or has a
+    token id of `vocab_size` (the model's) or more.
     """
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
     parts, lengths, masks, read = list[NDArray[Any]](), list[int](), list[NDArray[Any]](), 0
     began = reported = time.monotonic()
-    for documents in encode(iter_records(files) if records is None else records, tokenizer, vocab_size, workers):
+    for documents in encode(
+        iter_records(files) if records is None else records, tokenizer, vocab_size, workers
+    ):
         parts.append(np.concatenate([ids for _, ids, _ in documents]).astype(dtype_for(vocab_size)))
         for record, ids, mask in documents:
-            texts = [(b"prompt ", record.prompt), (b"", record.text)] if record.prompt else [(b"", record.text)]
+            texts = (
+                [(b"prompt ", record.prompt), (b"", record.text)]
+                if record.prompt
+                else [(b"", record.text)]
+            )
             for kind, text in texts:
                 content = text.encode("utf-8", errors="surrogatepass")
                 digest.update(b"%s%d %s" % (kind, len(content), content))
@@ -130,8 +146,9 @@ def tokenize(
             reported = time.monotonic()
             share = progress_text(read, text_size(files), reported - began)
             logger.info(
-                f"reading text: {len(lengths):,} documents, {read / 1e6:,.0f} MB so far{share and f', {share}'}; "
-                f"now in {record.file}, one of {counted(len(files) or 1, 'files')}"
+                f"reading text: {len(lengths):,} documents, {read / 1e6:,.0f} MB so "
+                f"far{share and f', {share}'}; now in {record.file}, one of "
+                f"{counted(len(files) or 1, 'files')}"
             )
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Corpus(
@@ -149,7 +166,9 @@ _PACKED, _PACKING_RATIO = (".gz", ".zst", ".parquet"), 2.5
 
 
 def text_size(files: Sequence[Path]) -> float:
-    """Return about how many bytes of text some files hold, by their lengths; 0 where one cannot be asked."""
+    """Return about how many bytes of text some files hold, by their lengths; 0 where one cannot be
+    asked.
+    """
     try:
         return sum(file.stat().st_size * packing_ratio(file.name) for file in files)
     except OSError:
@@ -165,18 +184,27 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def targets_of(offsets: Sequence[int] | NDArray[np.int64], masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
-    """Return whether each token is a target. masks: of the first tokens of each document, see `encode_record`."""
+def targets_of(
+    offsets: Sequence[int] | NDArray[np.int64], masks: Sequence[NDArray[np.bool_]]
+) -> NDArray[np.bool_]:
+    """Return whether each token is a target.
+
+    masks: of the first tokens of each document, see `encode_record`.
+    """
     targets = np.ones(int(offsets[-1]), dtype=bool)
     for begin, mask in zip(offsets, masks, strict=False):
         targets[begin : begin + len(mask)] = mask
     return targets
 
 
-def encode(records: Iterable[Record], tokenizer: Tokenizer, vocab_size: int, workers: int) -> Iterator[list[Document]]:
-    """Tokenize records in `workers` threads; iterate over the documents, some at a time, in the records' order.
+def encode(
+    records: Iterable[Record], tokenizer: Tokenizer, vocab_size: int, workers: int
+) -> Iterator[list[Document]]:
+    """Tokenize records in `workers` threads; iterate over the documents, some at a time, in the
+    records' order.
 
-    Raises DataError for the first record that cannot be read or has an impossible id, after the documents before it.
+    Raises DataError for the first record that cannot be read or has an impossible id, after the
+    documents before it.
     """
 
     def work(chunk: list[Record]) -> list[Document]:
@@ -205,12 +233,18 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
-    """Map over several threads, a few items at a time; results and errors come in the items' order."""
+    """Map over several threads, a few items at a time; results and errors come in the
+    items' order.
+    """
     if workers == 0:
         yield from map(function, items)
         return
     ahead: deque[Future[_Out]] = deque()
-    pool, source, error = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize"), iter(items), None
+    pool, source, error = (
+        ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize"),
+        iter(items),
+        None,
+    )
     try:
         while error is None:
             try:
@@ -227,12 +261,15 @@ def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the ids of a document [tokens], and whether each of its first tokens is a target; those after them are.
+def encode_record(
+    record: Record, tokenizer: Tokenizer, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the ids of a document [tokens], and whether each of its first tokens is a target;
+    those after them are.
 
-    A prompt is encoded by itself, so that its tokens do not depend on the text after it. It and BOS before it are no
-    targets. A rendered conversation gets no BOS or EOS besides its own. Raises DataError for an id of `vocab_size` (the
-    model's) or more.
+    A prompt is encoded by itself, so that its tokens do not depend on the text after it. It and BOS
+    before it are no targets. A rendered conversation gets no BOS or EOS besides its own. Raises
+    DataError for an id of `vocab_size` (the model's) or more.
     """
     if record.prompt is None:
         ids, mask = encode_chat(record.text, tokenizer)
@@ -242,15 +279,21 @@ def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tupl
         before = tokenizer.encode_document(record.prompt)[:-1]
         ids, mask = np.concatenate([before, ids[1:]]), np.zeros(len(before), dtype=bool)
     if not len(ids):
-        raise DataError(f"{record.file}: record {record.number} has no tokens; leave it out, or mend the chat template")
+        raise DataError(
+            f"{record.file}: record {record.number} has no tokens; leave it out, or mend the chat "
+            "template"
+        )
     if ids.max() >= vocab_size:
         raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
     return ids, mask
 
 
-def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:
+def _over_vocabulary(
+    record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer
+) -> DataError:
     return DataError(
-        f"{record.file}, line {record.number}: token id {token_id} is outside the model's vocabulary of {vocab_size} "
-        f"(the tokenizer has {tokenizer.vocab_size}); set model.vocab_size to at least {tokenizer.vocab_size}, "
-        "or give the model's own tokenizer by model.tokenizer_path"
+        f"{record.file}, line {record.number}: token id {token_id} is outside the model's "
+        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}); set "
+        f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own tokenizer "
+        "by model.tokenizer_path"
     )

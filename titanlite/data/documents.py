@@ -14,8 +14,9 @@ from titanlite.data.token_files import TokenFiles
 class Document(NamedTuple):
     """Neighbouring tokens of one document in a row.
 
-    `source`: its name in a mixture, else that of the text. `name`: the document's number, from 0 in the order of the
-    files; of a stream its file and record. `file` and `record`, from 1: of streams and of prepared text.
+    `source`: its name in a mixture, else that of the text. `name`: the document's number, from 0 in
+    the order of the files; of a stream its file and record. `file` and `record`, from 1: of streams
+    and of prepared text.
     """
 
     source: str
@@ -27,11 +28,17 @@ class Document(NamedTuple):
 
 def is_streamed(rows: Rows) -> bool:
     """Whether a rank reads its own part of the text alone."""
-    return isinstance(rows, StreamRows) or isinstance(rows, MixedRows) and any(map(is_streamed, rows.rows))
+    return (
+        isinstance(rows, StreamRows)
+        or isinstance(rows, MixedRows)
+        and any(map(is_streamed, rows.rows))
+    )
 
 
 def documents_of(rows: Rows, index: int, source: str) -> list[Document]:
-    """Return the documents of row `index`, in its order; the last may have no token but the row's last target."""
+    """Return the documents of row `index`, in its order; the last may have no token but the row's
+    last target.
+    """
     if isinstance(rows, MixedRows):
         number, index = rows.locate(index)
         return documents_of(rows.rows[number], index, rows.names[number])

@@ -16,24 +16,33 @@ _HASH_BITS = 128
 
 
 def batch_hash(batches: Iterable[Batch]) -> str:
-    """Return the hex digest of the sequences in `batches`, in any order and split into any micro-batches.
+    """Return the hex digest of the sequences in `batches`, in any order and split into any
+    micro-batches.
 
-    It is the sum of the rows' digests. So `add_hashes` of all ranks' digests gives that of the global batch, on any
-    number of ranks.
+    It is the sum of the rows' digests. So `add_hashes` of all ranks' digests gives that of the
+    global batch, on any number of ranks.
     """
     total = 0
     for batch in batches:
         tensors = [batch.tokens, batch.labels] if batch.documents is None else batch
         rows = torch.stack([t.cpu() for t in tensors if t is not None], dim=1).numpy().astype("<i8")
         for row in rows:
-            total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=_HASH_BITS // 8).digest(), "little")
+            total += int.from_bytes(
+                hashlib.blake2b(row.tobytes(), digest_size=_HASH_BITS // 8).digest(), "little"
+            )
     return _hex(total)
 
 
 def step_hash(
-    dataset: Rows, first: int, size: int, rank: int = 0, dp_degree: int = 1, skip: Iterable[Range] = ()
+    dataset: Rows,
+    first: int,
+    size: int,
+    rank: int = 0,
+    dp_degree: int = 1,
+    skip: Iterable[Range] = (),
 ) -> str | None:
-    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a data-parallel rank's share.
+    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a
+    data-parallel rank's share.
 
     None if the data end before that step. `add_hashes` joins shares.
     """
@@ -42,7 +51,8 @@ def step_hash(
     if total is not None and sequences[0] >= total:
         return None
     return add_hashes(
-        batch_hash([stack(dataset, [i])]) for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
+        batch_hash([stack(dataset, [i])])
+        for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
     )
 
 

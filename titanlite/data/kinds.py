@@ -38,9 +38,12 @@ KINDS = (
 )
 COMPRESSED = (".gz", ".zst")
 #: Ends of the names of all kinds.
-ENDINGS = tuple(suffix + packed for kind in KINDS for suffix in kind.suffixes for packed in ("", *COMPRESSED))
+ENDINGS = tuple(
+    suffix + packed for kind in KINDS for suffix in kind.suffixes for packed in ("", *COMPRESSED)
+)
 
-#: Of a data set: why → names (regular expressions for names in small letters, without the end of compression).
+#: Of a data set: why → names (regular expressions for names in small letters, without the end of
+#: compression).
 _NO_TEXT = {
     "about the data": re.compile(
         r"dataset_infos?.*\.json|dataset_dict\.json|state\.json|croissant.*\.json"
@@ -48,7 +51,8 @@ _NO_TEXT = {
     ),
     "cache of datasets": re.compile(r"cache-[0-9a-f]+(_\d+_of_\d+)?\.arrow"),
 }
-#: Names of documentation in plain text or Markdown, alone or with one more word: LICENSE-MIT.txt, README_zh.md.
+#: Names of documentation in plain text or Markdown, alone or with one more word: LICENSE-MIT.txt,
+#: README_zh.md.
 _DOCUMENTATION = re.compile(
     r"(readme|licen[sc]es?|copying|changelog|citations?|contributing|code[-_]of[-_]conduct|dataset[-_]?card)"
     r"([-_.][\w.]+)?",
@@ -67,7 +71,9 @@ def kind_of_name(name: str) -> Kind | None:
 
 
 def ending_of(name: str) -> str:
-    """Return the end of a name that tells kind and compression, as `.jsonl.gz`; "" for other names."""
+    """Return the end of a name that tells kind and compression, as `.jsonl.gz`; "" for
+    other names.
+    """
     lower = name.lower()
     found = [ending for ending in ENDINGS if lower.endswith(ending)]
     return name[len(name) - len(max(found, key=len)) :] if found else ""

@@ -1,7 +1,8 @@
 """Which files of a folder are its text: known by name, of one kind, on one level, of one split.
 
-The same rules serve local folders, folders of stores, and the files that a pattern finds. A folder that leaves a choice
-is refused, with the lines that make it. Nothing here imports numpy: the check of a config asks, too.
+The same rules serve local folders, folders of stores, and the files that a pattern finds. A folder
+that leaves a choice is refused, with the lines that make it. Nothing here imports numpy: the check
+of a config asks, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from typing import NamedTuple
 
 from titanlite.config.toml import quote
 from titanlite.data import DataError
-from titanlite.data.kinds import COMPRESSED, KINDS, Format, Kind, ending_of, is_hidden, kind_of_name, why_no_text
+from titanlite.data.kinds import (
+    COMPRESSED,
+    KINDS,
+    Format,
+    Kind,
+    ending_of,
+    is_hidden,
+    kind_of_name,
+    why_no_text,
+)
 from titanlite.utils import counted, human_bytes
 
 #: Splits by the whole words that stand for them in names of files and folders, as in `datasets`.
@@ -34,14 +44,16 @@ ALL_SPLITS = "all"
 
 #: Between words of a name, as in `datasets`.
 _BETWEEN_WORDS = re.compile(r"[-._ 0-9]+")
-#: A part of a split as `datasets` writes it: what stands before the numbers names the split, as `train_sft`.
+#: A part of a split as `datasets` writes it: what stands before the numbers names the split, as
+#: `train_sft`.
 _SHARD = re.compile(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b.*")
 #: Names that a report shows of each group.
 _SHOWN = 3
 
 
 class UnclearTextError(DataError):
-    """A folder leaves open which of its files are meant, or has no file of the split that is asked for.
+    """A folder leaves open which of its files are meant, or has no file of the split that is asked
+    for.
 
     `reason`, `lines`: the message without the key.
     """
@@ -54,7 +66,8 @@ class UnclearTextError(DataError):
 class FoundFile(NamedTuple):
     """A file of a folder.
 
-    `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None: not known.
+    `name`: path or URL. `relative`: its path below the folder, with slashes. `size`: bytes; None:
+    not known.
     """
 
     name: str
@@ -92,17 +105,23 @@ class Listing:
 
     def describe(self) -> str:
         """Return what was found, and what was passed over and why, in words."""
-        kinds = ", ".join(f"{counted(count, 'files')} of {name}" for name, count in self.kinds.items())
+        kinds = ", ".join(
+            f"{counted(count, 'files')} of {name}" for name, count in self.kinds.items()
+        )
         size = f" ({human_bytes(self.size)})" if self.size is not None else ""
         split = f", split {self.split}" if self.split else ""
         passed = [f"{_some(names)} ({reason})" for reason, names in self.passed_over.items()]
         return kinds + size + split + (f"; passed over: {', '.join(passed)}" if passed else "")
 
     def warning(self) -> str | None:
-        """Return what is wrong with a pattern that finds files of several splits; None otherwise."""
+        """Return what is wrong with a pattern that finds files of several splits; None
+        otherwise.
+        """
         if not self.mixed_splits:
             return None
-        found = ", ".join(f"{split} ({counted(count, 'files')})" for split, count in self.mixed_splits.items())
+        found = ", ".join(
+            f"{split} ({counted(count, 'files')})" for split, count in self.mixed_splits.items()
+        )
         return f"the pattern finds files of several splits, which are read together: {found}"
 
 
@@ -110,7 +129,8 @@ class Listing:
 class Place:
     """A folder, file or pattern as the config names it.
 
-    path: as written. key: of the config, or SOURCE of a command. split, reader: those that are asked for.
+    path: as written. key: of the config, or SOURCE of a command. split, reader: those that are
+    asked for.
     """
 
     path: str
@@ -148,8 +168,8 @@ class Place:
 def choose(found: Sequence[FoundFile], place: Place) -> Listing:
     """Return the text among the files of a folder.
 
-    Raises UnclearTextError where files of several splits, of several kinds, or on two levels could be meant, or none is
-    of the split; DataError where there is no text.
+    Raises UnclearTextError where files of several splits, of several kinds, or on two levels could
+    be meant, or none is of the split; DataError where there is no text.
     """
     passed: dict[str, list[str]] = {}
     texts = []
@@ -172,7 +192,8 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
 
 
 def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
-    """Return the files that are named, or found by a pattern: all of them, or those of the split that is asked for.
+    """Return the files that are named, or found by a pattern: all of them, or those of the split
+    that is asked for.
 
     Raises UnclearTextError if there is none of that split.
     """
@@ -184,7 +205,9 @@ def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
     splits = Counter(split_of(file.relative) or "no split" for file in found)
     if len(splits) < 2 or not _holds_out(splits):
         return listing
-    return Listing(listing.files, listing.kinds, listing.size, None, listing.passed_over, dict(splits))
+    return Listing(
+        listing.files, listing.kinds, listing.size, None, listing.passed_over, dict(splits)
+    )
 
 
 def listing_of(names: Sequence[str], split: str | None) -> Listing:
@@ -199,7 +222,9 @@ def _why_not(file: FoundFile) -> str | None:
     return why_no_text(file.base)
 
 
-def _without_descriptions(texts: Sequence[FoundFile], passed: dict[str, list[str]]) -> list[FoundFile]:
+def _without_descriptions(
+    texts: Sequence[FoundFile], passed: dict[str, list[str]]
+) -> list[FoundFile]:
     """Return the files without those that describe the records beside them."""
     has_records = any(file.kind and file.kind.has_records for file in texts)
     kept = []
@@ -211,8 +236,12 @@ def _without_descriptions(texts: Sequence[FoundFile], passed: dict[str, list[str
     return kept
 
 
-def _of_reader(texts: list[FoundFile], place: Place, passed: dict[str, list[str]]) -> list[FoundFile]:
-    """Return the files of the format that is asked for; all of them where no name tells that format."""
+def _of_reader(
+    texts: list[FoundFile], place: Place, passed: dict[str, list[str]]
+) -> list[FoundFile]:
+    """Return the files of the format that is asked for; all of them where no name tells that
+    format.
+    """
     kept = [file for file in texts if file.kind and file.kind.reader == place.reader]
     if not kept:
         return texts
@@ -226,10 +255,11 @@ def _of_reader(texts: list[FoundFile], place: Place, passed: dict[str, list[str]
 
 
 def split_of(relative: str) -> str | None:
-    """Return the split that a path below a folder names, as `datasets` finds it; None if it names none.
+    """Return the split that a path below a folder names, as `datasets` finds it; None if it names
+    none.
 
-    A part `NAME-00000-of-00002` is of the split NAME if that holds a word of a split. Else the words of folders go
-    before those of the file.
+    A part `NAME-00000-of-00002` is of the split NAME if that holds a word of a split. Else the
+    words of folders go before those of the file.
     """
     *folders, name = PurePosixPath(relative).parts
     shard = _SHARD.fullmatch(name)
@@ -248,8 +278,13 @@ def _holds_out(splits: Iterable[str]) -> bool:
     return any(_split_word(split) in HELD_OUT for split in splits)
 
 
-def _of_split(texts: Sequence[FoundFile], place: Place, passed: dict[str, list[str]]) -> list[FoundFile]:
-    """Return the files of the split that is asked for. Files without any name of a split are of the split train."""
+def _of_split(
+    texts: Sequence[FoundFile], place: Place, passed: dict[str, list[str]]
+) -> list[FoundFile]:
+    """Return the files of the split that is asked for.
+
+    Files without any name of a split are of the split train.
+    """
     if place.split in (None, ALL_SPLITS):
         return list(texts)
     wanted = SPLIT_WORDS.get(place.split.lower(), place.split) if place.split else ""
@@ -259,7 +294,11 @@ def _of_split(texts: Sequence[FoundFile], place: Place, passed: dict[str, list[s
     kept = [file for file, split in zip(texts, splits, strict=True) if split == wanted]
     if not kept:
         known = ", ".join(dict.fromkeys(split for split in splits if split))
-        has = f"it has {known}" if known else "no name of a file or folder holds one, so all of them are of train"
+        has = (
+            f"it has {known}"
+            if known
+            else "no name of a file or folder holds one, so all of them are of train"
+        )
         raise UnclearTextError(place.key, f"{place.path} has no split {quote(place.split)}; {has}")
     for file, split in zip(texts, splits, strict=True):
         if split != wanted:
@@ -306,10 +345,17 @@ def _refuse_several(texts: Sequence[FoundFile], found: Sequence[FoundFile], plac
         if pattern:
             lines.append(f"  {place.path_line(pattern)}  # {about}")
         else:
-            lines.append(f"  (no single pattern finds {about}, as {files[0].relative}: move them into a folder)")
+            lines.append(
+                f"  (no single pattern finds {about}, as {files[0].relative}: move them into a "
+                "folder)"
+            )
     if several_splits:
-        lines.append(f"or one of these {place.where('data' if place.table == 'training' else place.table)}:")
-        lines += [f"  {place.split_line(split)}" for split in sorted(splits, key=_split_order) if split]
+        lines.append(
+            f"or one of these {place.where('data' if place.table == 'training' else place.table)}:"
+        )
+        lines += [
+            f"  {place.split_line(split)}" for split in sorted(splits, key=_split_order) if split
+        ]
         lines.append(f"  {place.split_line(ALL_SPLITS)}  # the files of all splits")
     raise UnclearTextError(place.key, reason, lines)
 
@@ -323,12 +369,16 @@ def _about(group: _Group, files: Sequence[FoundFile]) -> str:
     levels = {None: "", True: ", directly in the folder", False: ", in its subfolders"}
     sizes = [file.size for file in files]
     size = "" if None in sizes else f", {human_bytes(sum(size for size in sizes if size))}"
-    split = "" if group.split is None else f", split {group.split}" if group.split else ", of no split"
+    split = (
+        "" if group.split is None else f", split {group.split}" if group.split else ", of no split"
+    )
     return f"{counted(len(files), 'files')} of {group.kind}{split}{levels[group.is_direct]}{size}"
 
 
 def pattern_of(files: Sequence[FoundFile], found: Sequence[FoundFile], folder: str) -> str | None:
-    """Return a pattern that finds these files of all that were found, and no others; None if there is no simple one."""
+    """Return a pattern that finds these files of all that were found, and no others; None if there
+    is no simple one.
+    """
     wanted = {file.relative for file in files}
     others = [file.relative for file in found if file.relative not in wanted]
     root = glob.escape(folder.rstrip("/"))
@@ -340,7 +390,10 @@ def pattern_of(files: Sequence[FoundFile], found: Sequence[FoundFile], folder: s
 
 
 def _candidates(names: Sequence[str]) -> Iterator[str]:
-    """Yield patterns for files, given below their folder, the simplest first. Brackets escape signs in names."""
+    """Yield patterns for files, given below their folder, the simplest first.
+
+    Brackets escape signs in names.
+    """
     if len(names) == 1:
         yield glob.escape(names[0])
         return
@@ -349,7 +402,12 @@ def _candidates(names: Sequence[str]) -> Iterator[str]:
     ending = glob.escape(endings.pop()) if len(endings) == 1 else ""
     start = os.path.commonprefix(bases)
     word = re.sub(r"[\d\W_]+$", "", start)
-    words = {split_word for base in bases for split_word in _BETWEEN_WORDS.split(base) if split_word in SPLIT_WORDS}
+    words = {
+        split_word
+        for base in bases
+        for split_word in _BETWEEN_WORDS.split(base)
+        if split_word in SPLIT_WORDS
+    }
     ends = [f"*{ending}", f"{glob.escape(word)}*{ending}", f"{glob.escape(start)}*{ending}"]
     ends += [f"*{one}*{ending}" for one in sorted(words)]
     folders = [PurePosixPath(name).parts[:-1] for name in names]
@@ -362,7 +420,9 @@ def _candidates(names: Sequence[str]) -> Iterator[str]:
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression for a pattern of `_candidates`, which stars do not lead into hidden names."""
+    """Return a regular expression for a pattern of `_candidates`, which stars do not lead into
+    hidden names.
+    """
     signs = {"**/": r"(?:[^/.][^/]*/)*", "*": r"[^/]*"}
     text = ""
     for part in re.split(r"(\*\*/|\*|\[.\])", pattern):
@@ -373,7 +433,9 @@ def _matcher(pattern: str) -> re.Pattern[str]:
 # Words
 
 
-def _listing(texts: Sequence[FoundFile], passed: Mapping[str, Sequence[str]], split: str | None) -> Listing:
+def _listing(
+    texts: Sequence[FoundFile], passed: Mapping[str, Sequence[str]], split: str | None
+) -> Listing:
     kinds = Counter(file.kind.name if file.kind else "another kind" for file in texts)
     sizes = [file.size for file in texts]
     size = None if None in sizes else sum(one for one in sizes if one)
@@ -382,7 +444,9 @@ def _listing(texts: Sequence[FoundFile], passed: Mapping[str, Sequence[str]], sp
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+    return ", ".join(names[:_SHOWN]) + (
+        f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    )
 
 
 def _reasons(passed: Mapping[str, Sequence[str]]) -> str:

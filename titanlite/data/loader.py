@@ -1,8 +1,8 @@
 """Batches for one data-parallel rank, cut from the global order of sequences.
 
 A training step takes sequences n … n + G - 1, G the global batch; rank r of D serves those with
-i ≡ r (mod D). So the sequences of a step depend on n alone, and n is the whole state. Skipped ranges are passed over:
-a step takes the next G sequences that are in none.
+i ≡ r (mod D). So the sequences of a step depend on n alone, and n is the whole state. Skipped
+ranges are passed over: a step takes the next G sequences that are in none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from titanlite.utils import counted
 
 
 class Batch(NamedTuple):
-    """`tokens`: [batch, seq] int64; `labels`: [batch, seq] int64, shifted by one, -100 where there is no target.
+    """`tokens`: [batch, seq] int64; `labels`: [batch, seq] int64, shifted by one, -100 where there
+    is no target.
 
-    `documents`: [batch, whole sequence] int32, the number of each token's document in its row, also where ranks share a
-    sequence; None where attention does not stop at documents.
+    `documents`: [batch, whole sequence] int32, the number of each token's document in its row, also
+    where ranks share a sequence; None where attention does not stop at documents.
     """
 
     tokens: torch.Tensor
@@ -39,7 +40,8 @@ class Batch(NamedTuple):
 
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
-    """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`).
+    """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see
+    `Prefetcher`).
 
     Raises DataError on GPUs if a row has more documents than their attention keeps apart.
     """
@@ -56,8 +58,10 @@ def _check_documents(batch: Batch) -> None:
     count, most = int(batch.documents.max()) + 1, max_documents(batch.documents.size(1))
     if count > most:
         raise DataError(
-            f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} documents, and on GPUs "
-            f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no more than that'
+            f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} "
+            "documents, and on GPUs "
+            f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no '
+            "more than that"
         )
 
 
@@ -91,7 +95,8 @@ class TrainLoader:
         self.dataset, self.rank, self.dp_degree = dataset, rank, dp_degree
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.skip = skip_ranges.merged(skip)
-        #: Global index of the sequence after the last one served; the next step begins there or after a range.
+        #: Global index of the sequence after the last one served; the next step begins there or
+        #: after a range.
         self.position = 0
         #: The position that was loaded, and the ranges that were skipped before it.
         self._loaded = 0
@@ -109,11 +114,15 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        Finite data fill up their last step with sequences without targets, alike on every number of ranks,
+        Finite data fill up their last step with sequences without targets, alike on every number of
+        ranks,
         and raise EndOfData after it, on all ranks at the same step.
         """
         if self.steps_left == 0:
-            raise EndOfData(f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are served")
+            raise EndOfData(
+                f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are "
+                "served"
+            )
         step = skip_ranges.take(self.position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         size = self.micro_batch_size
@@ -124,10 +133,13 @@ class TrainLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the state to resume from: sequences below `next_sequence` were served.
 
-        `left_out`, if there are any: the ranges below it that were skipped. `rows`: the state of the sequences, if they
-        have one: this rank's part, see `gather_state`. The rest is the same on every rank.
+        `left_out`, if there are any: the ranges below it that were skipped. `rows`: the state of
+        the sequences, if they have one: this rank's part, see `gather_state`. The rest is the same
+        on every rank.
         """
-        ours = skip_ranges.without(skip_ranges.before(self.position, self.skip), [(0, self._loaded)])
+        ours = skip_ranges.without(
+            skip_ranges.before(self.position, self.skip), [(0, self._loaded)]
+        )
         skipped = skip_ranges.merged([*self._skipped_before, *ours])
         rows = self.dataset.state_dict()
         return {
@@ -137,7 +149,9 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, also of another number of ranks. Raises StateError if it is not a loader's state.
+        """Continue from `state`, also of another number of ranks.
+
+        Raises StateError if it is not a loader's state.
 
         Ranges of this loader that lie before the position have no effect: see `served_already`.
         `phases` in the state, if it is there: where the shares of a mixture change from here on.
@@ -150,7 +164,10 @@ class TrainLoader:
 
 
 def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
-    """Return a loader's state with what all ranks know of their sequences. All ranks call it together."""
+    """Return a loader's state with what all ranks know of their sequences.
+
+    All ranks call it together.
+    """
     if "rows" not in state:
         return state
     states: list[Any] = [None] * dist.get_world_size()
@@ -167,19 +184,30 @@ def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range,
 class ValidationLoader:
     """The same held-out batches in every pass, the same number on every rank.
 
-    Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 … batch_size - 1;
-    sequences beyond the end of the data have labels -100. With `steps=-1` that is one full pass whatever the
-    number of ranks; with `steps > 0` it is the first steps * batch_size * dp_degree sequences, so numbers
-    from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it. Text
-    without an end (`total_sequences` is None) needs `steps > 0`.
+    Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 …
+    batch_size - 1; sequences beyond the end of the data have labels -100. With `steps=-1` that is
+    one full pass whatever the
+    number of ranks; with `steps > 0` it is the first steps * batch_size * dp_degree sequences, so
+    numbers
+    from different rank counts compare only if that product is the same. `steps` beyond a full pass
+    end with it. Text without an end (`total_sequences` is None) needs `steps > 0`.
     """
 
-    def __init__(self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1) -> None:
+    def __init__(
+        self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1
+    ) -> None:
         _check_rank(rank, dp_degree)
-        self.dataset, self.batch_size, self.rank, self.dp_degree = dataset, batch_size, rank, dp_degree
+        self.dataset, self.batch_size, self.rank, self.dp_degree = (
+            dataset,
+            batch_size,
+            rank,
+            dp_degree,
+        )
         self._batches, total = steps, dataset.total_sequences
         if total is None and steps == -1:
-            raise DataError("a full pass (steps = -1) needs a text with an end: give a number of batches")
+            raise DataError(
+                "a full pass (steps = -1) needs a text with an end: give a number of batches"
+            )
         if total is not None:
             full_pass = -(-total // (batch_size * dp_degree))
             self._batches = full_pass if steps == -1 else min(steps, full_pass)
@@ -197,11 +225,16 @@ class ValidationLoader:
 def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     """Return the batch of these sequences; those past the end are padding."""
     total = dataset.total_sequences
-    rows = [dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes]
+    rows = [
+        dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes
+    ]
     columns = (column for column in zip(*rows, strict=True) if column[0] is not None)
     return Batch(*(torch.from_numpy(np.stack(column)) for column in columns))
 
 
 def _check_rank(rank: int, dp_degree: int) -> None:
     if not 0 <= rank < dp_degree:
-        raise DataError(f"data-parallel rank {rank} is not one of {dp_degree}; ranks run from 0 to {dp_degree - 1}")
+        raise DataError(
+            f"data-parallel rank {rank} is not one of {dp_degree}; ranks run from 0 to "
+            f"{dp_degree - 1}"
+        )

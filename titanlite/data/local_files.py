@@ -1,4 +1,7 @@
-"""The files of a local path: a file, a folder or a pattern. The rules are those of `titanlite.data.listing`."""
+"""The files of a local path: a file, a folder or a pattern.
+
+The rules are those of `titanlite.data.listing`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from titanlite.data.listing import FoundFile, Listing, Place, choose, named_file
 
 
 def list_text(place: Place) -> Listing:
-    """Return the text of a path: the file itself, the files that it matches as a pattern, or those of the folder.
+    """Return the text of a path: the file itself, the files that it matches as a pattern, or those
+    of the folder.
 
-    Raises DataError, naming the config's key, if there is none or a folder leaves open which files are meant.
+    Raises DataError, naming the config's key, if there is none or a folder leaves open which files
+    are meant.
     """
     path = Path(place.path)
     if path.is_file():
@@ -23,12 +28,16 @@ def list_text(place: Place) -> Listing:
     if path.is_dir():
         return choose(list(_files_of(path)), place)
     # A pattern with two ** finds a file several times.
-    files = sorted({file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file()})
+    files = sorted(
+        {file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file()}
+    )
     if not files:
         name = place.key.removesuffix("_path").removesuffix(".path")
         hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {name})"
         hint = "" if path.is_absolute() else hint
-        raise DataError(f"{place.key}: {path} does not exist{hint}; give a file, a pattern or a folder of text")
+        raise DataError(
+            f"{place.key}: {path} does not exist{hint}; give a file, a pattern or a folder of text"
+        )
     return named_files([_found(file, _fixed_part(path)) for file in files], place)
 
 
@@ -49,23 +58,36 @@ def _size(file: Path) -> int | None:
 
 
 def _files_of(folder: Path) -> Iterator[FoundFile]:
-    """Iterate over the files of a folder and of its subfolders, sorted. Only text is asked for its size."""
-    for file in sorted([*(Path(one) for one in folder.iterdir() if not one.is_dir()), *_below(folder)]):
+    """Iterate over the files of a folder and of its subfolders, sorted.
+
+    Only text is asked for its size.
+    """
+    for file in sorted(
+        [*(Path(one) for one in folder.iterdir() if not one.is_dir()), *_below(folder)]
+    ):
         relative = file.relative_to(folder).as_posix()
         if why_no_text(file.name) is not None:
             yield FoundFile(str(file), relative)
         elif file.is_file():
             yield FoundFile(str(file), relative, _size(file))
         else:
-            raise DataError(f"{file} is a link to a file that does not exist; copy the file, or remove the link")
+            raise DataError(
+                f"{file} is a link to a file that does not exist; copy the file, or remove the link"
+            )
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """Yield the files of all subfolders that are not hidden, also behind links; of each folder once."""
+    """Yield the files of all subfolders that are not hidden, also behind links; of each folder
+    once.
+    """
     real = {os.path.realpath(path)}
     for folder, subfolders, _ in os.walk(path):
         subfolders[:] = _shown(subfolders)
-        real |= {os.path.join(os.path.realpath(folder), n) for n in subfolders if not Path(folder, n).is_symlink()}
+        real |= {
+            os.path.join(os.path.realpath(folder), n)
+            for n in subfolders
+            if not Path(folder, n).is_symlink()
+        }
     seen = {os.path.realpath(path)}
 
     def is_new(folder: Path) -> bool:

@@ -1,13 +1,16 @@
 """Several sources in one order of sequences, each with its share of the tokens.
 
-All sequences have the same length, so shares of sequences are shares of tokens. Source and number of sequence i follow
-from i by arithmetic:
+All sequences have the same length, so shares of sequences are shares of tokens. Source and number
+of sequence i follow from i by arithmetic:
 
 - A schedule of `_SCHEDULE` turns gives each source its share, spread evenly.
-- Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A slot's sequences
-  of a stream are one lane of it, so a rank reads only its own lanes. Each slot begins elsewhere in the schedule.
-- A segment is a stretch with one set of shares. A new one begins with a phase, where a source has served its epochs,
-  and where a run goes on with other shares than its checkpoint's. Counts go on: no text is repeated or left out.
+- Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A
+  slot's sequences
+  of a stream are one lane of it, so a rank reads only its own lanes. Each slot begins elsewhere in
+  the schedule.
+- A segment is a stretch with one set of shares. A new one begins with a phase, where a source has
+  served its epochs, and where a run goes on with other shares than its checkpoint's. Counts go on:
+  no text is repeated or left out.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _SCHEDULE = 4096
 class _Segment:
     """Sequences from `start` on, any sequence.
 
-    `weights`: [sources], 0 for one that is served. `base`: [slots, sources], the turns that each slot gave before.
+    `weights`: [sources], 0 for one that is served. `base`: [slots, sources], the turns that each
+    slot gave before.
     """
 
     start: int
@@ -47,12 +51,18 @@ class MixedRows:
 
     Args:
         sources: by name. Their epochs, if any, are their limit in the mixture.
-        phases: first sequence → shares from there on, by name; only their ratios count. The first is 0.
+        phases: first sequence → shares from there on, by name; only their ratios count. The first
+            is 0.
         slots: V; the number of lanes of those that are streams.
     """
 
     def __init__(
-        self, sources: Mapping[str, Rows], phases: Mapping[int, Mapping[str, float]], *, seed: int = 0, slots: int = 1
+        self,
+        sources: Mapping[str, Rows],
+        phases: Mapping[int, Mapping[str, float]],
+        *,
+        seed: int = 0,
+        slots: int = 1,
     ) -> None:
         self.names, self.rows = list(sources), list(sources.values())
         self.seq_len, self.seed = self.rows[0].seq_len, seed
@@ -60,7 +70,8 @@ class MixedRows:
         #: First sequence → shares: as planned for the run, and as they were and will be.
         self._planned = self._in_order(phases)
         self._phases = self._planned
-        #: The latest state was saved with other shares, sources or epochs than hold from its position on.
+        #: The latest state was saved with other shares, sources or epochs than hold from its
+        #: position on.
         self.changed = False
         self._restart(slots)
 
@@ -70,9 +81,18 @@ class MixedRows:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide sequence i, besides the shares: those may change, and are in the state."""
-        settings = {name: value for rows in reversed(self.rows) for name, value in rows.settings.items()}
-        order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": settings["shuffle"], "sources": self.names}
+        """The settings that decide sequence i, besides the shares: those may change, and are in the
+        state.
+        """
+        settings = {
+            name: value for rows in reversed(self.rows) for name, value in rows.settings.items()
+        }
+        order = {
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "shuffle": settings["shuffle"],
+            "sources": self.names,
+        }
         kept = ("mask_documents", "packing", "buffer")
         return {**order, **{name: settings[name] for name in kept if name in settings}}
 
@@ -88,12 +108,17 @@ class MixedRows:
     @property
     def shares(self) -> dict[str, float]:
         """The shares of the sequences at the start, by name of the source."""
-        return {name: weight / sum(self._phases[0]) for name, weight in zip(self.names, self._phases[0], strict=True)}
+        return {
+            name: weight / sum(self._phases[0])
+            for name, weight in zip(self.names, self._phases[0], strict=True)
+        }
 
     def describe(self) -> str:
         """Return the shares and the sources in words."""
         shares = zip(self.shares.items(), self.rows, strict=True)
-        return "; ".join(f"{name} {share:.1%} ({rows.describe()})" for (name, share), rows in shares)
+        return "; ".join(
+            f"{name} {share:.1%} ({rows.describe()})" for (name, share), rows in shares
+        )
 
     def sequence(self, index: int) -> Row:
         source, number = self.locate(index)
@@ -105,10 +130,16 @@ class MixedRows:
     def documents_in(self, index: int) -> list[tuple[str, int]]:
         """Return the documents of sequence `index`, each after the source's name."""
         source, number = self.locate(index)
-        return [(f"{self.names[source]}: {name}", tokens) for name, tokens in self.rows[source].documents_in(number)]
+        return [
+            (f"{self.names[source]}: {name}", tokens)
+            for name, tokens in self.rows[source].documents_in(number)
+        ]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return the source of sequence `index`, and its number there. Raises EndOfData behind the end."""
+        """Return the source of sequence `index`, and its number there.
+
+        Raises EndOfData behind the end.
+        """
         segment = self._segment(index)
         if not any(segment.weights):
             raise EndOfData(f"sequence {index}: all sources have served their epochs")
@@ -128,8 +159,18 @@ class MixedRows:
     def state_dict(self) -> dict[str, Any]:
         """Return the segments, and the states of the sources that have one."""
         segments = [[s.start, list(s.weights), s.base.tolist()] for s in self._segments]
-        states = {name: state for name, row in zip(self.names, self.rows, strict=True) if (state := row.state_dict())}
-        return {"slots": self.slots, "names": self.names, "plan": self._plan(), "segments": segments, "sources": states}
+        states = {
+            name: state
+            for name, row in zip(self.names, self.rows, strict=True)
+            if (state := row.state_dict())
+        }
+        return {
+            "slots": self.slots,
+            "names": self.names,
+            "plan": self._plan(),
+            "segments": segments,
+            "sources": states,
+        }
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged = {
@@ -140,12 +181,15 @@ class MixedRows:
         return {**states[0], "sources": merged}
 
     def load_state_dict(
-        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+        self,
+        state: dict[str, Any],
+        position: int = 0,
+        phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         """Go on with sequence `position` from `state`; {}: from the start.
 
-        phases: as of the constructor; None: those. The shares that they have at `position` hold from there on, and the
-        sequences before it stay what they were.
+        phases: as of the constructor; None: those. The shares that they have at `position` hold
+        from there on, and the sequences before it stay what they were.
         """
         if state:
             check_mixture(state)
@@ -158,13 +202,15 @@ class MixedRows:
             return
         if gone := [name for name in state["names"] if name not in self.names]:
             raise DataError(
-                f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give it no share from "
-                "here on by a [[data.phase]] that does not name it"
+                f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give "
+                "it no share from here on by a [[data.phase]] that does not name it"
             )
         self._continue(state, position)
 
     def _continue(self, state: dict[str, Any], position: int) -> None:
-        """Keep what `state` has before `position`, and let the planned phases hold from there on."""
+        """Keep what `state` has before `position`, and let the planned phases hold from
+        there on.
+        """
         column = {name: number for number, name in enumerate(state["names"])}
         columns = [column.get(name) for name in self.names]
 
@@ -197,14 +243,19 @@ class MixedRows:
         self._extend()
 
     def _in_order(self, phases: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[float, ...]]:
-        return {start: tuple(shares.get(name, 0.0) for name in self.names) for start, shares in sorted(phases.items())}
+        return {
+            start: tuple(shares.get(name, 0.0) for name in self.names)
+            for start, shares in sorted(phases.items())
+        }
 
     def _restart(self, slots: int) -> None:
         self.slots, self.changed = slots, False
         self._phases = self._planned
         #: Where each slot begins in the schedule.
         self._begin = epoch_order(max(slots, _SCHEDULE), self.seed, 0)[:slots] % _SCHEDULE
-        self._segments = [_Segment(0, self._phases[0], np.zeros((slots, len(self.rows)), dtype=np.int64))]
+        self._segments = [
+            _Segment(0, self._phases[0], np.zeros((slots, len(self.rows)), dtype=np.int64))
+        ]
         self._extend()
 
     def _plan(self) -> list[Any]:
@@ -215,14 +266,18 @@ class MixedRows:
         return [row.total_sequences for row in self.rows]
 
     def _given_before(self, segment: _Segment, index: int) -> NDArray[np.int64]:
-        """Return [slots, sources]: the sequences of each source before sequence `index`, at or after the segment's."""
+        """Return [slots, sources]: the sequences of each source before sequence `index`, at or
+        after the segment's.
+        """
         # Each slot's first sequence in the segment.
         first = segment.start + (np.arange(self.slots) - segment.start) % self.slots
         turns: NDArray[np.int64] = -(-(index - first) // self.slots)
         return self._given(segment, turns)
 
     def _given(self, segment: _Segment, turns: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [slots, sources]: the sequences of each source before this turn of the segment, or of each slot."""
+        """Return [slots, sources]: the sequences of each source before this turn of the segment, or
+        of each slot.
+        """
         if not any(segment.weights):
             return segment.base
         schedule = _schedule(segment.weights, self._names)
@@ -233,7 +288,10 @@ class MixedRows:
         while True:
             last = self._segments[-1]
             dry = self._dry(last)
-            after = next(((start, shares) for start, shares in self._phases.items() if start > last.start), None)
+            after = next(
+                ((start, shares) for start, shares in self._phases.items() if start > last.start),
+                None,
+            )
             if after is not None and (dry is None or after[0] <= dry.start):
                 given = self._given_before(last, after[0])
                 self._segments.append(_Segment(after[0], after[1], given))
@@ -243,9 +301,13 @@ class MixedRows:
                 return
 
     def _dry(self, segment: _Segment) -> _Segment | None:
-        """Return the segment that begins where a source has served its epochs; None if none does."""
+        """Return the segment that begins where a source has served its epochs; None if none
+        does.
+        """
         limits = [row.total_sequences for row in self.rows]
-        if all(limit is None for limit, weight in zip(limits, segment.weights, strict=True) if weight):
+        if all(
+            limit is None for limit, weight in zip(limits, segment.weights, strict=True) if weight
+        ):
             return None
         most = np.array([np.iinfo(np.int64).max if limit is None else limit for limit in limits])
         # [slots, sources]: sequences of a source that a slot can serve.
@@ -264,7 +326,10 @@ class MixedRows:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         over: NDArray[np.bool_] = np.any(self._given(segment, low + 1) > room, axis=0)
-        weights = tuple(0.0 if full else weight for full, weight in zip(over.tolist(), segment.weights, strict=True))
+        weights = tuple(
+            0.0 if full else weight
+            for full, weight in zip(over.tolist(), segment.weights, strict=True)
+        )
         return _Segment(segment.start + low * self.slots, weights, self._given(segment, low))
 
 
@@ -272,7 +337,9 @@ class _Schedule:
     """The turns of one set of weights, which do not depend on the order of the sources."""
 
     def __init__(self, weights: Sequence[float], names: Sequence[str]) -> None:
-        served = np.array(sorted((i for i, weight in enumerate(weights) if weight), key=lambda i: names[i]))
+        served = np.array(
+            sorted((i for i, weight in enumerate(weights) if weight), key=lambda i: names[i])
+        )
         shares = np.array(weights)[served] / sum(weights)
         # At least one turn each; the rest by the largest remainders.
         count = np.maximum(np.floor(shares * _SCHEDULE).astype(np.int64), 1)

@@ -1,14 +1,16 @@
 """Documents packed into training sequences, each of which is found by its number.
 
-Each document is BOS + ids + EOS. An epoch puts all documents one after the other, epochs follow each other, and the
-endless stream is cut into windows of seq_len + 1 tokens with a stride of seq_len: window w reads
-stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every token but the very first is a
-target exactly once, across documents and epochs.
+Each document is BOS + ids + EOS. An epoch puts all documents one after the other, epochs follow
+each other, and the endless stream is cut into windows of seq_len + 1 tokens with a stride of
+seq_len: window w reads
+stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every token but the
+very first is a target exactly once, across documents and epochs.
 
-The windows of one pass are served in a mixed order: neighbours are of one document, and a batch of them would hold one
-or two texts. Sequence i depends on i alone: any rank can serve it, and a run resumes from a number. All orders are
-computed from (seed, epoch). Documents of text are put in a new order each epoch, too. Token files keep theirs, and the
-order of their windows is computed place by place: neither memory nor the time of a resume depends on their size.
+The windows of one pass are served in a mixed order: neighbours are of one document, and a batch of
+them would hold one or two texts. Sequence i depends on i alone: any rank can serve it, and a run
+resumes from a number. All orders are computed from (seed, epoch). Documents of text are put in a
+new order each epoch, too. Token files keep theirs, and the order of their windows is computed place
+by place: neither memory nor the time of a resume depends on their size.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ class Window(NamedTuple):
 def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_documents: bool) -> Row:
     """Return a row of windows side by side, filled up with padding.
 
-    A token predicts the next one of its window; with `mask_documents` only the next one of its document.
+    A token predicts the next one of its window; with `mask_documents` only the next one of its
+    document.
     """
-    tokens, labels = np.full(seq_len, pad_id, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
+    tokens, labels = (
+        np.full(seq_len, pad_id, dtype=np.int64),
+        np.full(seq_len, IGNORE, dtype=np.int64),
+    )
     begins, at = np.zeros(seq_len + 1, dtype=np.int32), 0
     for ids, targets, starts in windows:
         tokens[at : at + len(ids)] = ids[: seq_len - at]
@@ -88,7 +94,13 @@ class PackedDataset(Stateless):
         epochs: int | None = None,
         mask_documents: bool = False,
     ) -> None:
-        self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = corpus, seq_len, seed, shuffle, epochs
+        self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = (
+            corpus,
+            seq_len,
+            seed,
+            shuffle,
+            epochs,
+        )
         #: The files of the text, for reports.
         self.listing: Listing | None = None
         self.mask_documents = mask_documents
@@ -108,7 +120,10 @@ class PackedDataset(Stateless):
     def describe(self) -> str:
         """Return the size of the text in words."""
         files = ", from token files" if isinstance(self.corpus, TokenFiles) else ""
-        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch{files}"
+        return (
+            f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per "
+            f"epoch{files}"
+        )
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -119,8 +134,8 @@ class PackedDataset(Stateless):
     def total_sequences(self) -> int | None:
         """Sequences of all epochs, or None without an end.
 
-        In a mixed order a few of them lie past the end of the text and hold no target. So the order does not depend on
-        the number of epochs, and a run can be extended by more epochs.
+        In a mixed order a few of them lie past the end of the text and hold no target. So the order
+        does not depend on the number of epochs, and a run can be extended by more epochs.
         """
         if self.epochs is None:
             return None
@@ -137,20 +152,28 @@ class PackedDataset(Stateless):
     def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the fingerprint."""
         masks = {"mask_documents": True} if self.mask_documents else {}
-        return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": self.epochs, **masks}
+        return {
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epochs": self.epochs,
+            **masks,
+        }
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`.
 
-        After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index at or above
-        `total_sequences`, and DataError for an impossible id in a token file.
+        After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index
+        at or above `total_sequences`, and DataError for an impossible id in a token file.
         """
         if index < 0:
             raise IndexError(f"sequence {index}: indexes start at 0")
         total = self.total_sequences
         if total is not None and index >= total:
             epochs = counted(self.epochs or 0, "epochs")
-            raise EndOfData(f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}")
+            raise EndOfData(
+                f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}"
+            )
         windows = (self._read(ranges) for ranges in self.ranges(self.window(index)))
         return make_row(windows, self.seq_len, self.corpus.pad_id, self.mask_documents)
 
@@ -160,7 +183,11 @@ class PackedDataset(Stateless):
 
     def _read(self, ranges: Sequence[Range]) -> Window:
         ids = np.concatenate([self.corpus.read(*one) for one in ranges])
-        targets = np.concatenate([self.corpus.is_target(*one) for one in ranges]) if self.corpus.has_targets else None
+        targets = (
+            np.concatenate([self.corpus.is_target(*one) for one in ranges])
+            if self.corpus.has_targets
+            else None
+        )
         if not self.mask_documents:
             return Window(ids, targets)
         begins, before = [], 0
@@ -180,21 +207,29 @@ class PackedDataset(Stateless):
         """Return the function from a place in a pass to its window."""
         if isinstance(self.corpus, TokenFiles):
             return Permutation(self.sequences_per_epoch, epoch_key(self.seed, block))
-        # Another seed than for the order of documents, so that the two are not the same permutation.
+        # Another seed than for the order of documents, so that the two are not the same
+        # permutation.
         return epoch_order(self.sequences_per_epoch, ~self.seed, block).item
 
     def documents_in(self, index: int) -> list[tuple[int, int]]:
-        """Return the documents of sequence `index`, see `Rows`: numbers of records, from 0 in the files' order."""
+        """Return the documents of sequence `index`, see `Rows`: numbers of records, from 0 in the
+        files' order.
+        """
         found: list[tuple[int, int]] = []
         for begin, end in itertools.chain.from_iterable(self.ranges(self.window(index))):
             documents = self.corpus.documents_in(begin, end)
-            found += zip(documents[:, 0].tolist(), np.diff(documents[:, 1], append=end).tolist(), strict=True)
+            found += zip(
+                documents[:, 0].tolist(), np.diff(documents[:, 1], append=end).tolist(), strict=True
+            )
         return found
 
     def ranges(self, window: int) -> list[list[Range]]:
-        """Return the parts of the corpus that make a row: those of each of its windows. Without a target: none.
+        """Return the parts of the corpus that make a row: those of each of its windows.
 
-        Here it is one window: seq_len + 1 tokens from window * seq_len of all epochs end to end, fewer at the end.
+        Without a target: none.
+
+        Here it is one window: seq_len + 1 tokens from window * seq_len of all epochs end to end,
+        fewer at the end.
         """
         size, begin = self.corpus.size, window * self.seq_len
         end = begin + self.seq_len + 1
@@ -228,7 +263,9 @@ class PackedDataset(Stateless):
         return found
 
     def _find_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return (documents in order [n], stream position within the epoch at which each begins [n])."""
+        """Return (documents in order [n], stream position within the epoch at which each begins
+        [n]).
+        """
         order = epoch_order(self.documents, self.seed, epoch)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths

@@ -1,7 +1,7 @@
 """A keyed order of n things that is computed place by place: no memory, and no work to resume.
 
-Integer arithmetic alone decides it: a generator of numpy's may change between versions, and a run resumed years later
-must still find its place.
+Integer arithmetic alone decides it: a generator of numpy's may change between versions, and a run
+resumed years later must still find its place.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 
 MASK = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
-#: Rounds of the Feistel network. Four are pseudo-random for large counts (Luby and Rackoff 1988); small ones take more.
+#: Rounds of the Feistel network. Four are pseudo-random for large counts (Luby and Rackoff 1988);
+#: small ones take more.
 _ROUNDS = 8
 
 
 def mix_int(z: int) -> int:
-    """Return the output function of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit integers."""
+    """Return the output function of SplitMix64 (Steele, Lea and Flood 2014), a bijection of 64-bit
+    integers.
+    """
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
     return z ^ (z >> 31)
@@ -32,10 +35,11 @@ def epoch_key(seed: int, epoch: int) -> int:
 class Permutation:
     """A permutation of 0 … count - 1, by place.
 
-    It is the generalized Feistel network of Black and Rogaway ("Ciphers with arbitrary finite domains", CT-RSA 2002):
-    an index is a pair (left, right) of [0, a) x [0, b) with a * b >= count, and each round adds a hash of one half to
-    the other, modulo a or b. A result at or above `count` goes through the network again (their cycle walking), which
-    is rare: a * b exceeds `count` by less than a, about its square root.
+    It is the generalized Feistel network of Black and Rogaway ("Ciphers with arbitrary finite
+    domains", CT-RSA 2002): an index is a pair (left, right) of [0, a) x [0, b) with a * b >= count,
+    and each round adds a hash of one half to the other, modulo a or b. A result at or above `count`
+    goes through the network again (their cycle walking), which is rare: a * b exceeds `count` by
+    less than a, about its square root.
     """
 
     def __init__(self, count: int, key: int) -> None:
@@ -62,10 +66,11 @@ class Permutation:
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
 
-    Indexes are sorted by a hash of (seed, epoch, index). The hash is SplitMix64 (Steele, Lea and Flood
-    2014) in integer arithmetic. A generator of numpy's may change between versions, and a run resumed years later must
-    still find its place. SplitMix64 is a bijection, so no two indexes of an epoch share a hash, and the order does not
-    depend on the sort.
+    Indexes are sorted by a hash of (seed, epoch, index). The hash is SplitMix64 (Steele, Lea and
+    Flood
+    2014) in integer arithmetic. A generator of numpy's may change between versions, and a run
+    resumed years later must still find its place. SplitMix64 is a bijection, so no two indexes of
+    an epoch share a hash, and the order does not depend on the sort.
     """
     index = np.arange(count, dtype=np.int64)
     if not shuffle:

@@ -1,8 +1,9 @@
 """When each `[[data.phase]]` begins, wherever the data stand at that step.
 
-A phase begins with a step, or with the first step after a number of tokens. Its shares of the sources and its factor
-of the learning rate begin together. The sequence at which it begins depends on how the run came to that step: another
-global batch, skipped sequences and a rollback all move it. So it is found again where a run starts or goes back.
+A phase begins with a step, or with the first step after a number of tokens. Its shares of the
+sources and its factor of the learning rate begin together. The sequence at which it begins depends
+on how the run came to that step: another global batch, skipped sequences and a rollback all move
+it. So it is found again where a run starts or goes back.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from titanlite.data.skip_ranges import Range
 
 
 class Progress(NamedTuple):
-    """How far a run is: steps that are done, their tokens over all ranks, and the next sequence of the data."""
+    """How far a run is: steps that are done, their tokens over all ranks, and the next sequence of
+    the data.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -32,8 +35,8 @@ FRESH = Progress()
 class Phases:
     """The phases of a run.
 
-    first: the shares before any phase, by name of the source. global_batch: sequences per step. tokens_per_step: over
-    all ranks. skip: ranges of sequences that are not served.
+    first: the shares before any phase, by name of the source. global_batch: sequences per step.
+    tokens_per_step: over all ranks. skip: ranges of sequences that are not served.
     """
 
     phases: Sequence[DataPhase]
@@ -47,7 +50,9 @@ class Phases:
         return tuple((step, phase.lr_factor) for step, phase in self._in_order(done))
 
     def shares(self, done: Progress = FRESH) -> dict[int, Mapping[str, float]]:
-        """Return shares of the sources by the first sequence of them; those of sequence 0 hold at `done`."""
+        """Return shares of the sources by the first sequence of them; those of sequence 0 hold at
+        `done`.
+        """
         found: dict[int, Mapping[str, float]] = {0: self.first}
         for step, phase in self._in_order(done):
             if not phase.weights:

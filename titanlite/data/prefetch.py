@@ -1,8 +1,8 @@
 """Batches prepared ahead of the training thread.
 
-One thread cuts the next steps and pins their memory while the model works on this one. Packing copies numpy arrays,
-mostly outside Python's lock. So a thread is enough: no loader processes with their start, copies and signals.
-Prepared steps that were not handed out are not part of the state.
+One thread cuts the next steps and pins their memory while the model works on this one. Packing
+copies numpy arrays, mostly outside Python's lock. So a thread is enough: no loader processes with
+their start, copies and signals. Prepared steps that were not handed out are not part of the state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ THREAD = "titanlite-prefetch"
 
 #: Seconds that `close` waits for a thread to finish its item.
 _PATIENCE = 10.0
-#: The same before another state is loaded: a source that fails for a while, or a file that is read again, takes longer.
+#: The same before another state is loaded: a source that fails for a while, or a file that is read
+#: again, takes longer.
 _LONG_PATIENCE = 300.0
 
 _T = TypeVar("_T")
@@ -78,7 +79,9 @@ class _Ahead(Generic[_T]):
         self.items: deque[Future[_T]] = deque(self._submit() for _ in range(depth))
 
     def error(self, number: int) -> BaseException | None:
-        """Wait for item `number` of those ahead; return the error that comes in its place or before."""
+        """Wait for item `number` of those ahead; return the error that comes in its place or
+        before.
+        """
         return self.items[number].exception()
 
     def take(self) -> _T:
@@ -89,7 +92,9 @@ class _Ahead(Generic[_T]):
         return item
 
     def stop(self, patience: float = _PATIENCE) -> bool:
-        """End the thread; return False if it does not end in `patience` seconds because `make` does not return."""
+        """End the thread; return False if it does not end in `patience` seconds because `make` does
+        not return.
+        """
         return self._pool.stop(patience)
 
 
@@ -107,23 +112,29 @@ class Prefetcher:
         with Prefetcher(loader, depth=2, pin=True) as batches:
             micro_batches = batches.next_step()
 
-    Steps, their order, errors and the state are those of `loader`, which must not be used meanwhile. After `close` the
-    loader is at the last step handed out, and the prefetcher may be used again.
+    Steps, their order, errors and the state are those of `loader`, which must not be used
+    meanwhile. After `close` the loader is at the last step handed out, and the prefetcher may be
+    used again.
 
     Args:
         loader: the source of the steps.
         depth: steps kept ready; 0: no thread, each step is prepared when it is needed.
-        pin: batches in page-locked memory, from which copies to a GPU do not wait. Without CUDA it has no effect.
-        reserve: steps that are handed out only when no more can be prepared. `on_failure` is called before the first of
-            them, with the error that comes after them: time to ask all ranks to stop, and to save.
+        pin: batches in page-locked memory, from which copies to a GPU do not wait. Without CUDA it
+            has no effect.
+        reserve: steps that are handed out only when no more can be prepared. `on_failure` is called
+            before the first of them, with the error that comes after them: time to ask all ranks to
+            stop, and to save.
     """
 
-    def __init__(self, loader: StepLoader, depth: int = 2, pin: bool = False, reserve: int = 0) -> None:
+    def __init__(
+        self, loader: StepLoader, depth: int = 2, pin: bool = False, reserve: int = 0
+    ) -> None:
         self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
         self.reserve = reserve if depth else 0
         self.on_failure: Callable[[BaseException], object] = lambda _: None
         self._ahead: _Ahead[_Step] | None = None
-        #: State and steps left after the last step handed out; None while nothing is prepared ahead.
+        #: State and steps left after the last step handed out; None while nothing is prepared
+        #: ahead.
         self._last: tuple[dict[str, Any], int | None] | None = None
 
     def __enter__(self) -> Prefetcher:
@@ -138,12 +149,17 @@ class Prefetcher:
         return self.loader.steps_left if self._last is None else self._last[1]
 
     def next_step(self) -> list[Batch]:
-        """Return the micro-batches of the next step, on the CPU. Raises the loader's error of this very step."""
+        """Return the micro-batches of the next step, on the CPU.
+
+        Raises the loader's error of this very step.
+        """
         if self.depth == 0:
             return _step(self.loader, self.pin).batches
         if self._ahead is None:
             self._last = self.loader.state_dict(), self.loader.steps_left
-            self._ahead = _Ahead(partial(_step, self.loader, self.pin), self.depth + self.reserve, self.pin)
+            self._ahead = _Ahead(
+                partial(_step, self.loader, self.pin), self.depth + self.reserve, self.pin
+            )
         try:
             error = self._ahead.error(self.reserve)
             step = self._ahead.take()
@@ -160,10 +176,15 @@ class Prefetcher:
         return self.loader.state_dict() if self._last is None else dict(self._last[0])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state` and drop prepared steps. Raises the errors of `loader.load_state_dict`."""
+        """Continue from `state` and drop prepared steps.
+
+        Raises the errors of `loader.load_state_dict`.
+        """
         self.close(_LONG_PATIENCE)
         if self._ahead is not None:
-            raise RuntimeError("the loader is still busy with a step: it cannot be set to another state")
+            raise RuntimeError(
+                "the loader is still busy with a step: it cannot be set to another state"
+            )
         self.loader.load_state_dict(state)
 
     def close(self, patience: float = _PATIENCE) -> None:
@@ -174,7 +195,10 @@ class Prefetcher:
         if self._ahead is None:
             return
         if not self._ahead.stop(patience):
-            logger.warning(f"the loader has not returned from a step for {patience:.0f} s: its thread is left behind")
+            logger.warning(
+                f"the loader has not returned from a step for {patience:.0f} s: its thread is "
+                "left behind"
+            )
             return
         assert self._last is not None
         self.loader.load_state_dict(self._last[0])
@@ -188,15 +212,20 @@ class ValidationPrefetcher:
         loader: the batches of a pass, the same every time.
         depth: batches kept ready; 0: no thread.
         pin: batches in page-locked memory, see `Prefetcher`.
-        persistent: the thread stays between passes, with the first batches of the next one ready. Otherwise it ends
-            with its pass.
+        persistent: the thread stays between passes, with the first batches of the next one ready.
+            Otherwise it ends with its pass.
 
     Raises ValueError for a pass without batches.
     """
 
-    def __init__(self, loader: PassLoader, depth: int = 2, pin: bool = False, persistent: bool = False) -> None:
+    def __init__(
+        self, loader: PassLoader, depth: int = 2, pin: bool = False, persistent: bool = False
+    ) -> None:
         if len(loader) == 0:  # a persistent thread would look for the first batch forever
-            raise ValueError("loader: a pass has no batches; give it text for at least one, or disable validation")
+            raise ValueError(
+                "loader: a pass has no batches; give it text for at least one, or disable "
+                "validation"
+            )
         self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
         self.persistent = persistent
         self._ahead: _Ahead[Batch] | None = None

@@ -1,4 +1,6 @@
-"""Files behind URLs, by `fsspec`. A read that fails is tried again from the byte that was reached."""
+"""Files behind URLs, by `fsspec`. A read that fails is tried again from the byte that was
+reached.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from titanlite.data import DataError
 from titanlite.data.threads import ending
 from titanlite.utils import counted, human_time, is_hidden, logger, public
 
-#: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP server may say nothing.
+#: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP
+#: server may say nothing.
 _FIRST_WAIT, _LONGEST_WAIT, _SILENCE = 1.0, 60.0, 30.0
 #: Bytes of the largest and the smallest request, and requests after which their size doubles.
 _MOST, _LEAST, _STEADY = 5 << 20, 16 << 10, 16
@@ -27,7 +30,10 @@ class FileChangedError(DataError):
 
 
 def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
-    """Open a local file or a URL for reading. A URL's reads raise DataError alone, see `retried` for `patience`."""
+    """Open a local file or a URL for reading.
+
+    A URL's reads raise DataError alone, see `retried` for `patience`.
+    """
     if "://" not in name:
         return open(name, "rb")
     check_url("a file of the text", name)
@@ -35,18 +41,22 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
 
 
 def public_name(name: str) -> str:
-    """Return a name without the user and the query of a URL: the same for each signature of a file."""
+    """Return a name without the user and the query of a URL: the same for each signature of
+    a file.
+    """
     return re.sub(r"://[^/?]*@", "://", name.partition("?")[0]) if "://" in name else name
 
 
 def check_url(key: str, url: str) -> None:
     """Raise DataError for a URL that cannot be opened as it is written.
 
-    Its secret is hidden, as in the config that a run or a checkpoint keeps, or it has a login and is of a store.
+    Its secret is hidden, as in the config that a run or a checkpoint keeps, or it has a login and
+    is of a store.
     """
     if is_hidden(url):
         raise DataError(
-            f"{key}: the login or signature of {url} was hidden where it was kept: give the whole URL again; "
+            f"{key}: the login or signature of {url} was hidden where it was kept: give the whole "
+            "URL again; "
             "in a config write it as ${NAME}, an environment variable"
         )
     if problem := login_problem(url):
@@ -59,11 +69,13 @@ def words(error: BaseException) -> str:
 
 
 def retried(call: Callable[[], T], failed: str, patience: float) -> T:
-    """Return the result of `call`, which asks a remote source; where it raises, wait and call it again.
+    """Return the result of `call`, which asks a remote source; where it raises, wait and call it
+    again.
 
-    The waits are those that the server asks for, else each twice as long as the one before, with jitter.
-    Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no right to read it),
-    else when the source has not come back in `patience` seconds.
+    The waits are those that the server asks for, else each twice as long as the one before, with
+    jitter.
+    Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no
+    right to read it), else when the source has not come back in `patience` seconds.
     """
     tries, began = 0, 0.0
     while True:
@@ -76,27 +88,49 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
             began = began or time.monotonic()
             tried = time.monotonic() - began
             hopeless = isinstance(reason, FileNotFoundError | PermissionError | ImportError)
-            # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another one the next time.
-            final = hopeless or type(reason) is ValueError or _status(reason) in (400, 401, 403, 404, 410)
-            headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(reason, "headers", None)
+            # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another
+            # one the next time.
+            final = (
+                hopeless
+                or type(reason) is ValueError
+                or _status(reason) in (400, 401, 403, 404, 410)
+            )
+            headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(
+                reason, "headers", None
+            )
             asked = str((headers or {}).get("Retry-After", ""))
             wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
             wait = float(asked) + random.random() if asked.isdigit() else wait
             if final or tried + wait > patience or ending.is_set():
-                spent = "" if final else f", {counted(tries, 'attempts')} in {human_time(tried)} (data.retry_seconds)"
+                spent = (
+                    ""
+                    if final
+                    else (
+                        f", {counted(tries, 'attempts')} in {human_time(tried)} "
+                        "(data.retry_seconds)"
+                    )
+                )
                 raise DataError(f"{failed}{spent}: {words(reason)}") from error
             logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
             ending.wait(wait)
 
 
 def _reason(error: Exception) -> BaseException:
-    """Return the real error of a server: fsspec makes "no such file" of each one while it opens a file of HTTP."""
+    """Return the real error of a server: fsspec makes "no such file" of each one while it opens a
+    file of HTTP.
+    """
     cause = error.__cause__
-    return cause if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")) else error
+    return (
+        cause
+        if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore"))
+        else error
+    )
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of huggingface_hub, aiohttp or botocore; None if there is none."""
+    """Return the HTTP status in an error of huggingface_hub, aiohttp or botocore; None if there is
+    none.
+    """
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -104,9 +138,13 @@ def _status(error: BaseException) -> int | None:
 
 
 class _Checked:
-    """A session of aiohttp that checks the size and the headers of each answer with bytes of a file."""
+    """A session of aiohttp that checks the size and the headers of each answer with bytes of a
+    file.
+    """
 
-    def __init__(self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]) -> None:
+    def __init__(
+        self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]
+    ) -> None:
         self._session, self._check = session, check
 
     async def get(self, url: Any, **options: Any) -> Any:
@@ -120,9 +158,9 @@ class _Checked:
 class _RemoteFile(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
-    A transfer that breaks off is asked for again in smaller ranges, so a server that cuts each answer holds nothing up.
-    From a server without ranges it is read again from its first byte. Raises FileChangedError where an answer is of
-    another file than the first one.
+    A transfer that breaks off is asked for again in smaller ranges, so a server that cuts each
+    answer holds nothing up. From a server without ranges it is read again from its first byte.
+    Raises FileChangedError where an answer is of another file than the first one.
     """
 
     def __init__(self, name: str, patience: float) -> None:
@@ -157,17 +195,24 @@ class _RemoteFile(io.RawIOBase):
         self._check(info.get("size"), info)
         if http and ranges:
             known = {"size": info.get("size")}  # else fsspec asks for it again
-        self._file = system.open(path, "rb", cache_type="none", **(known if ranges else {"block_size": 0}))
+        self._file = system.open(
+            path, "rb", cache_type="none", **(known if ranges else {"block_size": 0})
+        )
         if http and hasattr(self._file, "session"):
             self._file.session = _Checked(self._file.session, self._check)
 
     def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
-        """Note what tells the file from others, or compare it. about: fsspec's or HTTP's headers."""
+        """Note what tells the file from others, or compare it. about: fsspec's or HTTP's
+        headers.
+        """
         tag = str(about.get("ETag") or "").removeprefix("W/") or None
         found = size, tag, str(about.get("Last-Modified") or "") or None
         if self.identity is None:
             self.identity = found
-        if any(None not in pair and pair[0] != pair[1] for pair in zip(self.identity, found, strict=True)):
+        if any(
+            None not in pair and pair[0] != pair[1]
+            for pair in zip(self.identity, found, strict=True)
+        ):
             raise FileChangedError(f"{self._name} has changed while it was read")
 
     def readable(self) -> bool:

@@ -20,9 +20,9 @@ def max_documents(seq_len: int) -> int:
 class Row(NamedTuple):
     """One sequence.
 
-    `tokens`: [seq_len] int64; `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no target;
-    `documents`: [seq_len] int32, the number of each token's document within the row, from 0; None where attention does
-    not stop at documents.
+    `tokens`: [seq_len] int64; `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no
+    target; `documents`: [seq_len] int32, the number of each token's document within the row, from
+    0; None where attention does not stop at documents.
     """
 
     tokens: NDArray[np.int64]
@@ -33,7 +33,8 @@ class Row(NamedTuple):
 class Rows(Protocol):
     """The sequences of a run in one global order, which does not depend on the number of ranks.
 
-    `settings` and `fingerprint` (a hex digest of the text) decide row i. `total_sequences` is None without an end.
+    `settings` and `fingerprint` (a hex digest of the text) decide row i. `total_sequences` is None
+    without an end.
     """
 
     seq_len: int
@@ -65,11 +66,15 @@ class Rows(Protocol):
         ...
 
     def documents_in(self, index: int) -> Sequence[tuple[Any, int]]:
-        """Return what names each document of row `index`, and its tokens there; the row's last target counts too."""
+        """Return what names each document of row `index`, and its tokens there; the row's last
+        target counts too.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must know, besides the number of the next row, to go on; {} if nothing."""
+        """Return what this rank must know, besides the number of the next row, to go on; {} if
+        nothing.
+        """
         ...
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -77,7 +82,10 @@ class Rows(Protocol):
         ...
 
     def load_state_dict(
-        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+        self,
+        state: dict[str, Any],
+        position: int = 0,
+        phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         """Go on with row `position`, from the state of all ranks; {}: from the start.
 
@@ -96,6 +104,9 @@ class Stateless:
         return {}
 
     def load_state_dict(
-        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+        self,
+        state: dict[str, Any],
+        position: int = 0,
+        phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         pass

@@ -1,8 +1,9 @@
-"""The files of a stream: local ones, files behind a URL, and those of a data set of the Hugging Face hub.
+"""The files of a stream: local ones, files behind a URL, and those of a data set of the Hugging
+Face hub.
 
-One rank lists them and hands the list on. `datasets` finds the files of a data set of the hub; they are read here, by
-`fsspec` and `iter_rows`: `datasets` turns the texts around a record of another type into JSON without an error, and its
-errors have no record numbers.
+One rank lists them and hands the list on. `datasets` finds the files of a data set of the hub; they
+are read here, by `fsspec` and `iter_rows`: `datasets` turns the texts around a record of another
+type into JSON without an error, and its errors have no record numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _LISTING_SECONDS = 60.0
 class Shards:
     """Files of records, read from any row on.
 
-    names: paths and URLs, in a fixed order. revision: commit of a data set of the hub, a part of the names.
-    patience: seconds for a remote source to come back. key: of the config, for errors.
+    names: paths and URLs, in a fixed order. revision: commit of a data set of the hub, a part of
+    the names. patience: seconds for a remote source to come back. key: of the config, for errors.
     """
 
     names: tuple[str, ...]
@@ -46,28 +47,44 @@ class Shards:
     listing: Listing | None = field(default=None, compare=False)
 
     def fingerprint(self, description: str) -> str:
-        """Return a hash of the files' names without folder, revision and signature, the columns, and `description`."""
+        """Return a hash of the files' names without folder, revision and signature, the columns,
+        and `description`.
+        """
         names = [
-            name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(public_name(name))
+            name.replace(f"@{self.revision}", "")
+            if self.revision
+            else os.path.basename(public_name(name))
             for name in self.names
         ]
         return hashlib.sha256(
-            json.dumps([names, list(self.columns.wanted), self.kind, description, *(self.columns.chat or ())]).encode()
+            json.dumps(
+                [
+                    names,
+                    list(self.columns.wanted),
+                    self.kind,
+                    description,
+                    *(self.columns.chat or ()),
+                ]
+            ).encode()
         ).hexdigest()
 
     def at(self, revision: str) -> Shards:
         """Return the same files of another commit, whose order a checkpoint has."""
         if not revision or revision == self.revision:
             return self
-        logger.info(f"{self.key}: the data set is read at the checkpoint's revision {revision}, not {self.revision}")
+        logger.info(
+            f"{self.key}: the data set is read at the checkpoint's revision {revision}, not "
+            f"{self.revision}"
+        )
         names = (name.replace(f"@{self.revision}", f"@{revision}") for name in self.names)
         return replace(self, names=tuple(names), revision=revision)
 
     def records(self, shard: int, start: int) -> Iterator[Record]:
         """Iterate over the records of a file from row `start` on, 0 the first.
 
-        Raises DataError, naming file and place, for bad records, and when the source has not come back in `patience`
-        seconds. Of a file that was replaced the rows after those served are read.
+        Raises DataError, naming file and place, for bad records, and when the source has not come
+        back in `patience` seconds. Of a file that was replaced the rows after those served are
+        read.
         """
         name, row, changed = self.names[shard], start, -1
         while True:
@@ -84,10 +101,11 @@ class Shards:
 
 
 def url_files(url: str, key: str) -> list[str]:
-    """Return the files behind a URL in order of their names: one file, a glob, or all of a folder of a store.
+    """Return the files behind a URL in order of their names: one file, a glob, or all of a folder
+    of a store.
 
-    Files without the name of a kind of text are left out where others have one. Raises DataError, naming the config's
-    `key`, if there are none or the store cannot be asked.
+    Files without the name of a kind of text are left out where others have one. Raises DataError,
+    naming the config's `key`, if there are none or the store cannot be asked.
     """
     _refuse_chain(url, key)
     if _is_one_file(url):
@@ -98,8 +116,8 @@ def url_files(url: str, key: str) -> list[str]:
 def url_text(place: Place) -> Listing:
     """Return the text behind a URL, by the rules of `titanlite.data.listing`.
 
-    Of a folder without any name of a kind of text all files are read. Raises DataError as `url_files`, and where a
-    folder leaves open which files are meant.
+    Of a folder without any name of a kind of text all files are read. Raises DataError as
+    `url_files`, and where a folder leaves open which files are meant.
     """
     url = place.path
     _refuse_chain(url, place.key)
@@ -144,7 +162,11 @@ def _listed(url: str, key: str) -> list[FoundFile]:
         files = {system.unstrip_protocol(name): about for name, about in found.items()}
         root = system.unstrip_protocol(path).rstrip("/") + "/"
         return [
-            FoundFile(name, public_name(name).removeprefix(public_name(root)) or _base(name), about.get("size"))
+            FoundFile(
+                name,
+                public_name(name).removeprefix(public_name(root)) or _base(name),
+                about.get("size"),
+            )
             for name, about in sorted(files.items())
             if about.get("type") != "directory"
         ]
@@ -165,26 +187,43 @@ def _known(found: Sequence[FoundFile], url: str, key: str) -> list[FoundFile]:
     return [file for file in shown if file.kind] or shown
 
 
-def hub_files(text: HubText, subset: str | None, split: str | None, key: str) -> tuple[list[str], str, Format]:
+def hub_files(
+    text: HubText, subset: str | None, split: str | None, key: str
+) -> tuple[list[str], str, Format]:
     """Return the URLs of the files of a data set of the hub, their commit, and their kind.
 
-    `datasets` finds them as `load_dataset` does. Raises DataError, naming the config's `key`, if it cannot.
+    `datasets` finds them as `load_dataset` does. Raises DataError, naming the config's `key`, if it
+    cannot.
     """
     try:
         import datasets
     except ImportError:
-        raise DataError(f"{key}: the hub needs the package datasets: pip install 'titanlite[data]'") from None
+        raise DataError(
+            f"{key}: the hub needs the package datasets: pip install 'titanlite[data]'"
+        ) from None
     subset, split = subset or text.subset, split or text.split
     what = f"{key}: the hub's data set {text.repository}{f', subset {subset},' if subset else ''}"
     failed = f"{what} cannot be listed (a private or gated one needs HF_TOKEN)"
-    builder = retried(lambda: datasets.load_dataset_builder(text.repository, subset), failed, _LISTING_SECONDS)
+    builder = retried(
+        lambda: datasets.load_dataset_builder(text.repository, subset), failed, _LISTING_SECONDS
+    )
     files = builder.config.data_files or {}
     if split == ALL_SPLITS and split not in files:
         names = [str(name) for found in files.values() for name in found]
     elif split in files:
         names = [str(name) for name in files[split]]
     else:
-        raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {', '.join(files) or 'no files'}")
-    revision = next((found[1] for name in names if (found := re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name))), "")
+        raise DataError(
+            f"{key}: {text.repository} has no split {split!r}; it has "
+            f"{', '.join(files) or 'no files'}"
+        )
+    revision = next(
+        (
+            found[1]
+            for name in names
+            if (found := re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name))
+        ),
+        "",
+    )
     kind = type(builder).__module__.rpartition(".")[2]
     return names, revision, cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"

@@ -13,11 +13,14 @@ Range = tuple[int, int]
 
 
 def ranges_of_steps(steps: Iterable[int | str], global_batch: int) -> tuple[Range, ...]:
-    """Return the sequences of `data.skip_steps`: steps as 120, ranges of steps as "200-250", from 1.
+    """Return the sequences of `data.skip_steps`: steps as 120, ranges of steps as "200-250", from
+    1.
 
     Step n takes the sequences that an undisturbed run of this global batch takes in its nth step.
     """
-    return merged(((first - 1) * global_batch, last * global_batch) for first, last in map(steps_of, steps))
+    return merged(
+        ((first - 1) * global_batch, last * global_batch) for first, last in map(steps_of, steps)
+    )
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:

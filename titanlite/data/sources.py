@@ -42,7 +42,9 @@ def source_files(dataset: str, path: str | None, key: str = "training.dataset_pa
     return [Path(file) for file in find_text(dataset, path, key).files]
 
 
-def find_text(dataset: str, path: str | None, key: str, split: str | None = None, format: Format = "auto") -> Listing:
+def find_text(
+    dataset: str, path: str | None, key: str, split: str | None = None, format: Format = "auto"
+) -> Listing:
     """Return the files of a data set in the order of reading. Rank 0 warns of empty ones.
 
     Args:
@@ -56,7 +58,10 @@ def find_text(dataset: str, path: str | None, key: str, split: str | None = None
     if path is None:
         if dataset not in BUNDLED:
             names = " or ".join(BUNDLED)
-            raise DataError(f'the text "{dataset}" is not bundled; set {key} to local files of text, or take {names}')
+            raise DataError(
+                f'the text "{dataset}" is not bundled; set {key} to local files of text, or take '
+                f"{names}"
+            )
         return list_text(Place(str(BUNDLED[dataset])))
     listing = list_text(Place(path, key, split, format))
     empty = [file for file in listing.files if os.path.getsize(file) == 0]
@@ -69,11 +74,17 @@ def find_text(dataset: str, path: str | None, key: str, split: str | None = None
 
 
 def columns_of(
-    data: Data, dataset: str, path: str | None, source: DataSource | None = None, tokenizer: Tokenizer | None = None
+    data: Data,
+    dataset: str,
+    path: str | None,
+    source: DataSource | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Columns:
-    """Return the fields of a text's records: of bundled text its own, else those of the source, else those of `data`.
+    """Return the fields of a text's records: of bundled text its own, else those of the source,
+    else those of `data`.
 
-    A source with a text_key and no other key has no prompts. tokenizer: brings the template of messages.
+    A source with a text_key and no other key has no prompts. tokenizer: brings the template of
+    messages.
     """
     if path is None and dataset in BUNDLED:
         return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
@@ -84,13 +95,22 @@ def columns_of(
         assert tokenizer is not None
         section = "data.source" if source.messages_key else "data"
         return Columns(messages, None, section, load_template(data.chat_template, tokenizer))
-    section = "data.source" if source.text_key or source.prompt_key or source.completion_key else "data"
+    section = (
+        "data.source" if source.text_key or source.prompt_key or source.completion_key else "data"
+    )
     if not source.text_key or source.prompt_key or source.completion_key:
-        prompt, completion = source.prompt_key or data.prompt_key, source.completion_key or data.completion_key
+        prompt, completion = (
+            source.prompt_key or data.prompt_key,
+            source.completion_key or data.completion_key,
+        )
         if prompt and completion:
             return Columns(completion, prompt, section)
     registered = REGISTERED.get(dataset)
-    return Columns(source.text_key or data.text_key or (registered.text_key if registered else "text"), None, section)
+    return Columns(
+        source.text_key or data.text_key or (registered.text_key if registered else "text"),
+        None,
+        section,
+    )
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
@@ -99,11 +119,15 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
 
 
 def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:
-    """Iterate over the documents that a function of yours returns: texts, or tables with a `text` or other `columns`.
+    """Iterate over the documents that a function of yours returns: texts, or tables with a `text`
+    or other `columns`.
 
-    function: its dotted path. It must return the same documents in the same order on each rank and at each start:
-    a document's number is its place in the data order, and a checkpoint's fingerprint is of all texts.
-    Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
+    function: its dotted path. It must return the same documents in the same order on each rank and
+    at each start:
+    a document's number is its place in the data order, and a checkpoint's fingerprint is of all
+    texts.
+    Raises DataError, naming the config's `key`, for a document without a text, and if there is none
+    at all.
     """
     number = 0
     columns = columns or Columns()
@@ -111,7 +135,8 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     is_sequence = hasattr(documents, "__getitem__")  # torch's data sets have no more
     if isinstance(documents, str | dict) or not (is_sequence or isinstance(documents, Iterable)):
         raise DataError(
-            f"{key}: {function} returned {documents!r:.60}, expected documents: yield them, or return a list"
+            f"{key}: {function} returned {documents!r:.60}, expected documents: yield them, or "
+            "return a list"
         )
     for number, document in enumerate(documents, 1):
         where = f"{key}: document {number} of {function}"

@@ -25,7 +25,9 @@ class StateError(DataError):
 
 def refuse(name: str, value: object, wanted: str) -> StateError:
     """Return the error for an entry of the data state. wanted: what it should be."""
-    return StateError(f"the data state in the checkpoint is not valid: {name} = {value!r:.80} is {wanted}")
+    return StateError(
+        f"the data state in the checkpoint is not valid: {name} = {value!r:.80} is {wanted}"
+    )
 
 
 def whole_number(value: object, name: str, least: int = 0, end: int = _MOST) -> int:
@@ -53,7 +55,9 @@ def sequence(value: object, name: str, length: int | None = None) -> list[Any]:
 
 
 def ranges_before(value: object, position: int, name: str) -> list[tuple[int, int]]:
-    """Return ranges [first, end) of sequences that end at `position` or before. Raises StateError."""
+    """Return ranges [first, end) of sequences that end at `position` or before. Raises
+    StateError.
+    """
     found = []
     for number, entry in enumerate(sequence(value, name)):
         where = f"{name}[{number}]"
@@ -74,7 +78,10 @@ def check_loader(state: dict[str, Any]) -> None:
 
 
 def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
-    """Check a stream's state. lanes: where the state has no number; files: of the stream. Raises StateError."""
+    """Check a stream's state.
+
+    lanes: where the state has no number; files: of the stream. Raises StateError.
+    """
     lanes = whole_number(state.get("lanes", lanes), "lanes", least=1)
     revision = state.get("revision", "")
     if not isinstance(revision, str) or not _REVISION.fullmatch(revision):
@@ -94,7 +101,9 @@ def check_stream(state: dict[str, Any], lanes: int, files: int) -> None:
 
 
 def files_of_lane(lane: int, lanes: int, files: int) -> int:
-    """Return how many files a lane reads in an epoch: its own, or one that it shares with others."""
+    """Return how many files a lane reads in an epoch: its own, or one that it shares with
+    others.
+    """
     return len(range(lane, files, lanes)) if files >= lanes else 1
 
 
@@ -138,7 +147,10 @@ def _check_shares(shares: object, name: str, sources: int) -> None:
 
 
 def _check_segment(entry: object, name: str, before: int, slots: int, sources: int) -> int:
-    """Check one segment. It begins with `before` or later, the first one (-1) with sequence 0. Return where it does."""
+    """Check one segment.
+
+    It begins with `before` or later, the first one (-1) with sequence 0. Return where it does.
+    """
     start, weights, base = sequence(entry, name, 3)
     whole_number(start, f"{name}, start", least=max(before, 0), end=1 if before < 0 else _MOST)
     _check_shares(weights, name, sources)

@@ -1,12 +1,13 @@
 """Training sequences of text that is read while training: any size, one order, exact resume.
 
-Sequence i belongs to lane i mod V. A lane owns a share of the shards (files), and reads them in an order computed from
-(seed, epoch). It reads a block of documents, mixes it by a computed order, and cuts the documents' tokens into windows,
-as `packing` does. So sequence i does not depend on the number of ranks, and a rank reads only the lanes of its
-sequences if that number divides V.
+Sequence i belongs to lane i mod V. A lane owns a share of the shards (files), and reads them in an
+order computed from (seed, epoch). It reads a block of documents, mixes it by a computed order, and
+cuts the documents' tokens into windows, as `packing` does. So sequence i does not depend on the
+number of ranks, and a rank reads only the lanes of its sequences if that number divides V.
 
-A lane's place is six numbers. To go on from it, a lane reads its shard again up to the block: compressed text has no
-way to skip. Epochs are those of a lane: lanes with less text begin theirs sooner.
+A lane's place is six numbers. To go on from it, a lane reads its shard again up to the block:
+compressed text has no way to skip. Epochs are those of a lane: lanes with less text begin theirs
+sooner.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from titanlite.utils import counted, logger
 
 #: Characters of text that are tokenized at once, and threads that read.
 _CHUNK, _READERS = 1 << 18, 8
-#: Bytes of windows that stay after they were served: a save and a step that is repeated ask for them again. Tokens of
-#: windows whose documents' names stay, for the log of documents.
+#: Bytes of windows that stay after they were served: a save and a step that is repeated ask for
+#: them again. Tokens of windows whose documents' names stay, for the log of documents.
 _KEPT_BYTES, _NAMED_TOKENS = 64 << 20, 32 << 20
 #: Least number of lanes, so that a few ranks more or less do not share lanes.
 _LANES = 8
@@ -52,7 +53,8 @@ class Place(NamedTuple):
     """Where a lane stands: before a token of a document of a block, by their numbers."""
 
     epoch: int = 0
-    #: Number of the shard in the lane's order of this epoch, and the row of it where the block begins.
+    #: Number of the shard in the lane's order of this epoch, and the row of it where the block
+    #: begins.
     shard: int = 0
     row: int = 0
     document: int = 0
@@ -82,7 +84,9 @@ class _Packed(NamedTuple):
 
 
 class StreamRows:
-    """Sequences of a stream by global index, without an end. Asking for them in order is fast, going back is not.
+    """Sequences of a stream by global index, without an end.
+
+    Asking for them in order is fast, going back is not.
 
     Args:
         shards: the files.
@@ -93,7 +97,8 @@ class StreamRows:
         lanes: V; None: chosen for `ranks` and kept in the state.
         workers: threads that tokenize; 0: the one that asks does it.
         mask_documents: rows tell the document of each token.
-        best_fit: documents are fitted whole into rows, those of a block together (see `titanlite.data.best_fit`).
+        best_fit: documents are fitted whole into rows, those of a block together (see
+            `titanlite.data.best_fit`).
     """
 
     total_sequences: None = None
@@ -118,7 +123,12 @@ class StreamRows:
     ) -> None:
         self.best_fit = best_fit
         self.shards, self.encode, self.seq_len, self.pad_id = shards, encode, seq_len, pad_id
-        self.seed, self.shuffle, self.buffer, self.mask_documents = seed, shuffle, buffer, mask_documents
+        self.seed, self.shuffle, self.buffer, self.mask_documents = (
+            seed,
+            shuffle,
+            buffer,
+            mask_documents,
+        )
         self.fingerprint = shards.fingerprint(description)
         self.listing = shards.listing
         self.given_lanes = lanes
@@ -134,9 +144,16 @@ class StreamRows:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide sequence i, besides fingerprint and a number of lanes that is in the state."""
+        """The settings that decide sequence i, besides fingerprint and a number of lanes that is in
+        the state.
+        """
         given = {} if self.given_lanes is None else {"lanes": self.given_lanes}
-        order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": None}
+        order = {
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "epochs": None,
+        }
         masks = {"mask_documents": True} if self.mask_documents else {}
         packing = {"packing": "best-fit"} if self.best_fit else {}
         return {**order, "buffer": self.buffer, **given, **masks, **packing}
@@ -160,12 +177,22 @@ class StreamRows:
         return self._named.get(index) or self._window(index).documents
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the places of the lanes that this rank has read, each with its number and count of windows."""
+        """Return the places of the lanes that this rank has read, each with its number and count of
+        windows.
+        """
         with self._lock:
-            places = {**self._places, **{number: (lane.count, lane.place) for number, lane in self._open.items()}}
+            places = {
+                **self._places,
+                **{number: (lane.count, lane.place) for number, lane in self._open.items()},
+            }
         cursors = [[number, count, *place] for number, (count, place) in sorted(places.items())]
         packing = {"packing": "best-fit"} if self.best_fit else {}
-        return {"lanes": self.lanes, "revision": self.shards.revision, "cursors": cursors, **packing}
+        return {
+            "lanes": self.lanes,
+            "revision": self.shards.revision,
+            "cursors": cursors,
+            **packing,
+        }
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all ranks: of each lane the place furthest on."""
@@ -175,16 +202,29 @@ class StreamRows:
         return {**states[0], "cursors": [cursors[number] for number in sorted(cursors)]}
 
     def load_state_dict(
-        self, state: dict[str, Any], position: int = 0, phases: Mapping[int, Mapping[str, float]] | None = None
+        self,
+        state: dict[str, Any],
+        position: int = 0,
+        phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Go on from these places; {}: from the start. Raises DataError if they cannot be of this stream."""
+        """Go on from these places; {}: from the start.
+
+        Raises DataError if they cannot be of this stream.
+        """
         check_stream(state, self.lanes, len(self.shards.names))
         lanes = state.get("lanes", self.lanes)
-        places = {number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())}
+        places = {
+            number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())
+        }
         if self.given_lanes not in (None, lanes):
-            raise DataError(f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}")
+            raise DataError(
+                f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}"
+            )
         if ("packing" in state) != self.best_fit:  # it counts documents or packed rows
-            places = {n: (count, place._replace(document=0, offset=0)) for n, (count, place) in places.items()}
+            places = {
+                n: (count, place._replace(document=0, offset=0))
+                for n, (count, place) in places.items()
+            }
         self.close()
         self.lanes, self._places = lanes, places
         self.shards = self.shards.at(state.get("revision", ""))
@@ -198,7 +238,9 @@ class StreamRows:
             self._named.clear()
 
     def _window(self, index: int) -> _Served:
-        if (kept := self._kept.get(index)) is not None:  # without a wait for the thread that reads ahead
+        if (
+            kept := self._kept.get(index)
+        ) is not None:  # without a wait for the thread that reads ahead
             return kept
         number, count = index % self.lanes, index // self.lanes
         with self._lock:
@@ -208,7 +250,10 @@ class StreamRows:
             if lane is None or lane.count > count:
                 lane = self._reopen(number, count, lane)
             if count - lane.count > _FURTHEST:
-                raise lane.outside(f"the next sequence, {index:,}, lies {count - lane.count:,} of its sequences ahead")
+                raise lane.outside(
+                    f"the next sequence, {index:,}, lies {count - lane.count:,} of its sequences "
+                    "ahead"
+                )
             try:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
@@ -228,23 +273,35 @@ class StreamRows:
         self._places[number] = lane.count, lane.place
 
     def _reopen(self, number: int, count: int, lane: _Lane | None) -> _Lane:
-        """Return a lane that stands at `count` windows or before: at the nearest place that is known."""
-        known = [(0, Place()), self._places.get(number, (0, Place())), *(lane.passed if lane else ())]
+        """Return a lane that stands at `count` windows or before: at the nearest place that is
+        known.
+        """
+        known = [
+            (0, Place()),
+            self._places.get(number, (0, Place())),
+            *(lane.passed if lane else ()),
+        ]
         start = max(place for place in known if place[0] <= count)
         self._open[number] = _Lane(self, number, *start)
         return self._open[number]
 
 
 class _Lane:
-    """A lane from a place on: its rows in order. The generators run in other threads, one call at a time."""
+    """A lane from a place on: its rows in order.
+
+    The generators run in other threads, one call at a time.
+    """
 
     def __init__(self, rows: StreamRows, number: int, count: int, place: Place) -> None:
         self.rows, self.number, self.count = rows, number, count
         #: Counts and places before the latest windows, to go back to.
         self.passed: deque[tuple[int, Place]] = deque(maxlen=1 << 12)
-        self._chunks: Iterator[list[Any]] = (self._packed_blocks if rows.best_fit else self._documents)(place)
+        self._chunks: Iterator[list[Any]] = (
+            self._packed_blocks if rows.best_fit else self._documents
+        )(place)
         self._next = self._ahead()
-        #: Rows that are packed, or documents that are not served to the end. Of the first, `_served` tokens are.
+        #: Rows that are packed, or documents that are not served to the end. Of the first,
+        #: `_served` tokens are.
         self._queue: deque[Any] = deque()
         self._served, self._start = place.offset, place
 
@@ -265,16 +322,17 @@ class _Lane:
     def outside(self, reason: str) -> StateError:
         """Return the error for a place that the files do not have."""
         return StateError(
-            f"lane {self.number} of the stream cannot go on from its place in the checkpoint: {reason}. The files have "
-            'changed since then, or the checkpoint is damaged. checkpoint.exclude_from_loading = ["dataloader"] '
-            "begins the text again"
+            f"lane {self.number} of the stream cannot go on from its place in the checkpoint: "
+            f"{reason}. The files have "
+            "changed since then, or the checkpoint is damaged. checkpoint.exclude_from_loading = "
+            '["dataloader"] begins the text again'
         )
 
     def _warn(self, place: str, then: str) -> None:
         """Report a place within a file that is not there."""
         logger.warning(
-            f"lane {self.number} of the stream should go on with {place}, and goes on with {then}: text or data.buffer "
-            "have changed since the checkpoint, or it is damaged"
+            f"lane {self.number} of the stream should go on with {place}, and goes on with "
+            f"{then}: text or data.buffer have changed since the checkpoint, or it is damaged"
         )
 
     def _packed(self) -> _Served:
@@ -287,13 +345,27 @@ class _Lane:
     def _split(self) -> _Served:
         while not self._queue:
             self._fetch()
-        if self._served >= len(self._queue[0].ids):  # the text has changed, or the checkpoint is damaged
-            self._warn(f"token {self._served} of a document of {len(self._queue[0].ids)}", "the document's begin")
+        if self._served >= len(
+            self._queue[0].ids
+        ):  # the text has changed, or the checkpoint is damaged
+            self._warn(
+                f"token {self._served} of a document of {len(self._queue[0].ids)}",
+                "the document's begin",
+            )
             self._served = 0
-        missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
+        missing = (
+            self.rows.seq_len
+            + 1
+            + self._served
+            - sum(len(document.ids) for document in self._queue)
+        )
         while missing > 0:
             missing -= sum(len(document.ids) for document in self._fetch())
-        parts, begin, missing = list[tuple[_Document, int, int]](), self._served, self.rows.seq_len + 1
+        parts, begin, missing = (
+            list[tuple[_Document, int, int]](),
+            self._served,
+            self.rows.seq_len + 1,
+        )
         for document in self._queue:
             end = min(len(document.ids), begin + missing)
             parts.append((document, begin, end))
@@ -319,17 +391,23 @@ class _Lane:
         return chunk
 
     def _ahead(self) -> Callable[[], list[Any]]:
-        """Start to tokenize the next documents, if there are threads for it; return a function that waits for them."""
+        """Start to tokenize the next documents, if there are threads for it; return a function that
+        waits for them.
+        """
         if self.rows.encoders is None:
             return partial(next, self._chunks)
         return self.rows.encoders.submit(next, self._chunks).result
 
     def _order(self, count: int, epoch: int) -> list[int]:
         """Return an order of the lane's own."""
-        return epoch_order(count, self.rows.seed ^ (self.number + 1) * _LANE_KEY, epoch, self.rows.shuffle).tolist()
+        return epoch_order(
+            count, self.rows.seed ^ (self.number + 1) * _LANE_KEY, epoch, self.rows.shuffle
+        ).tolist()
 
     def _shards(self, epoch: int) -> list[tuple[int, int, int]]:
-        """Return the lane's shards in order: (number, part, parts); it takes the rows with row mod parts = part."""
+        """Return the lane's shards in order: (number, part, parts); it takes the rows with row mod
+        parts = part.
+        """
         rows, count = self.rows, len(self.rows.shards.names)
         if count >= rows.lanes:
             # The same shards in each epoch: lanes do not end theirs at the same time.
@@ -348,19 +426,26 @@ class _Lane:
             own = self._shards(epoch)
             for place in range(shard, len(own)):
                 number, part, parts = own[place]
-                records = (record for record in rows.shards.records(number, row) if record.number % parts == part)
+                records = (
+                    record
+                    for record in rows.shards.records(number, row)
+                    if record.number % parts == part
+                )
                 asked = row if (epoch, place) == (start.epoch, start.shard) else 0
                 while block := list(itertools.islice(records, size)):
                     seen, asked = True, 0
                     yield Place(epoch, place, row), block
                     row = block[-1].number
                 if asked:
-                    raise self.outside(f"{rows.shards.names[number]} has no record {asked + 1} for it")
+                    raise self.outside(
+                        f"{rows.shards.names[number]} has no record {asked + 1} for it"
+                    )
                 row = 0
             if not seen:
                 files = ", ".join(rows.shards.names[number] for number, _, _ in own[:3])
                 raise DataError(
-                    f"no records in {files}: a lane of the stream is empty; set data.streaming = false, "
+                    f"no records in {files}: a lane of the stream is empty; set data.streaming = "
+                    "false, "
                     "or data.lanes lower, which counts for training text"
                 )
             epoch, shard, seen = epoch + 1, 0, False
@@ -373,14 +458,27 @@ class _Lane:
             if not chunk:  # the end of a block
                 offsets = np.concatenate([[0], np.cumsum([len(one.ids) for one in block])])
                 targets = np.concatenate([one.targets for one in block])
-                corpus = Corpus(np.concatenate([one.ids for one in block]), offsets, rows.pad_id, "", (), targets)
+                corpus = Corpus(
+                    np.concatenate([one.ids for one in block]),
+                    offsets,
+                    rows.pad_id,
+                    "",
+                    (),
+                    targets,
+                )
                 order: Any = {"shuffle": False, "epochs": 1, "mask_documents": rows.mask_documents}
                 fitted = BestFitDataset(corpus, seq_len=rows.seq_len, **order)
                 if first > fitted.sequences_per_epoch:
-                    self._warn(f"row {first} of a block of {fitted.sequences_per_epoch}", "the block behind it")
+                    self._warn(
+                        f"row {first} of a block of {fitted.sequences_per_epoch}",
+                        "the block behind it",
+                    )
                 yield [
                     _Packed(
-                        _Served(fitted.sequence(n), [(block[d].name, tokens) for d, tokens in fitted.documents_in(n)]),
+                        _Served(
+                            fitted.sequence(n),
+                            [(block[d].name, tokens) for d, tokens in fitted.documents_in(n)],
+                        ),
                         block[0].place._replace(document=n),
                     )
                     for n in range(first, fitted.sequences_per_epoch)
@@ -395,14 +493,23 @@ class _Lane:
             place, records = ahead.result()
             ahead = self.rows.readers.submit(next, blocks)
             order = self._order(len(records), (place.epoch << 40) ^ (place.shard << 24) ^ place.row)
-            if first and first >= len(order):  # data.buffer was larger, or the checkpoint is damaged
+            if first and first >= len(
+                order
+            ):  # data.buffer was larger, or the checkpoint is damaged
                 self._warn(f"document {first} of a block of {len(order)}", "the block behind it")
             chunk, size = list[_Document](), 0
             for index in range(first, len(order)):
                 record = records[order[index]]
                 ids, mask = self.rows.encode(record)
                 targets = targets_of([0, len(ids)], [mask])
-                chunk.append(_Document(ids, targets, place._replace(document=index), f"{record.file}:{record.number}"))
+                chunk.append(
+                    _Document(
+                        ids,
+                        targets,
+                        place._replace(document=index),
+                        f"{record.file}:{record.number}",
+                    )
+                )
                 size += len(record.text)
                 if size > _CHUNK or index == len(order) - 1:
                     yield chunk
@@ -412,9 +519,11 @@ class _Lane:
 
 
 def default_lanes(ranks: int, shards: int) -> int:
-    """Return the number of lanes for so many data-parallel ranks: a multiple of it, no more than shards if possible.
+    """Return the number of lanes for so many data-parallel ranks: a multiple of it, no more than
+    shards if possible.
 
-    If there are shards enough, at least `_LANES`, so that a few ranks more or less need not read the lanes of others.
+    If there are shards enough, at least `_LANES`, so that a few ranks more or less need not read
+    the lanes of others.
     """
     wanted = -(-_LANES // ranks)
     return ranks * max(min(wanted, shards // ranks), 1)

@@ -1,4 +1,6 @@
-"""From the keys about text to training sequences: which reader, whole or as a stream, one source or a mixture."""
+"""From the keys about text to training sequences: which reader, whole or as a stream, one source or
+a mixture.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ from titanlite.utils import counted, human_bytes, is_dotted, logger
 
 #: data.streaming = "auto" reads local text of more bytes while training.
 _STREAMED_BYTES = 4 << 30
-#: Of streamed validation text: the same for all numbers of ranks, so that they see the same sequences.
+#: Of streamed validation text: the same for all numbers of ranks, so that they see the same
+#: sequences.
 _HELD_OUT_LANES = 8
 
 #: Returns on all ranks what a function returns on rank 0; the name tells several calls apart.
@@ -48,12 +51,18 @@ def alone(_: str, make: Callable[[], Any]) -> Any:
 
 
 def _key(section: str, field: Literal["name", "path"] = "name") -> str:
-    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and `validation`."""
-    return f"{section}.{field if section.endswith(']') else {'name': 'dataset', 'path': 'dataset_path'}[field]}"
+    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and
+    `validation`.
+    """
+    in_training = {"name": "dataset", "path": "dataset_path"}
+    return f"{section}.{field if section.endswith(']') else in_training[field]}"
 
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
-    """Build the training sequences of these sections. Raises DataError for text that is missing or damaged."""
+    """Build the training sequences of these sections.
+
+    Raises DataError for text that is missing or damaged.
+    """
     return TextReader(data, tokenizer, vocab_size).train(training)
 
 
@@ -61,8 +70,9 @@ def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_si
 class TextReader:
     """Opens the text of a run.
 
-    vocab_size: the model's. ranks: data-parallel degree. share: returns on all ranks what a function returns on rank 0,
-    under a name; files are listed once. patience: seconds for a remote source to come back.
+    vocab_size: the model's. ranks: data-parallel degree. share: returns on all ranks what a
+    function returns on rank 0, under a name; files are listed once. patience: seconds for a remote
+    source to come back.
     """
 
     data: Data
@@ -72,24 +82,36 @@ class TextReader:
     share: Share = alone
     patience: float = 0.0
 
-    def train(self, training: Training, phases: Mapping[int, Mapping[str, float]] | None = None) -> Rows:
-        """Return the training sequences. Raises DataError for text that is missing or cannot be read.
+    def train(
+        self, training: Training, phases: Mapping[int, Mapping[str, float]] | None = None
+    ) -> Rows:
+        """Return the training sequences.
+
+        Raises DataError for text that is missing or cannot be read.
 
         phases: first sequence → shares of the sources from there on, by name.
         """
         data = self.data
         if not data.source:
-            source = DataSource(name=training.dataset, path=training.dataset_path, subset=data.subset, split=data.split)
+            source = DataSource(
+                name=training.dataset,
+                path=training.dataset_path,
+                subset=data.subset,
+                split=data.split,
+            )
             return self._open_with_end(source, "training", training.seq_len, training.epochs)
         opened: dict[str, Rows] = {}
         weights: dict[str, float] = {}
         lanes = data.lanes
         for number, source in enumerate(data.source):
             name = source.name or source.path or ""
-            # The order of a source is its own, whatever else is mixed. All streams of a mixture have the same lanes.
+            # The order of a source is its own, whatever else is mixed. All streams of a mixture
+            # have the same lanes.
             settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()), lanes=lanes)
             reader = replace(self, data=settings)
-            rows = reader._open_with_end(source, f"data.source[{number}]", training.seq_len, source.epochs)
+            rows = reader._open_with_end(
+                source, f"data.source[{number}]", training.seq_len, source.epochs
+            )
             if isinstance(rows, StreamRows):
                 lanes, rows.given_lanes = rows.lanes, data.lanes
             opened[name], weights[name] = rows, source.weight
@@ -97,25 +119,38 @@ class TextReader:
         return MixedRows(opened, {0: weights, **(phases or {})}, seed=data.seed, slots=slots or 1)
 
     def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
-        """Return one pass over each held-out text, in file order, by its name; "" is that of a single text.
+        """Return one pass over each held-out text, in file order, by its name; "" is that of a
+        single text.
 
-        It is always split, and a stream has the same lanes: so the targets are the same in every run.
+        It is always split, and a stream has the same lanes: so the targets are the same in every
+        run.
         """
         settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
         reader, found = replace(self, data=settings), dict[str, Rows]()
-        single = DataSource(name=validation.dataset, path=validation.dataset_path, split=validation.split)
+        single = DataSource(
+            name=validation.dataset, path=validation.dataset_path, split=validation.split
+        )
         for number, source in enumerate(validation.sources or [single]):
             text = hub_text(source.name or "") if source.path is None else None
             own = replace_fields(source, split=source.split or (text.held_out if text else None))
             key = f"validation.sources[{number}]" if validation.sources else "validation"
-            found[source.name or "" if validation.sources else ""] = reader.open(own, key, seq_len, 1)
+            found[source.name or "" if validation.sources else ""] = reader.open(
+                own, key, seq_len, 1
+            )
         return found
 
-    def _open_with_end(self, source: DataSource, key: str, seq_len: int, epochs: int | None) -> Rows:
+    def _open_with_end(
+        self, source: DataSource, key: str, seq_len: int, epochs: int | None
+    ) -> Rows:
         rows = self.open(source, key, seq_len, epochs)
         if epochs is not None and rows.total_sequences is None:
-            end = f"{key}.epochs: {source.name or source.path} is read as a stream, whose length is not known"
-            raise DataError(f"{end}; give training.steps or training.tokens, or data.streaming = false")
+            end = (
+                f"{key}.epochs: {source.name or source.path} is read as a stream, whose length is "
+                "not known"
+            )
+            raise DataError(
+                f"{end}; give training.steps or training.tokens, or data.streaming = false"
+            )
         return rows
 
     def open(self, source: DataSource, key: str, seq_len: int, epochs: int | None) -> Rows:
@@ -154,15 +189,23 @@ class TextReader:
         )
 
     def _token_files(self, source: DataSource, key: str) -> TokenFiles:
-        """Open the token files of a source. Raises DataError for those prepared with other fields than are asked for"""
+        """Open the token files of a source.
+
+        Raises DataError for those prepared with other fields than are asked for
+        """
         names = ("text_key", "prompt_key", "completion_key", "messages_key")
         fields = {name: getattr(source, name) or getattr(self.data, name) for name in names}
         records = records_folder(self.data.token_cache)
-        files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, _key(key, "path"), fields, records)
+        files = open_tokens(
+            str(source.path), self.tokenizer, self.vocab_size, _key(key, "path"), fields, records
+        )
         if self.data.chat_template and fields["messages_key"] and files.index:
             template = load_template(self.data.chat_template, self.tokenizer)
             if files.index["options"]["chat"][0] != template.source:
-                raise DataError(f"data.chat_template: {source.path} is prepared with another one; leave the key out")
+                raise DataError(
+                    f"data.chat_template: {source.path} is prepared with another one; leave the "
+                    "key out"
+                )
         return files
 
     def _shards(self, source: DataSource, key: str) -> Shards:
@@ -185,20 +228,27 @@ class TextReader:
         if text is not None or is_url(names[0]):
             at = f" at revision {revision}" if revision else ""
             text_name = public_name(name or str(source.path))
-            logger.info(f"{text_name}: {counted(len(names), 'files')}{at}, the first is {public_name(names[0])}")
+            logger.info(
+                f"{text_name}: {counted(len(names), 'files')}{at}, the first is "
+                f"{public_name(names[0])}"
+            )
         bundled = source.path is None and text is None
         reported = None if bundled else listing
         return Shards(tuple(names), columns, kind, revision, self.patience, path_key, reported)
 
     def _is_stream(self, shards: Shards, source: DataSource) -> bool:
         if self.data.streaming != "auto":
-            return self.data.streaming and not (source.path is None and hub_text(source.name or "") is None)
+            return self.data.streaming and not (
+                source.path is None and hub_text(source.name or "") is None
+            )
         if is_url(shards.names[0]):
             return True
         try:
             size = sum(Path(name).stat().st_size for name in shards.names)
         except OSError as error:
-            raise DataError(f"{shards.key}: {error.filename} cannot be read here: {error.strerror}") from error
+            raise DataError(
+                f"{shards.key}: {error.filename} cannot be read here: {error.strerror}"
+            ) from error
         if size > _STREAMED_BYTES:
             logger.info(f"{human_bytes(size)} of text are read while training (data.streaming)")
         return size > _STREAMED_BYTES
@@ -207,8 +257,12 @@ class TextReader:
         """Tokenize all text of a source, or map what an earlier run has kept."""
         data = self.data
         if is_url(shards.names[0]):
-            records = all_of([shards.records(number, 0) for number in range(len(shards.names))], shards.names)
-            return tokenize((), self.tokenizer, self.vocab_size, workers_of(data.num_workers), records)
+            records = all_of(
+                [shards.records(number, 0) for number in range(len(shards.names))], shards.names
+            )
+            return tokenize(
+                (), self.tokenizer, self.vocab_size, workers_of(data.num_workers), records
+            )
         files = [Path(name) for name in shards.names]
         reading = {"columns": shards.columns, "kind": shards.kind}
         keep: Any = {"workers": data.num_workers, "cache": data.token_cache, **reading}

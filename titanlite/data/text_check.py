@@ -1,4 +1,7 @@
-"""What the check of a config can tell of its local text without reading it. Nothing here imports numpy."""
+"""What the check of a config can tell of its local text without reading it.
+
+Nothing here imports numpy.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,12 @@ class _Text(NamedTuple):
         return self.reader is None or self.reader == "auto" and is_tokens(self.path)
 
 
-def open_choices(training: Training, data: Data, validation: Validation) -> Iterator[tuple[str, UnclearTextError]]:
-    """Yield the keys of folders that leave open which of their files are meant, and the errors that say so."""
+def open_choices(
+    training: Training, data: Data, validation: Validation
+) -> Iterator[tuple[str, UnclearTextError]]:
+    """Yield the keys of folders that leave open which of their files are meant, and the errors that
+    say so.
+    """
     for text in _local_texts(training, data, validation):
         if text.is_of_tokens or not _exists(text.path):
             continue
@@ -63,7 +70,9 @@ def _local_texts(training: Training, data: Data, validation: Validation) -> Iter
     if validation.enable and not validation.sources:
         named.append(("validation.dataset_path", validation.dataset_path, validation.split, "auto"))
     for number, source in enumerate(validation.sources if validation.enable else ()):
-        named.append((f"validation.sources[{number}].path", source.path, source.split, source.format))
+        named.append(
+            (f"validation.sources[{number}].path", source.path, source.split, source.format)
+        )
     for key, path, split, form in named:
         if path is not None and not is_url(path):
             # A format that is no literal here is that of tokens.
@@ -78,7 +87,8 @@ def passes_warning(name: str, passes: float) -> str | None:
     if passes <= MOST_PASSES:
         return None
     return (
-        f"{name}{PASSES} {passes:.3g} times. More than {MOST_PASSES} passes teach a model little and "
+        f"{name}{PASSES} {passes:.3g} times. More than {MOST_PASSES} passes teach a model little "
+        "and "
         "it begins to repeat the text: take more text, or fewer steps"
     )
 
@@ -89,7 +99,11 @@ def planned_passes(training: Training, data: Data, tokens: int | None) -> dict[s
     tokens: of the whole run; None: the text decides how long it is.
     """
     if data.source:
-        return {source.name or source.path or "": float(source.epochs) for source in data.source if source.epochs}
+        return {
+            source.name or source.path or "": float(source.epochs)
+            for source in data.source
+            if source.epochs
+        }
     name = training.dataset_path or training.dataset
     if training.epochs is not None:
         return {name: float(training.epochs)}
@@ -98,7 +112,9 @@ def planned_passes(training: Training, data: Data, tokens: int | None) -> dict[s
 
 
 def prepared_tokens(path: str | None) -> int | None:
-    """Return the tokens of a prepared folder; None for another path, and for an index that cannot be read."""
+    """Return the tokens of a prepared folder; None for another path, and for an index that cannot
+    be read.
+    """
     if path is None or is_url(path):
         return None
     file = os.path.join(path, INDEX)

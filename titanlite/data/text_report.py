@@ -1,4 +1,6 @@
-"""The text that was opened: its files, those passed over, how often it is read, and the checks of its tokens."""
+"""The text that was opened: its files, those passed over, how often it is read, and the checks of
+its tokens.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,20 @@ from titanlite.data.token_files import TokenFiles
 
 
 def listings_of(rows: Rows) -> dict[str, Listing]:
-    """Return what was found for each source of a mixture, or under "" for one text; {} for text without files."""
+    """Return what was found for each source of a mixture, or under "" for one text; {} for text
+    without files.
+    """
     found = {name: getattr(one, "listing", None) for name, one in _sources(rows, "").items()}
     return {name: listing for name, listing in found.items() if listing is not None}
 
 
 def _sources(rows: Rows, name: str) -> dict[str, Rows]:
     """Return the sources of a mixture by name; other rows under `name`."""
-    return dict(zip(rows.names, rows.rows, strict=True)) if isinstance(rows, MixedRows) else {name: rows}
+    return (
+        dict(zip(rows.names, rows.rows, strict=True))
+        if isinstance(rows, MixedRows)
+        else {name: rows}
+    )
 
 
 def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
@@ -50,7 +58,10 @@ def file_warnings(rows: Rows, label: str) -> Iterator[str]:
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
-    """Yield a warning for each text that a run of so many sequences reads too often. name: of a single text."""
+    """Yield a warning for each text that a run of so many sequences reads too often.
+
+    name: of a single text.
+    """
     served: Mapping[str, int] = {name: sequences}
     if isinstance(rows, MixedRows):
         served = rows.served(sequences)
@@ -62,7 +73,9 @@ def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
 
 
 def listing_figures(listing: Listing | None) -> dict[str, Any]:
-    """Return the figures of `titanlite data stats` about files: None where there are none to list."""
+    """Return the figures of `titanlite data stats` about files: None where there are none
+    to list.
+    """
     if listing is None:
         return {"files": None, "passed_over": None}
     passed = {reason: list(names) for reason, names in listing.passed_over.items()}

@@ -1,4 +1,6 @@
-"""Threads that end soon when the process ends, also while they wait for a source that does not answer."""
+"""Threads that end soon when the process ends, also while they wait for a source that does not
+answer.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ ending = threading.Event()
 
 
 class Pool:
-    """Runs calls in daemon threads, in their order. The threads end with `stop`, or when this is collected.
+    """Runs calls in daemon threads, in their order.
 
-    at_exit: seconds that the process waits at its end for a call to return. To end a thread within a library may crash.
+    The threads end with `stop`, or when this is collected.
+
+    at_exit: seconds that the process waits at its end for a call to return. To end a thread within
+    a library may crash.
     """
 
     def __init__(self, most: int, name: str, at_exit: float = 1.0) -> None:
@@ -37,12 +42,16 @@ class Pool:
         self._calls.put((future, call, arguments))
         if len(self._threads) < self._most:
             name = f"{self._name}_{len(self._threads)}"
-            self._threads.append(threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True))
+            self._threads.append(
+                threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+            )
             self._threads[-1].start()
         return future
 
     def stop(self, patience: float) -> bool:
-        """Cancel what has not begun and end the threads; return False if some do not end in `patience` seconds."""
+        """Cancel what has not begun and end the threads; return False if some do not end in
+        `patience` seconds.
+        """
         _end(self._calls, self._threads)
         deadline = time.monotonic() + patience
         for thread in self._threads:
@@ -56,11 +65,14 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 def _stop_all() -> None:
     ending.set()
     began = time.monotonic()
-    for pool in sorted(_pools, key=lambda pool: -pool.at_exit):  # those that the others wait for first
+    for pool in sorted(
+        _pools, key=lambda pool: -pool.at_exit
+    ):  # those that the others wait for first
         pool.stop(max(began + pool.at_exit - time.monotonic(), 0.1))
 
 
-# As concurrent.futures does: before the functions of atexit, some of which close the connections that the threads use.
+# As concurrent.futures does: before the functions of atexit, some of which close the connections
+# that the threads use.
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,9 @@
 """Tokenized text on disk: one process of a node tokenizes, the others and later runs map the file.
 
-The name of a file is a hash of all that decides its content: path, size and times of the texts, tokenizer, library
-versions. A file is published atomically and has a checksum. A lock that ends with its process keeps others from the
-same work. When disk or lock fail, the text is tokenized in memory instead.
+The name of a file is a hash of all that decides its content: path, size and times of the texts,
+tokenizer, library versions. A file is published atomically and has a checksum. A lock that ends
+with its process keeps others from the same work. When disk or lock fail, the text is tokenized in
+memory instead.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger, parse_json
 
-#: "auto" keeps the tokens of texts of at least so many bytes: less is tokenized in a tenth of a second.
+#: "auto" keeps the tokens of texts of at least so many bytes: less is tokenized in a tenth of a
+#: second.
 AUTO_BYTES = 1 << 20
 
 #: Seconds after which nobody waits for the owner of a lock any longer.
 PATIENCE = 3600.0
 
-#: Seconds without use after which a file is removed, and without a write, a partial one. A run that has mapped a file
-#: goes on without its name.
+#: Seconds without use after which a file is removed, and without a write, a partial one. A run that
+#: has mapped a file goes on without its name.
 KEEP, _WRITING = 30 * 86400.0, 3600.0
 
 _HEADER_BYTES = 4096
@@ -62,12 +64,14 @@ def load_corpus(
     """Return the tokens of `files`, from `cache` if they are there.
 
     Args:
-        workers: threads that tokenize, see `tokenize`; None: the cores of the node per rank, 8 at most.
-        cache: a folder, `~` is the home; "auto": one in the system's folder of temporary files, for large texts;
-            "off": none.
+        workers: threads that tokenize, see `tokenize`; None: the cores of the node per rank, 8 at
+            most.
+        cache: a folder, `~` is the home; "auto": one in the system's folder of temporary files, for
+            large texts; "off": none.
         columns, kind: of the records, see `iter_rows`.
 
-    Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which decides the number of threads, is no number.
+    Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which decides the number of
+    threads, is no number.
     """
     if cache != "off" and (cache != "auto" or _are_large(files)):
         try:
@@ -81,15 +85,26 @@ def load_corpus(
                     return found
                 if held:
                     records = iter_records(files, columns, kind)
-                    corpus = tokenize(files, tokenizer, vocab_size, workers_of(workers, alone=True), records)
+                    corpus = tokenize(
+                        files, tokenizer, vocab_size, workers_of(workers, alone=True), records
+                    )
                     # Another stamp: the text has changed meanwhile.
                     if _stamp(files, tokenizer, vocab_size, columns, kind) == stamp:
                         _save(corpus, path)
                     return _load(path, files, tokenizer) or corpus
         except OSError as error:
-            message = f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the text for itself'
+            message = (
+                f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the '
+                "text for itself"
+            )
             logger.warning(message)
-    return tokenize(files, tokenizer, vocab_size, workers_of(workers, alone=False), iter_records(files, columns, kind))
+    return tokenize(
+        files,
+        tokenizer,
+        vocab_size,
+        workers_of(workers, alone=False),
+        iter_records(files, columns, kind),
+    )
 
 
 def workers_of(wanted: int | None, alone: bool = False) -> int:
@@ -98,9 +113,14 @@ def workers_of(wanted: int | None, alone: bool = False) -> int:
         return wanted
     text = "1" if alone else os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdigit():
-        message = f"environment variable LOCAL_WORLD_SIZE is {text!r}, expected the number of ranks of this node"
+        message = (
+            f"environment variable LOCAL_WORLD_SIZE is {text!r}, expected the number of ranks of "
+            "this node"
+        )
         raise DataError(f"{message}; torchrun sets it")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     share = cores // max(int(text), 1)
     return min(share, 8) if share > 1 else 0
 
@@ -139,13 +159,20 @@ def records_folder(cache: str) -> Path | None:
 
 
 def _stamp(
-    files: list[Path], tokenizer: Tokenizer, vocab_size: int, columns: Columns | None = None, kind: Format = "auto"
+    files: list[Path],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    columns: Columns | None = None,
+    kind: Format = "auto",
 ) -> str:
     """Return a hash of everything that decides the tokens. A file's ctime cannot be set back."""
     columns = columns or Columns()
     wanted = columns.wanted
     stats = [(file, file.stat()) for file in files]
-    texts = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
+    texts = [
+        [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        for file, stat in stats
+    ]
     versions = [__version__]
     for name in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -159,7 +186,9 @@ def _stamp(
 
 @contextlib.contextmanager
 def _lock(path: Path, done: Path) -> Iterator[bool]:
-    """Hold the lock (True), or wait until its owner has written `done`, `PATIENCE` seconds at most (False)."""
+    """Hold the lock (True), or wait until its owner has written `done`, `PATIENCE` seconds at most
+    (False).
+    """
     with open(path, "a+b") as file:
         waited, logged = 0.0, 30.0
         while not _try_lock(file):
@@ -186,7 +215,9 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
-    """Map the tokens of `path` into memory; None if there is no such file. Removes a damaged file."""
+    """Map the tokens of `path` into memory; None if there is no such file. Removes a
+    damaged file.
+    """
     if not path.exists():
         return None
     try:
@@ -195,15 +226,21 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
         kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
         kinds += [("?", about["tokens"])] * bool(about.get("targets"))
         arrays, at = list[NDArray[Any]](), _HEADER_BYTES
-        if path.stat().st_size != at + sum(np.dtype(kind).itemsize * count for kind, count in kinds):
+        if path.stat().st_size != at + sum(
+            np.dtype(kind).itemsize * count for kind, count in kinds
+        ):
             raise ValueError("it has another length")
         for kind, count in kinds:  # plain arrays over the maps: slices of a memmap are slower
-            arrays.append(np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,)).view(np.ndarray))
+            arrays.append(
+                np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,)).view(np.ndarray)
+            )
             at += arrays[-1].nbytes
         if about.pop("crc32") != _checksum(about, arrays):
             raise ValueError("it has another checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        logger.warning(f"{path} is damaged ({error}): it is removed, and the text is tokenized again")
+        logger.warning(
+            f"{path} is damaged ({error}): it is removed, and the text is tokenized again"
+        )
         path.unlink(missing_ok=True)
         return None
     with contextlib.suppress(OSError):
@@ -235,24 +272,37 @@ def _save(corpus: Corpus, path: Path) -> None:
     try:
         _remove_old(path.parent)
         with open(partial, "wb") as file:
-            file.write(json.dumps({**about, "crc32": _checksum(about, arrays)}).encode().ljust(_HEADER_BYTES))
+            file.write(
+                json.dumps({**about, "crc32": _checksum(about, arrays)})
+                .encode()
+                .ljust(_HEADER_BYTES)
+            )
             for array in arrays:
                 file.write(array.view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
         size = path.stat().st_size / 1e6
-        logger.info(f"tokens saved in {path} ({size:,.0f} MB) for this node's ranks and later runs (data.token_cache)")
+        logger.info(
+            f"tokens saved in {path} ({size:,.0f} MB) for this node's ranks and later runs "
+            "(data.token_cache)"
+        )
     except OSError as error:
-        logger.warning(f"data.token_cache: tokens cannot be saved in {path.parent} ({error.strerror or error})")
+        logger.warning(
+            f"data.token_cache: tokens cannot be saved in {path.parent} ({error.strerror or error})"
+        )
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove files of ours that nobody has used for `KEEP` seconds, and partial ones that nobody has written to."""
+    """Remove files of ours that nobody has used for `KEEP` seconds, and partial ones that nobody
+    has written to.
+    """
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             idle = time.time() - path.stat().st_mtime
-            if _NAMES.fullmatch(path.name) and idle > (_WRITING if path.suffix == ".partial" else KEEP):
+            if _NAMES.fullmatch(path.name) and idle > (
+                _WRITING if path.suffix == ".partial" else KEEP
+            ):
                 path.unlink()

@@ -1,8 +1,10 @@
-"""Whether prepared token files are what was written: sizes and offsets at the start, hashes when a part is first read.
+"""Whether prepared token files are what was written: sizes and offsets at the start, hashes when a
+part is first read.
 
-The hashes are compared in a background thread, at a low priority. A part counts as whole on this machine once its
-hashes fit: a small file in the folder of the token cache says so for 30 days, to all ranks and later runs. Its name
-follows from the part's files (path, size, times) and their hashes, so that a part that is replaced is checked again.
+The hashes are compared in a background thread, at a low priority. A part counts as whole on this
+machine once its hashes fit: a small file in the folder of the token cache says so for 30 days, to
+all ranks and later runs. Its name follows from the part's files (path, size, times) and their
+hashes, so that a part that is replaced is checked again.
 """
 
 from __future__ import annotations
@@ -41,17 +43,25 @@ REPAIR = "`titanlite data prepare` with the arguments that made the folder makes
 
 @dataclass(frozen=True)
 class PartHashes:
-    """The files of a part, and the hash of each in the index. Without hashes nothing can be compared."""
+    """The files of a part, and the hash of each in the index.
+
+    Without hashes nothing can be compared.
+    """
 
     hashes: Mapping[Path, str]
     #: Folder of the records of parts that are whole; None: none is kept.
     records: Path | None = None
 
     def record(self) -> Path | None:
-        """Return the file that says that this part is whole. Raises OSError if the part is not there."""
+        """Return the file that says that this part is whole.
+
+        Raises OSError if the part is not there.
+        """
         if self.records is None:
             return None
-        stats = [(os.path.realpath(file), file.stat(), digest) for file, digest in self.hashes.items()]
+        stats = [
+            (os.path.realpath(file), file.stat(), digest) for file, digest in self.hashes.items()
+        ]
         decisive = [
             [path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, digest]
             for path, stat, digest in stats
@@ -63,18 +73,25 @@ class PartHashes:
         """Return whether a record says that the part is whole."""
         with contextlib.suppress(OSError):
             file = self.record()
-            return file is not None and file.stat().st_size > 0 and time.time() - file.stat().st_mtime < KEEP
+            return (
+                file is not None
+                and file.stat().st_size > 0
+                and time.time() - file.stat().st_mtime < KEEP
+            )
         return False
 
     def compare(self, read: Callable[[int], None] = lambda count: None) -> Path | None:
         """Return the first file whose content does not fit its hash; None if all do.
 
-        read: gets the number of bytes of each block. Raises OSError if a file cannot be read, and ValueError for a kind
-        of hash that is not known.
+        read: gets the number of bytes of each block. Raises OSError if a file cannot be read, and
+        ValueError for a kind of hash that is not known.
         """
         for file, expected in self.hashes.items():
             if not expected.startswith(HASH):
-                raise ValueError(f"{expected.partition(':')[0]!r} is a kind of hash that this titanlite does not know")
+                raise ValueError(
+                    f"{expected.partition(':')[0]!r} is a kind of hash that this titanlite does "
+                    "not know"
+                )
             if hash_of(file, read) != expected:
                 return file
         return None
@@ -87,7 +104,9 @@ class PartHashes:
 
 
 def hash_of(file: Path, read: Callable[[int], None]) -> str:
-    """Return the hash of a file's content as an index has it; call `read` with the number of bytes of each block."""
+    """Return the hash of a file's content as an index has it; call `read` with the number of bytes
+    of each block.
+    """
     import xxhash  # only here: a config's check does without
 
     found, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
@@ -103,7 +122,8 @@ class _EndingError(Exception):
 
 
 class HashCheck:
-    """Compares the hashes of parts with those in their index, in the order in which they are first read.
+    """Compares the hashes of parts with those in their index, in the order in which they are first
+    read.
 
     parts: by number. repair: what to do about a damaged part, for the error.
     """
@@ -116,7 +136,10 @@ class HashCheck:
         self._lock = threading.Lock()
 
     def begin(self, number: int) -> None:
-        """Check a part, which is about to be read. Raises DataError if a part is found to be damaged."""
+        """Check a part, which is about to be read.
+
+        Raises DataError if a part is found to be damaged.
+        """
         if number not in self._begun:
             with self._lock:
                 self._submit(number)
@@ -159,9 +182,9 @@ class HashCheck:
             return
         if damaged is not None:
             self._problem = DataError(
-                f"{damaged} is damaged: its content does not fit its hash in index.json. It was first read at {began}. "
-                f"Checkpoints saved since then may hold what it taught: go on from an older one "
-                f"(checkpoint.load_step). {self._repair}"
+                f"{damaged} is damaged: its content does not fit its hash in index.json. It was "
+                f"first read at {began}. Checkpoints saved since then may hold what it taught: go "
+                f"on from an older one (checkpoint.load_step). {self._repair}"
             )
 
 
@@ -174,7 +197,9 @@ def _be_nice() -> None:
 
 
 def _damaged(part: PartHashes) -> Path | None:
-    """Return the damaged file of a part, or None; one process of this machine reads it, the others wait."""
+    """Return the damaged file of a part, or None; one process of this machine reads it, the others
+    wait.
+    """
     if not part.hashes or part.is_known():
         return None
     with _record_lock(part) as is_free:
@@ -193,7 +218,8 @@ def _go_on(_: int) -> None:
 
 @contextlib.contextmanager
 def _record_lock(part: PartHashes) -> Iterator[bool]:
-    """Hold the lock of a part's record (True), or wait until another process has found the part whole (False).
+    """Hold the lock of a part's record (True), or wait until another process has found the part
+    whole (False).
 
     Without a folder for records there is no lock. Raises _EndingError when the process ends.
     """
@@ -238,19 +264,23 @@ def _try_lock(file: BinaryIO) -> bool:
 def check_offsets(file: Path, offsets: NDArray[np.int64], tokens: int) -> None:
     """Check where documents begin in a part of so many tokens. offsets: [documents + 1].
 
-    Raises DataError, naming the file and the place, unless they go from 0 to the end without going back.
+    Raises DataError, naming the file and the place, unless they go from 0 to the end without going
+    back.
     """
     if not len(offsets) or offsets[0] != 0 or offsets[-1] != tokens:
         ends = f"{offsets[0]:,} to {offsets[-1]:,}" if len(offsets) else "nowhere"
-        raise DataError(f"{file} is damaged: it goes from {ends} instead of 0 to {tokens:,}; prepare the text again")
+        raise DataError(
+            f"{file} is damaged: it goes from {ends} instead of 0 to {tokens:,}; prepare the text "
+            "again"
+        )
     for begin in range(0, len(offsets) - 1, _OFFSETS):
         piece = offsets[begin : begin + _OFFSETS + 1]
         back = np.flatnonzero(piece[1:] < piece[:-1])
         if len(back):
             place = begin + int(back[0])
             raise DataError(
-                f"{file} is damaged: document {place} (from 0) begins at {offsets[place]:,} and ends before that, at "
-                f"{offsets[place + 1]:,}; prepare the text again"
+                f"{file} is damaged: document {place} (from 0) begins at {offsets[place]:,} and "
+                f"ends before that, at {offsets[place + 1]:,}; prepare the text again"
             )
 
 
@@ -261,15 +291,18 @@ def check_part(folder: Path, part: Mapping[str, Any], item: int) -> None:
     """
     name, sizes = str(part["name"]), dict(part["bytes"])
     if Path(name).name != name or not set(sizes) <= {"tokens", "offsets", "targets"}:
-        raise DataError(f"{folder}: index.json names {name!r}, which is no part of this folder; prepare the text again")
+        raise DataError(
+            f"{folder}: index.json names {name!r}, which is no part of this folder; prepare the "
+            "text again"
+        )
     tokens, documents = part["tokens"], part["documents"]
     expected = {"tokens": tokens * item, "offsets": 8 * (documents + 1), "targets": -(-tokens // 8)}
     for suffix, size in sizes.items():
         file = folder / f"{name}.{suffix}"
         if size != expected[suffix]:
             raise DataError(
-                f"{folder}: index.json says {size:,} bytes of {file.name} for {tokens:,} tokens in {documents:,} "
-                "documents; prepare the text again"
+                f"{folder}: index.json says {size:,} bytes of {file.name} for {tokens:,} tokens "
+                f"in {documents:,} documents; prepare the text again"
             )
         found = file.stat().st_size
         if found != size:

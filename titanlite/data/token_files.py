@@ -1,12 +1,14 @@
-"""Tokens in files that are mapped into memory: prepared by `titanlite data prepare`, or by other programs.
+"""Tokens in files that are mapped into memory: prepared by `titanlite data prepare`, or by other
+programs.
 
-A prepared folder has `index.json`, written last and atomically, and parts: `part-*.tokens` (ids, little-endian uint16,
-uint32 for vocabularies over 65,536), `.offsets` (int64 [documents + 1], where documents begin in the part) and, for
-records with prompts, `.targets` (bits, lowest first: 0 where a token is no target). Megatron-LM's `.bin` and `.idx`
-and numpy's `.npy` are read as they are; a `.npy` file is one document.
+A prepared folder has `index.json`, written last and atomically, and parts: `part-*.tokens` (ids,
+little-endian uint16, uint32 for vocabularies over 65,536), `.offsets` (int64 [documents + 1], where
+documents begin in the part) and, for records with prompts, `.targets` (bits, lowest first: 0 where
+a token is no target). Megatron-LM's `.bin` and `.idx` and numpy's `.npy` are read as they are; a
+`.npy` file is one document.
 
-The memory of a rank does not grow with the corpus: parts are mapped when they are first read, and the pages of a map
-belong to the system's page cache.
+The memory of a rank does not grow with the corpus: parts are mapped when they are first read, and
+the pages of a map belong to the system's page cache.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ ORDER = "windows of the stream of tokens, order 1"
 _PIECES, _PIECE = 256, 4096
 #: Sequences of Megatron's index that are compared together.
 _GROUP = 1 << 20
-#: Head of Megatron's index, the last two numbers are of sequences and of documents + 1; and codes of types there.
-_MEGATRON = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
+#: Head of Megatron's index, the last two numbers are of sequences and of documents + 1; and codes
+#: of types there.
+_MEGATRON = np.dtype(
+    [("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
+)
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -56,7 +61,8 @@ class Place(NamedTuple):
 class Part(DocumentArray):
     """One file of `size` tokens, in which so many documents begin; mapped when it is first read.
 
-    `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`: [documents + 1].
+    `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`:
+    [documents + 1].
     """
 
     file: Path
@@ -67,7 +73,8 @@ class Part(DocumentArray):
     #: Byte of the first token.
     first: int = 0
     has_targets: bool = False
-    #: (source, number of the first document of it, within the part and within the source), in order.
+    #: (source, number of the first document of it, within the part and within the source), in
+    #: order.
     sources: Sequence[tuple[str, int, int]] = ()
 
     @cached_property
@@ -104,11 +111,12 @@ class TokenFiles:
         parts: in order.
         tokenizer: whose BOS and EOS are in the text.
         vocab_size: of the model; no id may be as high.
-        index: content of `index.json`; None: files of another program, of which only samples are checked at the start.
+        index: content of `index.json`; None: files of another program, of which only samples are
+            checked at the start.
         check: compares the hashes of the parts that are read.
 
-    Raises DataError for an id that is too high, naming file and place, if there are no tokens, and when it reads after
-    the hashes of a part were found not to fit.
+    Raises DataError for an id that is too high, naming file and place, if there are no tokens, and
+    when it reads after the hashes of a part were found not to fit.
     """
 
     def __init__(
@@ -152,11 +160,16 @@ class TokenFiles:
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
         """Where documents begin, and the end [documents + 1], in memory. Split rows need it not."""
-        begins = [part.offsets[:-1] + end - part.size for part, end in zip(self.parts, self._ends, strict=True)]
+        begins = [
+            part.offsets[:-1] + end - part.size
+            for part, end in zip(self.parts, self._ends, strict=True)
+        ]
         return np.concatenate([*begins, [self.size]])
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, Part, int, int]]:
-        """Iterate over the parts of tokens [begin, end): (number, part, first and end within it)."""
+        """Iterate over the parts of tokens [begin, end): (number, part, first and end
+        within it).
+        """
         number = bisect_right(self._ends, begin)
         while begin < end:
             part, start = self.parts[number], self._ends[number] - self.parts[number].size
@@ -171,12 +184,15 @@ class TokenFiles:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
         pieces = [part.tokens[a:b] for _, part, a, b in self._pieces(begin, end)]
         ids = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
-        if int(ids.view(np.uint64).max()) >= self.vocab_size:  # unsigned: it finds negative ones too
+        if (
+            int(ids.view(np.uint64).max()) >= self.vocab_size
+        ):  # unsigned: it finds negative ones too
             wrong = int(np.flatnonzero(ids.view(np.uint64) >= self.vocab_size)[0])
             _, part, place, _ = next(self._pieces(begin + wrong, begin + wrong + 1))
             raise DataError(
-                f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's vocabulary of "
-                f"{self.vocab_size}; set model.vocab_size above it, or prepare the text with the model's tokenizer"
+                f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's "
+                f"vocabulary of {self.vocab_size}; set model.vocab_size above it, or prepare the "
+                "text with the model's tokenizer"
             )
         return ids
 
@@ -195,15 +211,22 @@ class TokenFiles:
     def place_of(self, document: int) -> Place:
         """Return the source of a document."""
         number = bisect_right(self._documents, document)
-        part, within = self.parts[number], document - (self._documents[number] - self.parts[number].documents)
+        part, within = (
+            self.parts[number],
+            document - (self._documents[number] - self.parts[number].documents),
+        )
         if not part.sources:
             return Place(str(part.file), within + 1)
-        source, first, counted_from = part.sources[bisect_right(part.sources, within, key=lambda one: one[1]) - 1]
+        source, first, counted_from = part.sources[
+            bisect_right(part.sources, within, key=lambda one: one[1]) - 1
+        ]
         return Place(source, counted_from + within - first + 1)
 
     def _sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes."""
-        digest = hashlib.sha256(f"{ORDER}\n{[(part.size, part.dtype.str) for part in self.parts]}".encode())
+        digest = hashlib.sha256(
+            f"{ORDER}\n{[(part.size, part.dtype.str) for part in self.parts]}".encode()
+        )
         for begin in np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist():
             digest.update(self.read(begin, min(begin + _PIECE, self.size)).astype("<i8").tobytes())
         digest.update(self.read(max(self.size - _PIECE, 0), self.size).astype("<i8").tobytes())
@@ -221,12 +244,15 @@ def open_tokens(
     fields: Mapping[str, str | None] = MappingProxyType({}),
     records: Path | None = None,
 ) -> TokenFiles:
-    """Open token files. key: of the config, for errors. fields: of records, that the config asks for (`text_key`, …).
+    """Open token files.
 
-    records: folder that keeps which parts of prepared folders are whole, see `titanlite.data.token_checks`.
+    key: of the config, for errors. fields: of records, that the config asks for (`text_key`, …).
 
-    Raises DataError for a folder that is not finished, a missing or cut file, tokens of another tokenizer or of other
-    fields, and ids of `vocab_size` (the model's) or more.
+    records: folder that keeps which parts of prepared folders are whole, see
+    `titanlite.data.token_checks`.
+
+    Raises DataError for a folder that is not finished, a missing or cut file, tokens of another
+    tokenizer or of other fields, and ids of `vocab_size` (the model's) or more.
     """
     place = Path(path)
     try:
@@ -235,21 +261,36 @@ def open_tokens(
         else:
             files = TokenFiles(place, foreign_parts(place), tokenizer, vocab_size)
     except OSError as error:
-        raise DataError(f"{key}: {error.filename or path} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{key}: {error.filename or path} cannot be read: {error.strerror or error}"
+        ) from error
     options = files.index["options"] if files.index else {}
     for name, wanted in fields.items():
         if wanted is not None and wanted != options.get(name):
-            had = f"prepared with {options[name]!r}" if options.get(name) else "tokens already, without that field"
-            raise DataError(f"data.{name}: {wanted!r} has no effect on {path}, which is {had}; leave the key out")
+            had = (
+                f"prepared with {options[name]!r}"
+                if options.get(name)
+                else "tokens already, without that field"
+            )
+            raise DataError(
+                f"data.{name}: {wanted!r} has no effect on {path}, which is {had}; leave the key "
+                "out"
+            )
     return files
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the content of a prepared folder's index. Raises DataError for a folder without one, or a damaged one."""
+    """Return the content of a prepared folder's index.
+
+    Raises DataError for a folder without one, or a damaged one.
+    """
     try:
         index: dict[str, Any] = parse_json((folder / INDEX).read_bytes())
         if index["version"] > VERSION:
-            raise DataError(f"{folder / INDEX} has version {index['version']}; this titanlite reads {VERSION}: upgrade")
+            raise DataError(
+                f"{folder / INDEX} has version {index['version']}; this titanlite reads "
+                f"{VERSION}: upgrade"
+            )
         if index["fingerprint"] != fingerprint_of(index):
             raise ValueError("it does not fit its fingerprint")
     except FileNotFoundError:
@@ -258,29 +299,38 @@ def read_index(folder: Path) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{folder / INDEX} is damaged ({error}); remove the folder, and prepare it again") from None
+        raise DataError(
+            f"{folder / INDEX} is damaged ({error}); remove the folder, and prepare it again"
+        ) from None
     return index
 
 
 def fingerprint_of(index: Mapping[str, Any]) -> str:
-    """Return the hex digest of a folder's content: tokens, documents, targets and tokenizer; not of its sources."""
-    parts = [[part[name] for name in ("tokens", "documents", "checksums")] for part in index["parts"]]
+    """Return the hex digest of a folder's content: tokens, documents, targets and tokenizer; not of
+    its sources.
+    """
+    parts = [
+        [part[name] for name in ("tokens", "documents", "checksums")] for part in index["parts"]
+    ]
     decisive = [ORDER, index["dtype"], index["tokenizer"], parts]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
-def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, records: Path | None) -> TokenFiles:
+def _prepared(
+    folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, records: Path | None
+) -> TokenFiles:
     index = read_index(folder)
     if index["tokenizer"] != tokenizer.fingerprint:
         raise DataError(
             f"{key}: {folder} was prepared with the tokenizer {index['tokenizer'][:16]} "
-            f"({index['tokenizer_path'] or 'the bundled one'}), and this config has {tokenizer.fingerprint[:16]}; name "
-            "that one as model.tokenizer_path, or prepare the text again"
+            f"({index['tokenizer_path'] or 'the bundled one'}), and this config has "
+            f"{tokenizer.fingerprint[:16]}; name that one as model.tokenizer_path, or prepare the "
+            "text again"
         )
     if index["max_id"] >= vocab_size:
         raise DataError(
-            f"{key}: {folder} holds the id {index['max_id']}, which is outside the model's vocabulary of {vocab_size}; "
-            f"set model.vocab_size to at least {index['vocab_size']}"
+            f"{key}: {folder} holds the id {index['max_id']}, which is outside the model's "
+            f"vocabulary of {vocab_size}; set model.vocab_size to at least {index['vocab_size']}"
         )
     parts = parts_of(folder, index)
     hashes = part_hashes(folder, index, records)
@@ -291,22 +341,27 @@ def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str, rec
     without = sum(not one.hashes for one in hashes)
     if without:
         logger.info(
-            f"{key}: {counted(without, 'parts')} of {folder} have no hashes: sizes and offsets alone are checked"
+            f"{key}: {counted(without, 'parts')} of {folder} have no hashes: sizes and offsets "
+            "alone are checked"
         )
     repair = f"`titanlite data verify {folder}` names all damaged parts; {REPAIR}"
     return TokenFiles(folder, parts, tokenizer, vocab_size, index, HashCheck(hashes, repair))
 
 
 def parts_of(folder: Path, index: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a prepared folder. Raises DataError for an index or sizes that do not fit, OSError for files
-    that are not there."""
+    """Return the parts of a prepared folder.
+
+    Raises DataError for an index or sizes that do not fit, OSError for files that are not there.
+    """
     parts, item = [], np.dtype(index["dtype"]).itemsize
     for one in index["parts"]:
         try:
             check_part(folder, one, item)
             parts.append(part_of(folder, index, one))
         except (LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"{folder / INDEX} is damaged ({error!r}); prepare the folder again") from None
+            raise DataError(
+                f"{folder / INDEX} is damaged ({error!r}); prepare the folder again"
+            ) from None
     return parts
 
 
@@ -314,15 +369,32 @@ def part_of(folder: Path, index: Mapping[str, Any], part: Mapping[str, Any]) -> 
     """Return a part of a prepared folder from its record in the index."""
     file, documents = folder / f"{part['name']}.tokens", part["documents"]
     find_offsets = partial(_map, file.with_suffix(".offsets"), "<i8", documents + 1)
-    sources = [(index["files"][source], within, number) for source, within, number in part["sources"]]
+    sources = [
+        (index["files"][source], within, number) for source, within, number in part["sources"]
+    ]
     has_targets = "targets" in part["bytes"]
-    return Part(file, np.dtype(index["dtype"]), part["tokens"], documents, find_offsets, 0, has_targets, sources)
+    return Part(
+        file,
+        np.dtype(index["dtype"]),
+        part["tokens"],
+        documents,
+        find_offsets,
+        0,
+        has_targets,
+        sources,
+    )
 
 
 def part_hashes(folder: Path, index: Mapping[str, Any], records: Path | None) -> list[PartHashes]:
-    """Return the hashes of each part of a prepared folder. records: folder of the records of whole parts."""
+    """Return the hashes of each part of a prepared folder.
+
+    records: folder of the records of whole parts.
+    """
     return [
-        PartHashes({folder / f"{one['name']}.{suffix}": text for suffix, text in one["checksums"].items()}, records)
+        PartHashes(
+            {folder / f"{one['name']}.{suffix}": text for suffix, text in one["checksums"].items()},
+            records,
+        )
         for one in index["parts"]
     ]
 
@@ -330,8 +402,8 @@ def part_hashes(folder: Path, index: Mapping[str, Any], records: Path | None) ->
 def foreign_parts(place: Path, thorough: bool = False) -> list[Part]:
     """Return the files of another program: one path, or all of a folder.
 
-    thorough: compare the place of each of Megatron-LM's sequences, not of some alone. Raises DataError for files that
-    are not whole, and OSError for those that cannot be read.
+    thorough: compare the place of each of Megatron-LM's sequences, not of some alone. Raises
+    DataError for files that are not whole, and OSError for those that cannot be read.
     """
     suffix = ".idx" if any(place.glob("*.idx")) else ".npy"
     names = sorted(place.glob(f"*{suffix}")) if place.is_dir() else [place]
@@ -344,15 +416,21 @@ def _npy(file: Path) -> Part:
     except (ValueError, EOFError) as error:
         raise DataError(f"{file}: no array of numpy: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise DataError(f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}")
-    return Part(file, array.dtype, len(array), 1, partial(np.array, [0, len(array)]), first=array.offset)
+        raise DataError(
+            f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}"
+        )
+    return Part(
+        file, array.dtype, len(array), 1, partial(np.array, [0, len(array)]), first=array.offset
+    )
 
 
 def _megatron(name: Path, thorough: bool) -> Part:
-    """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py). Their sequences must lie end to end.
+    """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py).
 
-    After the head of `.idx` come int32 lengths and int64 byte positions of the sequences, and int64 numbers of the
-    sequences at which documents begin.
+    Their sequences must lie end to end.
+
+    After the head of `.idx` come int32 lengths and int64 byte positions of the sequences, and int64
+    numbers of the sequences at which documents begin.
     """
     file, index = pair_of(name)
     head = np.fromfile(index, _MEGATRON, 1)
@@ -360,22 +438,32 @@ def _megatron(name: Path, thorough: bool) -> Part:
         raise DataError(f"{index}: no index of Megatron-LM")
     _, version, code, count, bounds = head[0].tolist()
     if version != 1 or code not in _DTYPES:
-        raise DataError(f"{index}: version {version} with type {code} is not known; expected version 1")
+        raise DataError(
+            f"{index}: version {version} with type {code} is not known; expected version 1"
+        )
     begin, found = _MEGATRON.itemsize, index.stat().st_size
     size = begin + 12 * count + 8 * bounds
     if found not in (size, size + count):  # a byte per sequence for multimodal data
         raise DataError(f"{index} has {found:,} bytes instead of {size:,}; copy the file again")
-    lengths, positions = _map(index, "<i4", count, begin), _map(index, "<i8", count, begin + 4 * count)
+    lengths, positions = (
+        _map(index, "<i4", count, begin),
+        _map(index, "<i8", count, begin + 4 * count),
+    )
     documents = _map(index, "<i8", bounds, begin + 12 * count)
     dtype, end = np.dtype(_DTYPES[code]), file.stat().st_size
     if count:
         for some in _numbers(count, thorough):
             after = np.where(some < count - 1, positions[np.minimum(some + 1, count - 1)], end)
-            if positions[0] != 0 or (positions[some] + lengths[some] * np.int64(dtype.itemsize) != after).any():
+            if (
+                positions[0] != 0
+                or (positions[some] + lengths[some] * np.int64(dtype.itemsize) != after).any()
+            ):
                 raise DataError(f"{index}: the sequences do not lie end to end in {file.name}")
     is_in_order = not (np.diff(documents) < 0).any()
     if bounds and not (is_in_order and documents[0] >= 0 and documents[-1] <= count):
-        raise DataError(f"{index} is damaged: its documents are not in the order of its {count:,} sequences")
+        raise DataError(
+            f"{index} is damaged: its documents are not in the order of its {count:,} sequences"
+        )
 
     def offsets() -> NDArray[np.int64]:
         found: NDArray[np.int64] = np.append(positions, end)[documents] // dtype.itemsize

@@ -12,13 +12,17 @@ KIND = "titanlite tokens"
 
 
 def is_tokens(path: str | None) -> bool:
-    """Return whether a path is of token files: a prepared folder, also an unfinished one, Megatron's or numpy's."""
+    """Return whether a path is of token files: a prepared folder, also an unfinished one,
+    Megatron's or numpy's.
+    """
     if path is None or is_url(path):
         return False
     place = Path(path)
     if not place.is_dir():
         return (
-            place.suffix == ".npy" or (not place.is_file() or place in pair_of(place)) and pair_of(place)[1].is_file()
+            place.suffix == ".npy"
+            or (not place.is_file() or place in pair_of(place))
+            and pair_of(place)[1].is_file()
         )
     if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
         return True

@@ -1,4 +1,6 @@
-"""TensorBoard and Weights & Biases, each with its own thread: it may fail or hang, and training goes on."""
+"""TensorBoard and Weights & Biases, each with its own thread: it may fail or hang, and training
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _QUEUE = 10_000
 class BackgroundWriter:
     """Base class: `send` of a subclass runs in the thread, over all rows until the end.
 
-    The first error ends it with one warning. Rows that it cannot keep up with are dropped, with one warning.
+    The first error ends it with one warning. Rows that it cannot keep up with are dropped, with one
+    warning.
     """
 
     #: In messages; and the advice that follows the message of an error.
@@ -35,7 +38,9 @@ class BackgroundWriter:
         #: The run failed; known at the end of the rows.
         self.failed = False
         self._dropped = self._ended = False
-        self._thread = threading.Thread(target=self._work, name=f"titanlite-{self.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, name=f"titanlite-{self.name}", daemon=True
+        )
         self._thread.start()
 
     def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
@@ -51,12 +56,14 @@ class BackgroundWriter:
         elif not self._dropped:
             self._dropped = True
             logger.warning(
-                f"{self.name} does not keep up: {_QUEUE:,} rows wait for it. Further rows are dropped there; "
-                "metrics.jsonl has all of them"
+                f"{self.name} does not keep up: {_QUEUE:,} rows wait for it. Further rows are "
+                "dropped there; metrics.jsonl has all of them"
             )
 
     def close(self, failed: bool = False) -> None:
-        """Send the rest and end; give up after ten seconds, or `failed_seconds` when the run failed."""
+        """Send the rest and end; give up after ten seconds, or `failed_seconds` when the run
+        failed.
+        """
         if self._ended:
             return
         self.failed = failed
@@ -65,7 +72,9 @@ class BackgroundWriter:
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._ended = True
-            logger.warning(f"{self.name} did not end within {seconds:g} s; it may lack the last rows")
+            logger.warning(
+                f"{self.name} did not end within {seconds:g} s; it may lack the last rows"
+            )
 
     def _work(self) -> None:
         try:
@@ -74,7 +83,8 @@ class BackgroundWriter:
             if not self._ended:  # otherwise `close` has reported it
                 reason = f"{type(error).__name__}: {error}"
                 logger.warning(
-                    f"{self.name} is off from here on ({reason}). metrics.jsonl has all numbers{self.advice}"
+                    f"{self.name} is off from here on ({reason}). metrics.jsonl has all "
+                    f"numbers{self.advice}"
                 )
         self._ended = True
 
@@ -114,7 +124,9 @@ _FLUSH_SECONDS = 10
 
 
 def tags(row: Mapping[str, float]) -> dict[str, float]:
-    """Return a row of metrics.jsonl under the tags of dashboards, without the keys that have none."""
+    """Return a row of metrics.jsonl under the tags of dashboards, without the keys that
+    have none.
+    """
     names = {key: key if key.startswith(_TAGS) else TAGS.get(key) for key in row}
     return {tag: row[key] for key, tag in names.items() if tag is not None}
 
@@ -122,8 +134,9 @@ def tags(row: Mapping[str, float]) -> dict[str, float]:
 class TensorBoard(BackgroundWriter):
     """Writes into a dated subfolder of `folder`, within about ten seconds.
 
-    purge_step: first step that will be written. A resumed run (over 1) goes on in the newest subfolder, and
-    TensorBoard forgets the values there from this step on; a new run begins a subfolder.
+    purge_step: first step that will be written. A resumed run (over 1) goes on in the newest
+    subfolder, and TensorBoard forgets the values there from this step on; a new run begins a
+    subfolder.
     """
 
     name = "TensorBoard"
@@ -139,7 +152,9 @@ class TensorBoard(BackgroundWriter):
         self.folder = max(dated) if dated and self._purge_step > 1 else new
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(str(self.folder), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS) as writer:
+        with SummaryWriter(
+            str(self.folder), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS
+        ) as writer:
             for step, values in rows:
                 for tag, value in values.items():
                     add = writer.add_text if isinstance(value, str) else writer.add_scalar
@@ -157,17 +172,20 @@ _INIT_SECONDS, _FINISH_SECONDS = 30.0, 8.0
 class WandbWriter(BackgroundWriter):
     """A run at Weights & Biases; make one on rank 0 only.
 
-    folder: of the run; its name is the run's name, and wandb's own files go below it. config: nested tables.
-    first_step: first step that will be written. Over 1 the run that the folder names goes on, and Weights & Biases
-    keeps the first values of steps that it has already.
+    folder: of the run; its name is the run's name, and wandb's own files go below it. config:
+    nested tables. first_step: first step that will be written. Over 1 the run that the folder names
+    goes on, and Weights & Biases keeps the first values of steps that it has already.
 
-    wandb's environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_MODE, …) override these settings.
+    wandb's environment variables (WANDB_PROJECT, WANDB_NAME, WANDB_ENTITY, WANDB_MODE, …) override
+    these settings.
     """
 
     name = "Weights & Biases"
     advice = "; without a network WANDB_MODE=offline keeps them for `wandb sync`"
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], description: str = "", first_step: int = 1) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], description: str = "", first_step: int = 1
+    ) -> None:
         self._folder, self._config, self._description = Path(folder), config, description
         self._resumed = first_step > 1
         #: The id of the run at Weights & Biases; "" until the thread knows it.
@@ -180,7 +198,8 @@ class WandbWriter(BackgroundWriter):
 
         # Silent, it does not ask for a login on the terminal either.
         wandb.setup(settings=wandb.Settings(silent=True))
-        # If wandb captured the console, each line of the log would wait for it on the thread that writes the line.
+        # If wandb captured the console, each line of the log would wait for it on the thread that
+        # writes the line.
         settings = wandb.Settings(silent=True, console="off", finish_timeout=_FINISH_SECONDS)
         if "WANDB_INIT_TIMEOUT" not in os.environ:
             settings.init_timeout = _INIT_SECONDS
@@ -192,7 +211,9 @@ class WandbWriter(BackgroundWriter):
         }
         if self._resumed:
             given["WANDB_RESUME"] = ("resume", "allow")
-        ours: dict[str, Any] = {name: value for variable, (name, value) in given.items() if variable not in os.environ}
+        ours: dict[str, Any] = {
+            name: value for variable, (name, value) in given.items() if variable not in os.environ
+        }
         run = wandb.init(id=self.run_id, config=dict(self._config), settings=settings, **ours)
         logger.info(f"{self.name}: {run.url or f'offline, in {run.dir}'}")
         for step, values in rows:

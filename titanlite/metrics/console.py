@@ -1,4 +1,6 @@
-"""The log on standard output (rank 0 logs everything, other ranks only warnings), and the step line. No torch here."""
+"""The log on standard output (rank 0 logs everything, other ranks only warnings), and the step
+line. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,23 @@ _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 #: Percent of waiting for data above which the step line shows it.
 SLOW_DATA = 5.0
-#: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all devices), `seconds_left` (if
-#: known), and `waits_percent`: share of the time that the rank which waited longest has waited for data.
+#: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all
+#: devices), `seconds_left` (if known), and `waits_percent`: share of the time that the rank which
+#: waited longest has waited for data.
 Figures = Mapping[str, float]
 
 
 def shown_memory(f: Figures) -> tuple[float, float]:
-    """Return GiB and percent: with an allocator of what it has reserved, which the device has no longer free."""
+    """Return GiB and percent: with an allocator of what it has reserved, which the device has no
+    longer free.
+    """
     kind = "reserved" if "reserved_gib" in f else "memory"
     return f[f"{kind}_gib"], f[f"{kind}_percent"]
 
 
 def titan_line(f: Figures) -> str:
-    """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then our own fields.
+    """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then
+    our own fields.
 
     Other tools read this line: fields keep their order and form, new ones go to the end.
     """
@@ -65,7 +71,11 @@ def titan_line(f: Figures) -> str:
     ]
     if "mfu" in f:
         fields.append(f"mfu: {f['mfu']:.2f}%")
-    fields += [f"grad_norm: {f['grad_norm']:.4f}", f"lr: {f['lr']:.2e}", f"tokens: {human_count(f['tokens_seen'])}"]
+    fields += [
+        f"grad_norm: {f['grad_norm']:.4f}",
+        f"lr: {f['lr']:.2e}",
+        f"tokens: {human_count(f['tokens_seen'])}",
+    ]
     if "seconds_left" in f:
         fields.append(f"left: {human_time(f['seconds_left'])}")
     if f["waits_percent"] > SLOW_DATA:
@@ -74,7 +84,8 @@ def titan_line(f: Figures) -> str:
 
 
 def aws_fsdp_line(f: Figures, now: datetime) -> str:
-    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its own time stamp.
+    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its
+    own time stamp.
 
     `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
     """
@@ -87,7 +98,8 @@ def aws_fsdp_line(f: Figures, now: datetime) -> str:
 class ConsoleHandler(_StreamHandler):
     """Writes the log lines of one rank. `color` says whether escape codes may go to the stream.
 
-    A step line has `figures` (`extra={"figures": …}`), and its fields have colours. While there is a
+    A step line has `figures` (`extra={"figures": …}`), and its fields have colours. While there is
+    a
     `view`, lines go through it, and steps are shown in its table first.
     """
 
@@ -101,7 +113,9 @@ class ConsoleHandler(_StreamHandler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def target(self) -> TextIO:
-        """Return the stream that lines go to now: a notebook or a test may have replaced sys.stdout."""
+        """Return the stream that lines go to now: a notebook or a test may have replaced
+        sys.stdout.
+        """
         return sys.stdout if self.given is None else self.given
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -123,7 +137,9 @@ class ConsoleHandler(_StreamHandler):
         stamp = f"{logging.Formatter().formatTime(record, '%Y-%m-%d %H:%M:%S')} "
         is_step = hasattr(record, "figures")
         if is_step and self.color:
-            text = _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", text)
+            text = _FIELD.sub(
+                lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", text
+            )
         elif not is_step:
             text = escape(text)
         if record.levelno >= logging.WARNING:
@@ -143,10 +159,11 @@ _ROW_NAME = re.compile(r"\S.*?\s{2,}(?=\S)")
 
 
 def folded(text: str, begin: int, width: int) -> str:
-    """Return text with its lines folded between words where they are wider than `width` columns; 0: as it is.
+    """Return text with its lines folded between words where they are wider than `width` columns; 0:
+    as it is.
 
-    begin: columns of the first line before its own text. Further lines begin below the text of a row of the start
-    report, else below its name. A word that is wider than a line stays whole.
+    begin: columns of the first line before its own text. Further lines begin below the text of a
+    row of the start report, else below its name. A word that is wider than a line stays whole.
     """
     if not width:
         return text
@@ -158,7 +175,11 @@ def folded(text: str, begin: int, width: int) -> str:
         if indent > width // 2:  # too little is left for the text
             indent = min(own, width // 2)
         lines += textwrap.wrap(
-            line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            line,
+            width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         ) or [""]
     return "\n".join(lines)
 
@@ -189,9 +210,12 @@ def wants_color(stream: TextIO) -> bool:
 
 
 def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
-    """Send the `titanlite` logger to `stream` (None: standard output). A second call replaces the first.
+    """Send the `titanlite` logger to `stream` (None: standard output).
 
-    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
+    A second call replaces the first.
+
+    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless
+    NO_COLOR or
     FORCE_COLOR say otherwise. With TERM=dumb there are none.
     """
     if (before := console_handler()) is not None:
@@ -203,9 +227,11 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 
 def ensure_console(rank: int) -> None:
-    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without a logging of its own.
+    """Call `setup_console` where nothing shows the log: in a plain script or a notebook without a
+    logging of its own.
 
-    A notebook's server may have a handler for warnings alone. A logger with a level is somebody's choice, and stays.
+    A notebook's server may have a handler for warnings alone. A logger with a level is somebody's
+    choice, and stays.
     """
     in_notebook = "ipykernel" in sys.modules
     is_shown = logger.hasHandlers() and (logger.isEnabledFor(logging.INFO) or not in_notebook)
@@ -215,17 +241,26 @@ def ensure_console(rank: int) -> None:
 
 def console_handler() -> ConsoleHandler | None:
     """Return the handler of `setup_console`, if that was called."""
-    return next((handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), None)
+    return next(
+        (handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), None
+    )
 
 
 def start_view(done: int, steps: int) -> LiveView | None:
-    """Show the view of a run of `steps` steps, `done` of them done, where `setup_console` logs to a person's terminal.
+    """Show the view of a run of `steps` steps, `done` of them done, where `setup_console` logs to a
+    person's terminal.
 
     Return None elsewhere, and on other ranks than 0.
     """
     handler, environment = console_handler(), os.environ
-    # Containers get terminals too, whose drawings would fill a file. Those have no size, or say where they are.
-    if is_dumb() or not environment.get("TERM") or environment.get("CI") or environment.get("KUBERNETES_SERVICE_HOST"):
+    # Containers get terminals too, whose drawings would fill a file. Those have no size, or say
+    # where they are.
+    if (
+        is_dumb()
+        or not environment.get("TERM")
+        or environment.get("CI")
+        or environment.get("KUBERNETES_SERVICE_HOST")
+    ):
         return None
     if handler is None or handler.rank or not is_terminal(stream := handler.target()):
         return None

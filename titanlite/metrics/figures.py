@@ -1,5 +1,6 @@
-"""Figures that are sums over all ranks: load and losses of the routers in mixtures of experts (`titanlite.models.moe`),
-share and loss of each source of a mixture. A row is of one source, so the losses of rows are all that is needed.
+"""Figures that are sums over all ranks: load and losses of the routers in mixtures of experts
+(`titanlite.models.moe`), share and loss of each source of a mixture. A row is of one source, so the
+losses of rows are all that is needed.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ if TYPE_CHECKING:
 class ExpertFigures(Callback):
     """Tells how even the load of experts has been since the last log. It must run before the log.
 
-    experts: of each mixture in the whole model, by name. The model may be a part, as with a pipeline.
+    experts: of each mixture in the whole model, by name. The model may be a part, as with a
+    pipeline.
     """
 
     def __init__(self, model: nn.Module, experts: Mapping[str, int], device: torch.device) -> None:
         modules: dict[str, Any] = dict(model.named_modules())
         self._experts = dict(experts)
         self._records = {
-            name: torch.zeros(number + 3, dtype=torch.float64, device=device) for name, number in experts.items()
+            name: torch.zeros(number + 3, dtype=torch.float64, device=device)
+            for name, number in experts.items()
         }
         for name in experts.keys() & modules.keys():
             modules[name].record = self._records[name]
@@ -45,13 +48,16 @@ class ExpertFigures(Callback):
         self.sums()
 
     def sums(self) -> Tensor:
-        """Return this rank's records since the last call, one after the other: float64, on the device."""
+        """Return this rank's records since the last call, one after the other: float64, on the
+        device.
+        """
         sums = torch.cat(list(self._records.values()))
         torch._foreach_zero_(list(self._records.values()))
         return sums
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return the load of the experts, and the losses of the routers as means over tokens and layers.
+        """Return the load of the experts, and the losses of the routers as means over tokens and
+        layers.
 
         sums: over all ranks. Where several ranks count the same tokens, all figures are the same.
         """
@@ -62,7 +68,9 @@ class ExpertFigures(Callback):
             total = sum(rows) or 1.0
             parts = [count / total for count in rows]
             shares[f"experts/max_share/{name.removesuffix('.feed_forward')}"] = max(parts)
-            entropies.append(-sum(part * math.log(part) for part in parts if part) / math.log(max(experts, 2)))
+            entropies.append(
+                -sum(part * math.log(part) for part in parts if part) / math.log(max(experts, 2))
+            )
             losses.append((balance / (tokens or 1.0), z / (tokens or 1.0)))
         layers = len(shares)
         return {
@@ -77,8 +85,8 @@ class ExpertFigures(Callback):
 class RowLosses:
     """A loss function that also keeps the loss of each row of a training step, on the device.
 
-    Rows go through the loss one by one: their gradients are the same bits. A call has whole rows, or, from a loss in
-    chunks, neighbouring tokens of them. Calls come in the order of the rows.
+    Rows go through the loss one by one: their gradients are the same bits. A call has whole rows,
+    or, from a loss in chunks, neighbouring tokens of them. Calls come in the order of the rows.
 
     loss: summed over tokens. seq_len: tokens of a row on this rank.
     """
@@ -94,7 +102,9 @@ class RowLosses:
             return self.loss(logits, labels)
         parts = []
         for row, targets in zip(logits.split(1), labels.split(1), strict=True):
-            first = self.seq_len - self._tokens or self.seq_len  # tokens that the row under way still has
+            first = (
+                self.seq_len - self._tokens or self.seq_len
+            )  # tokens that the row under way still has
             borders = [0, *range(first, targets.size(1), self.seq_len), targets.size(1)]
             sizes = [end - begin for begin, end in pairwise(borders)]
             for x, y in zip(row.split(sizes, 1), targets.split(sizes, 1), strict=True):
@@ -114,7 +124,9 @@ class RowLosses:
 
 
 class SourceFigures(Callback):
-    """Tells the shares of a mixture's sources so far, and their losses since the last log. It must run before the log.
+    """Tells the shares of a mixture's sources so far, and their losses since the last log.
+
+    It must run before the log.
 
     share: data-parallel rank and degree. factors: of sums over all ranks.
     """
@@ -127,9 +139,15 @@ class SourceFigures(Callback):
         share: tuple[int, int],
         factors: ReplicationFactors,
     ) -> None:
-        self._mixture, self._losses, self._global_batch, self._share = mixture, losses, global_batch, share
+        self._mixture, self._losses, self._global_batch, self._share = (
+            mixture,
+            losses,
+            global_batch,
+            share,
+        )
         self._factors = factors
-        #: Of this rank's rows since the last log: their sources, and their losses and targets [rows, 2].
+        #: Of this rank's rows since the last log: their sources, and their losses and targets
+        #: [rows, 2].
         self._sources: list[int] = []
         self._sums: list[Tensor] = []
 
@@ -145,16 +163,26 @@ class SourceFigures(Callback):
         fetched, (rank, degree) = trainer.recent[trainer.step], self._share
         sequences = fetched.sequences(self._global_batch)
         total = self._mixture.total_sequences
-        for index in sequences[(rank - sequences[0]) % degree :: degree]:  # padding has no targets: any source will do
-            self._sources.append(self._mixture.locate(index)[0] if total is None or index < total else 0)
+        for index in sequences[
+            (rank - sequences[0]) % degree :: degree
+        ]:  # padding has no targets: any source will do
+            self._sources.append(
+                self._mixture.locate(index)[0] if total is None or index < total else 0
+            )
         tokens = torch.cat([(batch.labels != IGNORE).sum(1) for batch in fetched.batches]).double()
         # Of a pipeline only the last stage has losses.
-        losses = torch.stack(self._losses.rows).double() if self._losses.rows else torch.zeros_like(tokens)
+        losses = (
+            torch.stack(self._losses.rows).double()
+            if self._losses.rows
+            else torch.zeros_like(tokens)
+        )
         self._sums.append(torch.stack([losses, tokens], dim=1))
         self._losses.clear()
 
     def sums(self) -> Tensor:
-        """Return this rank's part of loss and targets by source since the last call: [2 * sources] float64."""
+        """Return this rank's part of loss and targets by source since the last call: [2 * sources]
+        float64.
+        """
         rows = torch.cat(self._sums)
         sources = torch.tensor(self._sources, device=rows.device)
         found = rows.new_zeros(len(self._mixture.names), 2).index_add_(0, sources, rows)
@@ -162,9 +190,15 @@ class SourceFigures(Callback):
         return (found / found.new_tensor([self._factors.loss, self._factors.tokens])).flatten()
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
-        """Return `share/NAME` of each source, and `loss/NAME` of each that was served. sums: over all ranks."""
+        """Return `share/NAME` of each source, and `loss/NAME` of each that was served.
+
+        sums: over all ranks.
+        """
         losses = zip(self._mixture.names, sums[::2], sums[1::2], strict=True)
-        return {**self._shares(trainer), **{f"loss/{name}": loss / n for name, loss, n in losses if n}}
+        return {
+            **self._shares(trainer),
+            **{f"loss/{name}": loss / n for name, loss, n in losses if n},
+        }
 
     def _shares(self, trainer: Trainer) -> dict[str, float]:
         served = self.state_dict(trainer)["served"]
@@ -180,5 +214,7 @@ class SourceFigures(Callback):
         return {"served": counts}
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        shares = (f"{name.partition('/')[2]} {share:.1%}" for name, share in self._shares(trainer).items())
+        shares = (
+            f"{name.partition('/')[2]} {share:.1%}" for name, share in self._shares(trainer).items()
+        )
         logger.info(f"sequences by source: {', '.join(shares)}")

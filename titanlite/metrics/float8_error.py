@@ -1,4 +1,6 @@
-"""The error of float8 in the loss: the same micro-batch and weights, in float8 and in high precision."""
+"""The error of float8 in the loss: the same micro-batch and weights, in float8 and in high
+precision.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def measure_float8_error(
     runner: Runner,
     factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
 ) -> Float8Error:
-    """Run two forward passes over these batches without gradients, uncompiled; all ranks call it together.
+    """Run two forward passes over these batches without gradients, uncompiled; all ranks call it
+    together.
 
     dtype: of the products in high precision. The other arguments are those of `validate`.
     """
@@ -55,12 +58,15 @@ def measure_float8_error(
 
 
 class Float8ErrorCheck(Callback):
-    """Measures the error every `every` steps, on this rank's first micro-batch and the weights before the update.
+    """Measures the error every `every` steps, on this rank's first micro-batch and the weights
+    before the update.
 
     write: takes a step and a row for metrics.jsonl.
     """
 
-    def __init__(self, every: int, dtype: torch.dtype, write: Callable[[int, Mapping[str, float]], None]) -> None:
+    def __init__(
+        self, every: int, dtype: torch.dtype, write: Callable[[int, Mapping[str, float]], None]
+    ) -> None:
         self._every, self._dtype, self._write = every, dtype, write
 
     def before_update(self, trainer: Trainer) -> None:
@@ -70,12 +76,24 @@ class Float8ErrorCheck(Callback):
         if parts.world.device.type == "cuda":
             torch.cuda.synchronize()  # the step's own work must not count as a part of this pause
         trainer.phase("validate")
-        batch, runner, factors = trainer.recent[step].batches[:1], parts.train_step.runner, parts.train_step.factors
-        error = measure_float8_error(parts.model, batch, parts.world.device, self._dtype, runner, factors)
+        batch, runner, factors = (
+            trainer.recent[step].batches[:1],
+            parts.train_step.runner,
+            parts.train_step.factors,
+        )
+        error = measure_float8_error(
+            parts.model, batch, parts.world.device, self._dtype, runner, factors
+        )
         trainer.phase("optimizer")
-        low, high, difference, relative = error.float8, error.exact, error.difference, error.relative
+        low, high, difference, relative = (
+            error.float8,
+            error.exact,
+            error.difference,
+            error.relative,
+        )
         logger.info(
-            f"float8 drift at {step}: loss {low:.5f}, in high precision {high:.5f}: {difference:+.1e} ({relative:+.2%})"
+            f"float8 drift at {step}: loss {low:.5f}, in high precision {high:.5f}: "
+            f"{difference:+.1e} ({relative:+.2%})"
         )
         row = {"float8_loss": low, "float8_exact_loss": high}
         self._write(step, {**row, "float8_drift": difference, "float8_drift_relative": relative})

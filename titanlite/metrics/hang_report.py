@@ -1,4 +1,7 @@
-"""The report about ranks that stand still: a table, and a sentence that names the rank to blame. No torch here."""
+"""The report about ranks that stand still: a table, and a sentence that names the rank to blame.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ class RankState:
     host: str = "?"
     pid: int = 0
     step: int = 0
-    #: Calls of `HangWatchdog.phase` in this step: ranks run the same program, so a rank with fewer calls is behind.
+    #: Calls of `HangWatchdog.phase` in this step: ranks run the same program, so a rank with fewer
+    #: calls is behind.
     place: int = 0
     phase: str = "start"
     #: Seconds in this phase.
@@ -30,7 +34,8 @@ class RankState:
     #: Frames of the main thread, innermost first, as "file.py:12 function".
     stack: tuple[str, ...] = ()
     in_collective: bool = False
-    #: "": it runs. "raised": with `text`; "lost": a collective failed there; "left": it ended in order.
+    #: "": it runs. "raised": with `text`; "lost": a collective failed there; "left": it ended in
+    #: order.
     end: Literal["", "raised", "lost", "left"] = ""
     text: str = ""
     #: Sends no heartbeat any more.
@@ -46,7 +51,11 @@ class RankState:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} ({self.host}, process {self.pid})" if self.pid else f"rank {self.rank}"
+        return (
+            f"rank {self.rank} ({self.host}, process {self.pid})"
+            if self.pid
+            else f"rank {self.rank}"
+        )
 
     @property
     def where(self) -> str:
@@ -59,7 +68,11 @@ class RankState:
     def at(self) -> str:
         """Return the last column of the table."""
         if self.end:
-            return {"raised": self.text.partition("\n")[0], "lost": "lost its peers", "left": "has left"}[self.end]
+            return {
+                "raised": self.text.partition("\n")[0],
+                "lost": "lost its peers",
+                "left": "has left",
+            }[self.end]
         return "no answer" if self.silent else " < ".join(self.stack[:_SHOWN_FRAMES])
 
 
@@ -68,7 +81,9 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
     shown = sorted(states, key=lambda s: (s not in culprits, s.rank))[:MAX_ROWS]
     shown.sort(key=lambda s: s.rank)
     rows = [(str(s.rank), s.host, str(s.step), s.phase, f"{s.seconds:.1f}", s.at()) for s in shown]
-    lines = render(Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False)
+    lines = render(
+        Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False
+    )
     more = [f"and {len(states) - len(shown)} more"] if len(states) > len(shown) else []
     return "\n".join(f"  {line}" for line in [*lines.splitlines(), *more])
 
@@ -76,29 +91,35 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
 def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     """Return the ranks to blame (none where none stands out), and a sentence about them.
 
-    A rank that waits in a collective is not to blame. Blamed are, in this order, a rank that raised, one that does not
-    answer, one that has left, and one that is at an earlier place of the program than the others. Among ranks at the
-    same place it is the one that is not in a collective.
+    A rank that waits in a collective is not to blame. Blamed are, in this order, a rank that
+    raised, one that does not answer, one that has left, and one that is at an earlier place of the
+    program than the others. Among ranks at the same place it is the one that is not in a
+    collective.
     """
     if raised := [s for s in states if s.end == "raised"]:
         first = raised[0]
         return raised, f"{first.name} raised in {first.where}{first.spot}: {first.text}"
     if mute := [s for s in states if not s.end and s.silent]:
         return mute, (
-            f"{_who(mute, 'does', 'do')} not answer, last seen in {mute[0].where}: killed (dmesg tells if the memory "
-            "was short), stopped (kill -CONT), or cut off from the others"
+            f"{_who(mute, 'does', 'do')} not answer, last seen in {mute[0].where}: killed (dmesg "
+            "tells if the memory was short), stopped (kill -CONT), or cut off from the others"
         )
     left = [s for s in states if s.end == "left"]
     if 0 < len(left) < len(states):
         who, where = _who(left, "has", "have"), left[0].where
         return left, f"{who} left the loop, in {where}, and the others wait for collectives"
-    if culprits := list(states) if len(states) == 1 else _behind([s for s in states if not s.end], len(states)):
+    if (
+        culprits := list(states)
+        if len(states) == 1
+        else _behind([s for s in states if not s.end], len(states))
+    ):
         slow = max(culprits, key=lambda s: s.seconds)
         others = ": the others wait" if len(states) > 1 else ""
         who = _who(culprits, "has", "have")
         return culprits, f"{who} been in {slow.where} for {slow.seconds:.1f} s{slow.spot}{others}"
     return [], (
-        "none of the ranks holds the others up: they wait for a device, or for each other in different collectives"
+        "none of the ranks holds the others up: they wait for a device, or for each other in "
+        "different collectives"
     )
 
 
@@ -109,7 +130,9 @@ def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
 
     free = [s for s in earliest(running) if not s.in_collective]
     free = free or earliest([s for s in running if not s.in_collective])
-    return free if len(free) < size else []  # all at one place, and none in a collective: no rank stands out
+    return (
+        free if len(free) < size else []
+    )  # all at one place, and none in a collective: no rank stands out
 
 
 def _who(states: Sequence[RankState], one: str, many: str) -> str:

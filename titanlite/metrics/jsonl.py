@@ -1,7 +1,7 @@
 """metrics.jsonl: one JSON object per line, written at once. No torch here.
 
-Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no such numbers, and Python's `float()`
-reads these.
+Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no such numbers, and
+Python's `float()` reads these.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on.
+    """Appends rows to `path`.
 
-    verbatim: URLs stay as they are, as in texts of a model; otherwise they lose their logins and queries.
+    Rows that cannot be written (disk full) are lost with one warning; training goes on.
+
+    verbatim: URLs stay as they are, as in texts of a model; otherwise they lose their logins and
+    queries.
     """
 
     def __init__(self, path: Path, verbatim: bool = False) -> None:
@@ -47,13 +50,18 @@ class MetricsLog:
             self._warn(error)
 
     def truncate_after(self, step: int, validated: bool = True) -> None:
-        """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none twice. Atomic.
+        """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none
+        twice. Atomic.
 
         Rows without a step are kept. validated: the validation of `step` will not be done again.
         """
 
         def stays(row: Mapping[str, Any]) -> bool:
-            return _step(row) < step or _step(row) == step and (validated or "validation_loss" not in row)
+            return (
+                _step(row) < step
+                or _step(row) == step
+                and (validated or "validation_loss" not in row)
+            )
 
         kept, first, at = list[bytes](), None, 0
         try:  # line by line: the log of documents may not fit into memory
@@ -78,7 +86,9 @@ class MetricsLog:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can")
+            logger.warning(
+                f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can"
+            )
 
 
 def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
@@ -92,7 +102,9 @@ def read_metrics(path: Path, problems: list[str] | None = None) -> list[dict[str
 
 
 def json_value(value: T) -> T | str:
-    """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
+    """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf",
+    "-inf".
+    """
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 

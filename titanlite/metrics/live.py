@@ -1,6 +1,8 @@
-"""The live view of a terminal: a table of the last logged steps and a progress line, below the lines of the log.
+"""The live view of a terminal: a table of the last logged steps and a progress line, below the
+lines of the log.
 
-A step that leaves the table becomes a line of the log, so you can scroll back to it. At the end the table stays.
+A step that leaves the table becomes a line of the log, so you can scroll back to it. At the end the
+table stays.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ _ALWAYS = ("step", "loss", "tokens/s")
 
 
 class LiveView:
-    """Draws the view on the console's terminal. What the log, sys.stdout and sys.stderr say there goes above it."""
+    """Draws the view on the console's terminal.
+
+    What the log, sys.stdout and sys.stderr say there goes above it.
+    """
 
     def __init__(self, handler: ConsoleHandler, done: int, steps: int) -> None:
         self._handler, self._step, self._steps = handler, done, steps
@@ -63,11 +68,16 @@ class LiveView:
         self._live.start(refresh=True)
 
     def tick(self, step: int) -> None:
-        """Call after every step; draws at most twice a second. Costs a clock call when no drawing is due."""
+        """Call after every step; draws at most twice a second.
+
+        Costs a clock call when no drawing is due.
+        """
         self._step = step
         if (now := time.monotonic()) >= self._drawn + _SECONDS_BETWEEN:
             self._drawn = now
-            with contextlib.suppress(Exception):  # the terminal may be gone, and no drawing may cost a step
+            with contextlib.suppress(
+                Exception
+            ):  # the terminal may be gone, and no drawing may cost a step
                 self._live.refresh()
 
     def add(self, figures: Figures, line: str) -> None:
@@ -92,7 +102,9 @@ class LiveView:
 
     def _render(self) -> Group:
         wide = self._console.width >= _NARROW
-        rows = [figures for figures, _ in self._shown][-max(min(ROWS, self._console.height // 2 - 2), 1) :]
+        rows = [figures for figures, _ in self._shown][
+            -max(min(ROWS, self._console.height // 2 - 2), 1) :
+        ]
         columns = {title: [cell(row) for row in rows] for title, (_, cell) in _COLUMNS.items()}
         shown = [title for title in columns if (wide or title in _ALWAYS) and any(columns[title])]
         table = Table(box=None, header_style="bright_black", padding=(0, 2))
@@ -108,7 +120,13 @@ class LiveView:
         ):  # a rollback may come after it
             share = (self._steps - self._step) / (self._steps - last["step"])
             left = f"left {human_time(last['seconds_left'] * share)}"
-        bar = ProgressBar(self._steps, self._step, 40 if wide else 10, complete_style="green", finished_style="green")
+        bar = ProgressBar(
+            self._steps,
+            self._step,
+            40 if wide else 10,
+            complete_style="green",
+            finished_style="green",
+        )
         progress = Table.grid(padding=(0, 2))
         count = Text(f"{self._step:,}/{self._steps:,}", "bold")
         progress.add_row(count, bar, f"{int(100 * self._step / self._steps)}%", left)

@@ -1,4 +1,5 @@
-"""Find where a loss or gradient that is not finite came from: run the step again, and check what every module computes.
+"""Find where a loss or gradient that is not finite came from: run the step again, and check what
+every module computes.
 
 This costs one more step after the bad one, and nothing before it.
 """
@@ -36,11 +37,14 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """What was not finite (NaN or an infinity) first when a step was run again; equal on all ranks."""
+    """What was not finite (NaN or an infinity) first when a step was run again; equal on
+    all ranks.
+    """
 
-    #: weights: they were not finite before the step. forward, backward: a module computed it. loss: all activations are
-    #: finite, the loss is not. reduction: gradients became so when they were summed over micro-batches and ranks.
-    #: nowhere: the second time all was finite, but perhaps the sum of the gradients' squares.
+    #: weights: they were not finite before the step. forward, backward: a module computed it. loss:
+    #: all activations are finite, the loss is not. reduction: gradients became so when they were
+    #: summed over micro-batches and ranks. nowhere: the second time all was finite, but perhaps the
+    #: sum of the gradients' squares.
     stage: Stage
     #: Name of the module; "" is the model itself. None where no single module is to blame.
     module: str | None = None
@@ -48,9 +52,11 @@ class Finding:
     ranks: tuple[int, ...] = ()
     #: Number of the micro-batch, from 0; None where all of them are involved.
     micro_batch: int | None = None
-    #: What is not finite, or its gradient: what the module returns, or what it gets and no module has returned.
+    #: What is not finite, or its gradient: what the module returns, or what it gets and no module
+    #: has returned.
     kind: Kind = "output"
-    #: The parameters that are not finite (weights), or whose gradients are not (reduction), by name.
+    #: The parameters that are not finite (weights), or whose gradients are not (reduction), by
+    #: name.
     parameters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -66,9 +72,11 @@ class Finding:
             "forward": f"first not finite: {value}, in the forward pass ({where})",
             "loss": f"first not finite: the loss itself; every module's output is finite ({where})",
             "backward": f"first not finite: the gradient of {value} ({where})",
-            "reduction": f"first not finite: the gradients of {named}, when they were summed ({where})",
-            "nowhere": "run a second time, every activation and gradient is finite: the sum of the gradients' squares "
-            "overflows, or the step is not reproducible, as with a fault of the hardware",
+            "reduction": f"first not finite: the gradients of {named}, "
+            f"when they were summed ({where})",
+            "nowhere": "run a second time, every activation and gradient is finite: the sum of "
+            "the gradients' squares overflows, or the step is not reproducible, as "
+            "with a fault of the hardware",
         }[self.stage]
 
 
@@ -79,21 +87,26 @@ def diagnose_nonfinite(
     sync_every: bool = False,
     loss_function: LossFunction = cross_entropy_sum,
 ) -> Finding:
-    """Run the step of these micro-batches again, without an update, and name what was not finite first.
+    """Run the step of these micro-batches again, without an update, and name what was not finite
+    first.
 
-    micro_batches: this rank's, on the model's device, as `train_step` took them; the weights must be those of then.
-    All ranks call it together, and all get the same finding. Compiled parts run uncompiled. Gradients that the model
-    holds are lost.
+    micro_batches: this rank's, on the model's device, as `train_step` took them; the weights must
+    be those of then. All ranks call it together, and all get the same finding. Compiled parts run
+    uncompiled. Gradients that the model holds are lost.
     """
     model.zero_grad(set_to_none=True)
-    if found := _parameter_finding("weights", [name for name, p in model.named_parameters() if not _finite(p)]):
+    if found := _parameter_finding(
+        "weights", [name for name, p in model.named_parameters() if not _finite(p)]
+    ):
         return found
     tokens = torch.stack([count_valid(batch.labels) for batch in micro_batches]).sum()
     dist.all_reduce(tokens)
     tokens.clamp_(min=1)
     recorder = _Recorder(model)
     with recorder.hooks(), torch.compiler.set_stance("force_eager"):
-        share = PlainRunner(model, loss_function, sync_every).forward_backward(micro_batches, tokens)
+        share = PlainRunner(model, loss_function, sync_every).forward_backward(
+            micro_batches, tokens
+        )
     try:
         return _first(model, recorder, bool(share.isfinite()))
     finally:
@@ -101,7 +114,8 @@ def diagnose_nonfinite(
 
 
 def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Finding:
-    # Every rank runs the same modules in the same order, so the number of an event means the same on all.
+    # Every rank runs the same modules in the same order, so the number of an event means the same
+    # on all.
     shared: list[dict[Stage, _Event]] = _gather(recorder.first_events())
     stages: tuple[Stage, ...] = ("forward", "backward")
     for stage in stages:
@@ -112,7 +126,9 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
         if stage == "forward":
             losses: list[bool] = _gather(loss_is_finite)
             if not all(losses):
-                return Finding("loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite))
+                return Finding(
+                    "loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite)
+                )
     gradients = {name: local_gradients([p]) for name, p in model.named_parameters()}
     bad = [name for name, parts in gradients.items() if not all(map(_finite, parts))]
     return _parameter_finding("reduction", bad) or Finding("nowhere")
@@ -140,14 +156,17 @@ def _finite(tensor: torch.Tensor) -> bool:
 class _Event(NamedTuple):
     """A value of this rank's run that is checked."""
 
-    #: Micro-batch, and number of values that were checked before it in this stage of the micro-batch.
+    #: Micro-batch, and number of values that were checked before it in this stage of the
+    #: micro-batch.
     order: tuple[int, int]
     module: str
     kind: Kind
 
 
 class _Recorder:
-    """Hooks on every module that check its inputs and outputs in order. The device is read once, by `first_events`.
+    """Hooks on every module that check its inputs and outputs in order.
+
+    The device is read once, by `first_events`.
 
     A tensor is named after the first module that returns or gets it.
     """
@@ -165,8 +184,12 @@ class _Recorder:
         """Record the passes of the model inside."""
         handles: list[RemovableHandle] = []
         for name, module in self._model.named_modules():
-            plain = ".".join(part for part in name.split(".") if not part.startswith("_"))  # without wrappers
-            handles.append(module.register_forward_pre_hook(partial(self._before, plain), with_kwargs=True))
+            plain = ".".join(
+                part for part in name.split(".") if not part.startswith("_")
+            )  # without wrappers
+            handles.append(
+                module.register_forward_pre_hook(partial(self._before, plain), with_kwargs=True)
+            )
             handles.append(module.register_forward_hook(partial(self._after, plain)))
         try:
             yield
@@ -177,7 +200,11 @@ class _Recorder:
     def first_events(self) -> dict[Stage, _Event]:
         """Return this rank's first value that was not finite, by stage."""
         finite = torch.stack([flag for *_, flag in self._checks]).tolist() if self._checks else []
-        bad = [(stage, event) for (stage, event, _), fine in zip(self._checks, finite, strict=True) if not fine]
+        bad = [
+            (stage, event)
+            for (stage, event, _), fine in zip(self._checks, finite, strict=True)
+            if not fine
+        ]
         return dict(reversed(bad))
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -198,13 +225,19 @@ class _Recorder:
 
     def _note(self, tensor: torch.Tensor, name: str, kind: Kind) -> None:
         """Check a tensor that was not seen before, and its gradient when it is there."""
-        if self._in_forward and tensor not in self._seen:  # not when activation checkpointing runs a module again
+        if (
+            self._in_forward and tensor not in self._seen
+        ):  # not when activation checkpointing runs a module again
             self._seen[tensor] = True
             self._check("forward", self._micro_batch, name, kind, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._check, "backward", self._micro_batch, name, kind))
+                tensor.register_hook(
+                    partial(self._check, "backward", self._micro_batch, name, kind)
+                )
 
-    def _check(self, stage: Stage, micro_batch: int, name: str, kind: Kind, tensor: torch.Tensor) -> None:
+    def _check(
+        self, stage: Stage, micro_batch: int, name: str, kind: Kind, tensor: torch.Tensor
+    ) -> None:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
         local = local._data.float() if hasattr(local, "_data") else local
@@ -214,4 +247,8 @@ class _Recorder:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [
+        leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    ]

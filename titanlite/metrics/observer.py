@@ -1,4 +1,6 @@
-"""The figures of a run: step lines, metrics.jsonl, TensorBoard, Weights & Biases and the live view."""
+"""The figures of a run: step lines, metrics.jsonl, TensorBoard, Weights & Biases and the
+live view.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ if TYPE_CHECKING:
 
 
 class Figures(Protocol):
-    """Figures of a logged step that are computed from sums over all ranks: of sources, of experts."""
+    """Figures of a logged step that are computed from sums over all ranks: of sources, of
+    experts.
+    """
 
     def sums(self) -> torch.Tensor:
-        """Return this rank's part of the sums since the last call: [any number] float64 on the device."""
+        """Return this rank's part of the sums since the last call: [any number] float64 on the
+        device.
+        """
         ...
 
     def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
@@ -44,10 +50,12 @@ class Figures(Protocol):
 
 
 class MetricsLogger(Callback):
-    """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
+    """Turns steps into figures.
 
-    toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage collection since its
-    last call. more: figures that are sums over all ranks (`Figures`).
+    Between two logs it only keeps time: it reads no device and communicates nothing.
+
+    toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage
+    collection since its last call. more: figures that are sums over all ranks (`Figures`).
     """
 
     def __init__(
@@ -75,7 +83,8 @@ class MetricsLogger(Callback):
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
         step, folder, loaded = trainer.step, Path(self._job.dump_folder), trainer.loaded
-        # A run that begins at a step of another folder's run is not that of the records here either.
+        # A run that begins at a step of another folder's run is not that of the records here
+        # either.
         is_new = step == 0 or (loaded is not None and loaded.origin == "from")
         self._first_step = step + 1
         if self._world.rank == 0:
@@ -86,7 +95,9 @@ class MetricsLogger(Callback):
             self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
             if self._metrics.enable_wandb:
                 config = loads(self._toml)
-                self._tracker = WandbWriter(folder, config, self._job.description, 1 if is_new else step + 1)
+                self._tracker = WandbWriter(
+                    folder, config, self._job.description, 1 if is_new else step + 1
+                )
         self._open_tensorboard(0 if is_new else step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
             self._view = start_view(step, trainer.steps)
@@ -106,7 +117,9 @@ class MetricsLogger(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         """Count waiting for data as such, and slow phases (validation, saving) not as training."""
-        self._meter.enter("data" if phase == "data" else "pause" if phase in SLOW_PHASES else "work")
+        self._meter.enter(
+            "data" if phase == "data" else "pause" if phase in SLOW_PHASES else "work"
+        )
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Read and show the figures of a step that is logged."""
@@ -123,12 +136,19 @@ class MetricsLogger(Callback):
         assert trainer.validated is not None
         _, result = trainer.validated
         logger.info(f"validation at {step}: {result.all} in {human_time(seconds)}")
-        row = {"validation_loss": loss, "validation_perplexity": result.all.perplexity, "validation_tokens": tokens}
+        row = {
+            "validation_loss": loss,
+            "validation_perplexity": result.all.perplexity,
+            "validation_tokens": tokens,
+        }
         row["validation_seconds"] = seconds
         for name, one in result.sources.items():
             if name:
                 logger.info(f"validation at {step}, {name}: {one}")
-                row |= {f"validation/{name}/loss": one.loss, f"validation/{name}/perplexity": one.perplexity}
+                row |= {
+                    f"validation/{name}/loss": one.loss,
+                    f"validation/{name}/perplexity": one.perplexity,
+                }
         self.write(step, row)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
@@ -139,7 +159,10 @@ class MetricsLogger(Callback):
             logger.warning(warning)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        """Close all records. Of a run that failed, within two seconds: other ranks leave after three."""
+        """Close all records.
+
+        Of a run that failed, within two seconds: other ranks leave after three.
+        """
         failed = end.state not in ("done", "preempted")
         if self._view:
             self._view.close()
@@ -188,7 +211,12 @@ class MetricsLogger(Callback):
         trainer.parts.train_step.layer_norms = wanted
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
-        step, layers, size, rank0 = trainer.step, result.layer_norms, self._world.size, self._world.rank == 0
+        step, layers, size, rank0 = (
+            trainer.step,
+            result.layer_norms,
+            self._world.size,
+            self._world.rank == 0,
+        )
         mine = [result.loss, result.grad_norm, *layers.values()]
         parts = [more.sums() for more in self._more]
         times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(result, mine, parts)
@@ -214,13 +242,16 @@ class MetricsLogger(Callback):
             logger.info(titan_line(shown), extra={"figures": shown})
         elif rank0:
             with contextlib.suppress(OSError):  # a terminal that was closed
-                print(aws_fsdp_line(shown, datetime.now()), flush=True)  # its readers expect the bare line
+                print(
+                    aws_fsdp_line(shown, datetime.now()), flush=True
+                )  # its readers expect the bare line
         # The first window has the start of the loader.
         if rank0 and waits > SLOW_DATA and step != self._first_step and not self._slow_data:
             self._slow_data = True
             logger.warning(
-                f"step {step}: {waits:.0f} % of the time is spent waiting for data: raise data.num_workers or "
-                "data.prefetch, or tokenize the text first (titanlite data prepare)"
+                f"step {step}: {waits:.0f} % of the time is spent waiting for data: raise "
+                "data.num_workers or data.prefetch, or tokenize the text first (titanlite data "
+                "prepare)"
             )
         if rank0 and warning:
             logger.warning(f"step {step}: {warning}")
@@ -235,9 +266,11 @@ class MetricsLogger(Callback):
     def _reduce(
         self, result: StepResult, mine: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
     ) -> tuple[list[float], list[float], list[float]]:
-        """Return each rank's own work and waiting for data; `parts` summed; and the largest local loss, with `mine`.
+        """Return each rank's own work and waiting for data; `parts` summed; and the largest local
+        loss, with `mine`.
 
-        One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
+        One all-reduce and one reading of the device. Every rank has a place of its own, where the
+        others have zero.
         """
         size, rank, device = self._world.size, self._world.rank, self._world.device
         times = torch.zeros(3, size, dtype=torch.float64)
@@ -252,8 +285,12 @@ class MetricsLogger(Callback):
 
 
 def _keep_earlier(path: Path) -> None:
-    """Rename the metrics of an earlier run in this folder, so that they are neither lost nor mixed with ours."""
+    """Rename the metrics of an earlier run in this folder, so that they are neither lost nor mixed
+    with ours.
+    """
     if path.exists() and path.stat().st_size:
-        kept = next(p for i in range(1, 10**6) if not (p := path.with_name(f"metrics-{i}.jsonl")).exists())
+        kept = next(
+            p for i in range(1, 10**6) if not (p := path.with_name(f"metrics-{i}.jsonl")).exists()
+        )
         path.rename(kept)
         logger.info(f"the metrics of an earlier run are kept as {kept}")

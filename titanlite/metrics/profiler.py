@@ -27,9 +27,10 @@ _TAIL_BYTES = 16_384
 class Profiler(Callback):
     """Records what section `[profiling]` asks for.
 
-    Time: torch.profiler traces in `iteration_N/rankR_trace.json`, N the last step recorded, for Perfetto or
-    chrome://tracing. Memory: CUDA's allocations in `iteration_N/rankR_memory_snapshot.pickle`, for
-    pytorch.org/memory_viz, at the end of each cycle and when memory runs out.
+    Time: torch.profiler traces in `iteration_N/rankR_trace.json`, N the last step recorded, for
+    Perfetto or chrome://tracing. Memory: CUDA's allocations in
+    `iteration_N/rankR_memory_snapshot.pickle`, for pytorch.org/memory_viz, at the end of each cycle
+    and when memory runs out.
     """
 
     def __init__(self, config: Profiling, rank: int, device: torch.device) -> None:
@@ -37,7 +38,10 @@ class Profiler(Callback):
         self._step = 0
         self._snapshots = config.enable_memory_snapshot and device.type == "cuda"
         if config.enable_memory_snapshot and not self._snapshots:
-            logger.warning("profiling.enable_memory_snapshot records CUDA's allocations: on a CPU there are none")
+            logger.warning(
+                "profiling.enable_memory_snapshot records CUDA's allocations: on a CPU there are "
+                "none"
+            )
         self._profiler: torch.profiler.profile | None = None
         if config.enable_profiling:
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -84,7 +88,9 @@ class Profiler(Callback):
 
     def _write_snapshot(self, suffix: str) -> None:
         dump = torch.cuda.memory._dump_snapshot
-        self._write(self._config.save_memory_snapshot_folder, suffix, "memory_snapshot.pickle", dump)
+        self._write(
+            self._config.save_memory_snapshot_folder, suffix, "memory_snapshot.pickle", dump
+        )
 
     def _write(self, folder: str, suffix: str, name: str, dump: Callable[[str], None]) -> None:
         """Write the file of this rank and step. A full disk costs a profile, not the run."""
@@ -92,7 +98,9 @@ class Profiler(Callback):
         began = time.perf_counter()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # of the same step before a resume: it would pass for the new one
+            path.unlink(
+                missing_ok=True
+            )  # of the same step before a resume: it would pass for the new one
             dump(str(path))
             if missing := _not_whole(path):
                 path.unlink(missing_ok=True)
@@ -100,11 +108,17 @@ class Profiler(Callback):
         except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:
-            logger.info(f"profile of step {self._step} written to {path} in {human_time(time.perf_counter() - began)}")
+            logger.info(
+                f"profile of step {self._step} written to {path} in "
+                f"{human_time(time.perf_counter() - began)}"
+            )
 
 
 def _not_whole(path: Path) -> str:
-    """Return what a profile lacks; "" for a whole one. torch only prints that it could not write a trace."""
+    """Return what a profile lacks; "" for a whole one.
+
+    torch only prints that it could not write a trace.
+    """
     if not path.is_file():
         return "torch wrote no file; its reason stands above"
     size = path.stat().st_size
@@ -112,5 +126,13 @@ def _not_whole(path: Path) -> str:
         file.seek(max(size - _TAIL_BYTES, 0))
         tail = file.read().rstrip()
     # torch ends a trace with its name, and a pickle ends with a dot.
-    whole = b'"traceName"' in tail and tail.endswith(b"}") if path.suffix == ".json" else tail.endswith(b".")
-    return "" if whole else f"only {size:,} bytes of it were written, which are removed; is there space left?"
+    whole = (
+        b'"traceName"' in tail and tail.endswith(b"}")
+        if path.suffix == ".json"
+        else tail.endswith(b".")
+    )
+    return (
+        ""
+        if whole
+        else f"only {size:,} bytes of it were written, which are removed; is there space left?"
+    )

@@ -1,4 +1,6 @@
-"""Fixed prompts that the model continues while it trains: in the log, in samples.jsonl and in TensorBoard."""
+"""Fixed prompts that the model continues while it trains: in the log, in samples.jsonl and in
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,23 @@ FILE = "samples.jsonl"
 
 
 class PromptSampler(Callback):
-    """Samples the prompts of `[sample]` every so many steps. All ranks run the model together; rank 0 writes.
+    """Samples the prompts of `[sample]` every so many steps.
 
-    limit: the longest sequence in tokens. multiple: tensor-parallel ranks. folder: where samples.jsonl is written.
-    Raises ConfigError for a prompt that is too long.
+    All ranks run the model together; rank 0 writes.
+
+    limit: the longest sequence in tokens. multiple: tensor-parallel ranks. folder: where
+    samples.jsonl is written. Raises ConfigError for a prompt that is too long.
     """
 
-    def __init__(self, section: Sample, tokenizer: Tokenizer, limit: int, multiple: int, folder: Path) -> None:
-        self._section, self._tokenizer, self._limit, self._multiple = section, tokenizer, limit, multiple
+    def __init__(
+        self, section: Sample, tokenizer: Tokenizer, limit: int, multiple: int, folder: Path
+    ) -> None:
+        self._section, self._tokenizer, self._limit, self._multiple = (
+            section,
+            tokenizer,
+            limit,
+            multiple,
+        )
         #: Takes a step and texts by tag.
         self.show: Callable[[int, Mapping[str, str]], object] = do_nothing
         self._log = MetricsLog(folder / FILE, verbatim=True)
@@ -38,9 +49,12 @@ class PromptSampler(Callback):
         most = max(map(len, self._prompts)) + section.max_tokens + multiple - 1
         if most > limit:
             message = (
-                f"the longest prompt and sample.max_tokens need {most} tokens, and the model's sequence has {limit}"
+                f"the longest prompt and sample.max_tokens need {most} tokens, and the model's "
+                f"sequence has {limit}"
             )
-            raise ConfigError([Problem("", "sample.prompts", message, "shorten them, or lower sample.max_tokens")])
+            raise ConfigError(
+                [Problem("", "sample.prompts", message, "shorten them, or lower sample.max_tokens")]
+            )
 
     def on_start(self, trainer: Trainer) -> None:
         """Go on after the last step of the checkpoint, or begin the file anew."""

@@ -1,8 +1,9 @@
 """How fast a run is, and what it needs: rates since the last log, peak FLOPS, memory.
 
-Times are the host's. On a GPU the host only issues a step, so single step times say little. A log reads values from
-the device and so waits for it: the window between two logs is right on every device. That is why rates are means over
-a window, and why each step enters the estimate of the time left with its window's mean.
+Times are the host's. On a GPU the host only issues a step, so single step times say little. A log
+reads values from the device and so waits for it: the window between two logs is right on every
+device. That is why rates are means over a window, and why each step enters the estimate of the time
+left with its window's mean.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _GIB = 1024**3
 class Reading(NamedTuple):
     """Means over the steps since the last reading."""
 
-    #: Under the keys of metrics.jsonl. tps, tflops: per device. mfu only where the peak is known. data_*: of this rank.
+    #: Under the keys of metrics.jsonl. tps, tflops: per device. mfu only where the peak is known.
+    #: data_*: of this rank.
     figures: dict[str, float]
     #: Number of those steps.
     steps: int
@@ -42,8 +44,8 @@ class Reading(NamedTuple):
 class Throughput:
     """Measures time between readings; costs a few clock calls per step.
 
-    tokens_per_step, sequences_per_step: over all devices. flops_per_token: forward and backward. peak_flops: FLOPS of
-    one device, None if unknown.
+    tokens_per_step, sequences_per_step: over all devices. flops_per_token: forward and backward.
+    peak_flops: FLOPS of one device, None if unknown.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class Throughput:
         self.start(0)
 
     def start(self, total_steps: int) -> None:
-        """Begin to measure now. The first reading has the slow first step. total_steps: the run's last step."""
+        """Begin to measure now.
+
+        The first reading has the slow first step. total_steps: the run's last step.
+        """
         self._total_steps = total_steps
         #: Seconds of the latest steps, without those of the first reading.
         self._recent: deque[float] | None = None
@@ -72,10 +77,11 @@ class Throughput:
         self._steps += 1
 
     def enter(self, kind: Kind) -> None:
-        """Say what begins: work of a step; waiting for data, a part of the step; a pause (validation, saving), which is
-        none.
+        """Say what begins: work of a step; waiting for data, a part of the step; a pause
+        (validation, saving), which is none.
 
-        On a GPU begin a pause after a reading: otherwise it contains the steps that the device still works on.
+        On a GPU begin a pause after a reading: otherwise it contains the steps that the device
+        still works on.
         """
         now, cpu = time.perf_counter(), time.thread_time()
         self._seconds[self._kind] += now - self._since
@@ -83,15 +89,18 @@ class Throughput:
         self._kind, self._since, self._cpu_since = kind, now, cpu
 
     def own_seconds(self) -> tuple[float, float]:
-        """Return this rank's CPU time in steps, and its waiting for data, in seconds per step of the window so far.
+        """Return this rank's CPU time in steps, and its waiting for data, in seconds per step of
+        the window so far.
 
-        Of the calling thread, which is to be the one that trains. Waiting in a collective takes no CPU time.
+        Of the calling thread, which is to be the one that trains. Waiting in a collective takes no
+        CPU time.
         """
         self.enter(self._kind)
         return self._cpu["work"] / self._steps, self._seconds["data"] / self._steps
 
     def read(self, step: int) -> Reading:
-        """Return the means since `start` or the last reading, at least a step ago, and begin a new window.
+        """Return the means since `start` or the last reading, at least a step ago, and begin a new
+        window.
 
         step: the last step done.
         """
@@ -132,20 +141,34 @@ def device_name(device: torch.device) -> str:
 
 
 def read_memory(device: torch.device) -> dict[str, float]:
-    """Return the memory of this rank under the keys of metrics.jsonl, in GiB and in percent of `total_memory_bytes`.
+    """Return the memory of this rank under the keys of metrics.jsonl, in GiB and in percent of
+    `total_memory_bytes`.
 
-    memory: peak of live blocks since `reset_peak` (CUDA), or the resident memory of this process now (CPU). reserved:
-    peak that CUDA's allocator held; absent on the CPU. alloc_retries, ooms: since the start.
+    memory: peak of live blocks since `reset_peak` (CUDA), or the resident memory of this process
+    now (CPU). reserved: peak that CUDA's allocator held; absent on the CPU. alloc_retries, ooms:
+    since the start.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        used = {"memory": stats.get("active_bytes.all.peak", 0), "reserved": stats.get("reserved_bytes.all.peak", 0)}
+        used = {
+            "memory": stats.get("active_bytes.all.peak", 0),
+            "reserved": stats.get("reserved_bytes.all.peak", 0),
+        }
     else:
-        stats, used = {}, {"memory": int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0) * 1024}
+        stats, used = (
+            {},
+            {
+                "memory": int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0)
+                * 1024
+            },
+        )
     total = total_memory_bytes(device)
     found = {f"{name}_gib": size / _GIB for name, size in used.items()}
     found |= {f"{name}_percent": 100 * size / total for name, size in used.items()}
-    return found | {"alloc_retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
+    return found | {
+        "alloc_retries": stats.get("num_alloc_retries", 0),
+        "ooms": stats.get("num_ooms", 0),
+    }
 
 
 def reset_peak(device: torch.device) -> None:
@@ -155,7 +178,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device; for the CPU that of the machine, or its container's limit if that is lower."""
+    """Return the memory of the device; for the CPU that of the machine, or its container's limit if
+    that is lower.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -181,16 +206,18 @@ _LOGS_BETWEEN = 50
 
 
 class StragglerDetector:
-    """Finds the rank that the others wait for, by each rank's own work without the time that it waits for others.
+    """Finds the rank that the others wait for, by each rank's own work without the time that it
+    waits for others.
 
-    Ranks of a synchronous run all take the same time for a step: a rank that is late in one collective makes every
-    other rank wait there. So step times tell nothing; the time that a rank would take alone does. On a CPU that is the
-    CPU time of its training thread (waiting in a collective takes none) plus its waiting for data. On a GPU it is the
-    waiting for data, and the time that the model's head took on the device for the latest micro-batch: all ranks
-    multiply the same matrices there, without communication.
+    Ranks of a synchronous run all take the same time for a step: a rank that is late in one
+    collective makes every other rank wait there. So step times tell nothing; the time that a rank
+    would take alone does. On a CPU that is the CPU time of its training thread (waiting in a
+    collective takes none) plus its waiting for data. On a GPU it is the waiting for data, and the
+    time that the model's head took on the device for the latest micro-batch: all ranks multiply the
+    same matrices there, without communication.
 
-    device: of this rank. head: the module that computes the logits; without one only the data waits of a GPU's rank
-    are known.
+    device: of this rank. head: the module that computes the logits; without one only the data waits
+    of a GPU's rank are known.
     """
 
     def __init__(self, device: torch.device, head: nn.Module | None = None) -> None:
@@ -202,7 +229,8 @@ class StragglerDetector:
     def read(self, throughput: Throughput) -> tuple[float, float]:
         """Return this rank's work and data waits, in seconds per step since the last log.
 
-        On a GPU the work is a sample to compare with those of other ranks, and reading it waits for the device.
+        On a GPU the work is a sample to compare with those of other ranks, and reading it waits for
+        the device.
         """
         work, data = throughput.own_seconds()
         if self._cuda:
@@ -214,8 +242,9 @@ class StragglerDetector:
     ) -> tuple[dict[str, float], str]:
         """Compare the readings of all ranks since the last log.
 
-        Return the figures under the keys of metrics.jsonl, none for a rank alone, or where all readings are zero; and a
-        warning about a rank that was behind in each of the latest logs, or "".
+        Return the figures under the keys of metrics.jsonl, none for a rank alone, or where all
+        readings are zero; and a warning about a rank that was behind in each of the latest logs, or
+        "".
         """
         if self._cuda:
             usual = median_low(work)
@@ -241,14 +270,17 @@ class StragglerDetector:
         if behind is None or times < LOGS_IN_A_ROW or (times - LOGS_IN_A_ROW) % _LOGS_BETWEEN:
             return figures, ""
         return figures, (
-            f"rank {behind} is behind, and the others wait for it: its own work takes {own[behind]:.3g} s a step, "
-            f"{percent:.0f} % more than the median rank's, {data[behind]:.3g} s of it waiting for data "
+            f"rank {behind} is behind, and the others wait for it: its own work takes "
+            f"{own[behind]:.3g} s a step, {percent:.0f} % more than the median rank's, "
+            f"{data[behind]:.3g} s of it waiting for data "
             f"({times} logs in a row)"
         )
 
 
 class _HeadTimer:
-    """Measures the latest forward pass of one module on the GPU, with two events that are recorded again each time."""
+    """Measures the latest forward pass of one module on the GPU, with two events that are recorded
+    again each time.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

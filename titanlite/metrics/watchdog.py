@@ -7,12 +7,14 @@
             watchdog.phase("forward")
             ...
 
-A daemon thread of each rank publishes the rank's state in the run's key-value store, over a connection of its own. So
-it works when a collective hangs, on gloo and NCCL alike, without a collective and without reading the device.
+A daemon thread of each rank publishes the rank's state in the run's key-value store, over a
+connection of its own. So it works when a collective hangs, on gloo and NCCL alike, without a
+collective and without reading the device.
 
-Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second; both less often
-from 1,000 ranks on, so that the store gets no more than 3,000 requests a second. Only rank 0 reads the states of
-others, and only when it has stood still itself: ranks of one run stand still together.
+Traffic: one value of about 1 KB per rank and heartbeat (2 s), and two requests per rank and second;
+both less often from 1,000 ranks on, so that the store gets no more than 3,000 requests a second.
+Only rank 0 reads the states of others, and only when it has stood still itself: ranks of one run
+stand still together.
 """
 
 from __future__ import annotations
@@ -55,13 +57,15 @@ PATIENT = SLOW_PHASES | {"start"}
 
 #: Share of the collectives' timeout that is the deadline where none is configured.
 _DEADLINE_SHARE = 0.6
-#: A phase is reported when it takes so many times as long as the longest so far, if the deadline is shorter.
+#: A phase is reported when it takes so many times as long as the longest so far, if the deadline is
+#: shorter.
 _SLOW = 3.0
 _POLL_SECONDS = 0.5
 #: Upper limits over all ranks.
 _POLLS_PER_SECOND, _BEATS_PER_SECOND = 2000, 1000
 _STORE_SECONDS = 10
-#: A rank has so long to raise by itself the error that another has raised: a wrong checkpoint is wrong on all.
+#: A rank has so long to raise by itself the error that another has raised: a wrong checkpoint is
+#: wrong on all.
 _OWN_REASON_SECONDS = 1.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
@@ -94,20 +98,24 @@ def _exit(code: int) -> None:
 class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
-    Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline, it logs a table of
-    all ranks and a sentence that names the culprit; the report ends no process. The deadline is longer where phases are
-    slow. When an exception leaves the block on one rank alone, the others end within seconds, with
-    `exit_codes.LOST_PEER`, and rank 0's last line is that exception. A stop or the guard raises on all ranks, which
-    ends no other rank. A collective that failed ends no other rank either: rank 0 logs the table.
+    Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline,
+    it logs a table of all ranks and a sentence that names the culprit; the report ends no process.
+    The deadline is longer where phases are slow. When an exception leaves the block on one rank
+    alone, the others end within seconds, with `exit_codes.LOST_PEER`, and rank 0's last line is
+    that exception. A stop or the guard raises on all ranks, which ends no other rank. A collective
+    that failed ends no other rank either: rank 0 logs the table.
 
     Args:
-        stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first timeout.
-        logs: folder with the logs of all ranks, for messages. traces: folder of the flight recorder, for messages.
+        stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first
+            timeout.
+        logs: folder with the logs of all ranks, for messages. traces: folder of the flight
+            recorder, for messages.
         end: ends this process with a code, when another rank has raised. None: nothing ends it.
 
     Attributes:
         verdict: the sentence that names the culprit, once there is one.
-        on_peer: called in another thread with a PeerError before `end`, to record how the run ended.
+        on_peer: called in another thread with a PeerError before `end`, to record how the run
+            ended.
     """
 
     def __init__(
@@ -136,13 +144,17 @@ class HangWatchdog:
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """Take note that this rank begins a phase: data, forward, backward, ... All ranks call it in the same order.
+        """Take note that this rank begins a phase: data, forward, backward, ...
+
+        All ranks call it in the same order.
 
         Costs about half a microsecond. step: number of the step where another one begins.
         """
         old, place, before, since = self._now
         now = time.monotonic()
-        if before not in PATIENT and old != self._first_step:  # the first step allocates and warms up
+        if (
+            before not in PATIENT and old != self._first_step
+        ):  # the first step allocates and warms up
             self._longest = max(self._longest, now - since)
         if step is None or step == old:
             self._now = (old, place + 1, name, now)
@@ -162,7 +174,9 @@ class HangWatchdog:
         # A connection of its own: an operation that waits holds up all others on the same one.
         store = _get_default_store().clone() if grouped else dist.HashStore()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        number = store.add(f"titanlite_watchdog/{self.rank}", 1)  # one watchdog after the other, the same on all ranks
+        number = store.add(
+            f"titanlite_watchdog/{self.rank}", 1
+        )  # one watchdog after the other, the same on all ranks
         self._store = dist.PrefixStore(f"titanlite_watchdog/{number}", store)
         self._poll = max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND)
         self._heartbeat = max(self._heartbeat, self.size / _BEATS_PER_SECOND)
@@ -185,7 +199,10 @@ class HangWatchdog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         thread = self._thread
         if thread is None:
@@ -198,30 +215,39 @@ class HangWatchdog:
         with contextlib.suppress(RuntimeError):
             if self._end_state["end"] == "raised":
                 if self.rank:
-                    self._wait_for("told")  # torchrun ends all ranks after the first: rank 0 reports before that
+                    self._wait_for(
+                        "told"
+                    )  # torchrun ends all ranks after the first: rank 0 reports before that
                 self._store.set("out", "")
             elif self._end_state["end"] == "lost" and self._store.check(["raised"]):
-                self._followed.wait()  # the thread reports the error of the other rank, and ends the process
+                # the thread reports the error of the other rank, and ends the process
+                self._followed.wait()
             self._publish()
         self._stop.set()
         if self._unwind is not None:
             self._unwind.cancel()
-        # A thread that is in a call outside Python when the interpreter ends would abort the process.
+        # A thread that is in a call outside Python when the interpreter ends would abort the
+        # process.
         thread.join(_STORE_SECONDS + 1)
         self._thread = None
 
     def failed(self, error: BaseException) -> str:
-        """Report an exception to the other ranks now, before it leaves the block: cleaning up may take time.
+        """Report an exception to the other ranks now, before it leaves the block: cleaning up may
+        take time.
 
-        If a collective failed, find the rank to blame, which takes some seconds, log it, and return the verdict.
+        If a collective failed, find the rank to blame, which takes some seconds, log it, and return
+        the verdict.
         """
         if self._thread is None or self._end_state or _is_common(error):
             return ""
         text = f"{type(error).__name__}: {error}"[:_TEXT].rstrip().removesuffix(":")
-        with contextlib.suppress(RuntimeError):  # the store is gone: the error itself is the one to be seen
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the store is gone: the error itself is the one to be seen
             if is_of_collectives(error):
                 self._end_state = {"end": "lost", "text": text}
-                # A host that is cut off waits for the store's answer for ever: it has no timeout for that.
+                # A host that is cut off waits for the store's answer for ever: it has no timeout
+                # for that.
                 self._end_within(_UNWIND_SECONDS + _TOLD_SECONDS + 2 * self._heartbeat, error)
                 self._publish()
                 return self._find_culprit()
@@ -230,13 +256,18 @@ class HangWatchdog:
             self._end_within(_UNWIND_SECONDS, error)
             self._publish()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
-            self._store.compare_set("raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump())
+            self._store.compare_set(
+                "raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump()
+            )
         return ""
 
     def ending(self, error: BaseException | None, where: Callable[[], str]) -> None:
-        """Take note that the run is over, and that what remains is to close it. It may hang, with the folder locked.
+        """Take note that the run is over, and that what remains is to close it.
 
-        This rank ends then, with the code of `error`; without one with `exit_codes.ERROR`. where: names what hangs.
+        It may hang, with the folder locked.
+
+        This rank ends then, with the code of `error`; without one with `exit_codes.ERROR`. where:
+        names what hangs.
         """
         if self._thread is None or self._unwind is not None or not self._deadline:
             return
@@ -244,8 +275,9 @@ class HangWatchdog:
 
         def reason() -> str:
             return (
-                f"{where()} has not come to its end in {seconds:.0f} s, after the last step. The checkpoints are as "
-                "they were; a higher comm.init_timeout_seconds gives it more time"
+                f"{where()} has not come to its end in {seconds:.0f} s, after the last step. The "
+                "checkpoints are as they were; a higher comm.init_timeout_seconds gives it more "
+                "time"
             )
 
         code = exit_codes.ERROR if error is None else exit_codes.code_of(error)
@@ -253,11 +285,18 @@ class HangWatchdog:
 
     def _end_within(self, seconds: float, error: BaseException) -> None:
         """End this rank with the code of its error, unless it leaves the block before that."""
-        words = f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}"
+        words = (
+            f"this rank ends here, since it hangs on its way out: {type(error).__name__}: {error}"
+        )
         self._unwind = self._end_later(seconds, exit_codes.code_of(error), lambda: words)
 
-    def _end_later(self, seconds: float, code: int, reason: Callable[[], str]) -> threading.Timer | None:
-        """End this process after so many seconds, unless the timer is cancelled. None where nothing may end it."""
+    def _end_later(
+        self, seconds: float, code: int, reason: Callable[[], str]
+    ) -> threading.Timer | None:
+        """End this process after so many seconds, unless the timer is cancelled.
+
+        None where nothing may end it.
+        """
         finish = self._end
         if finish is None:
             return None
@@ -275,7 +314,16 @@ class HangWatchdog:
         (step, place, phase, since), (stack, waits) = self._now, _stack(self._main)
         seconds = time.monotonic() - since
         return RankState(
-            self.rank, self._host, os.getpid(), step, place, phase, seconds, stack, waits, **self._end_state
+            self.rank,
+            self._host,
+            os.getpid(),
+            step,
+            place,
+            phase,
+            seconds,
+            stack,
+            waits,
+            **self._end_state,
         )
 
     def _publish(self) -> None:
@@ -300,8 +348,8 @@ class HangWatchdog:
                 reason = str(error).partition("\n")[0]
                 logger.log(
                     logging.INFO if self.rank else logging.WARNING,
-                    "stalls are not watched any longer: the store of the run does not answer. Rank 0, or the "
-                    f"torchrun that serves it, has ended or hangs ({reason})",
+                    "stalls are not watched any longer: the store of the run does not answer. "
+                    f"Rank 0, or the torchrun that serves it, has ended or hangs ({reason})",
                 )
         finally:
             self._followed.set()
@@ -321,7 +369,9 @@ class HangWatchdog:
             self._watch(now)
 
     def _abandon(self, failure: str) -> None:
-        """End this rank, whose thread may wait for the device for ever, before NCCL aborts the process."""
+        """End this rank, whose thread may wait for the device for ever, before NCCL aborts the
+        process.
+        """
         self.failed(dist.DistBackendError(failure))
         logger.error(f"{failure}: this rank ends")
         self._end_by_peer()
@@ -355,7 +405,9 @@ class HangWatchdog:
             states.append(replace(state, silent=beat == old and not state.end))
         culprits, self.verdict = verdict(states)
         if self.traces and not culprits and self.size > 1:
-            self.verdict += f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
+            self.verdict += (
+                f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
+            )
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
 
     def _beat(self, rank: int) -> str:
@@ -398,17 +450,25 @@ class HangWatchdog:
                 self.on_peer(PeerError(self.verdict))
 
     def _log_peer(self, peer: RankState) -> None:
-        see = f". Its traceback is in {Path(self.logs) / f'rank_{peer.rank}.log'}" if self.logs else ""
+        see = (
+            f". Its traceback is in {Path(self.logs) / f'rank_{peer.rank}.log'}"
+            if self.logs
+            else ""
+        )
         handler = console_handler()
         if handler is not None and handler.view is not None:
             handler.view.close()
-        logger.error(f"{peer.name} raised in {peer.where}{peer.spot}: all ranks end{see}\n{peer.text}")
+        logger.error(
+            f"{peer.name} raised in {peer.where}{peer.spot}: all ranks end{see}\n{peer.text}"
+        )
         if handler is not None and self._end is not None:
             logger.removeHandler(handler)  # this is to be the last line that is read
 
 
 def nccl_failure() -> str:
-    """Return what NCCL's own watchdog has found wrong, a minute before it aborts the process; empty: nothing."""
+    """Return what NCCL's own watchdog has found wrong, a minute before it aborts the process;
+    empty: nothing.
+    """
     for group in list(_world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # no NCCL, or a wrapper that debugs
             if (found := group._get_backend(torch.device("cuda")).get_error()) != ErrorType.SUCCESS:
@@ -417,11 +477,21 @@ def nccl_failure() -> str:
 
 
 def _stack(thread: int) -> tuple[tuple[str, ...], bool]:
-    """Return the innermost frame of a thread, those around it that are not torch's, and if it is in a collective."""
+    """Return the innermost frame of a thread, those around it that are not torch's, and if it is in
+    a collective.
+    """
     frame = sys._current_frames().get(thread)
-    own = [] if frame is None else [f for f, _ in itertools.islice(traceback.walk_stack(frame), _DEPTH)]
+    own = (
+        []
+        if frame is None
+        else [f for f, _ in itertools.islice(traceback.walk_stack(frame), _DEPTH)]
+    )
     waits = any(_is_collective(frame, index) for index, frame in enumerate(own[:8]))
-    shown = [frame for index, frame in enumerate(own) if not index or "/torch/" not in frame.f_code.co_filename]
+    shown = [
+        frame
+        for index, frame in enumerate(own)
+        if not index or "/torch/" not in frame.f_code.co_filename
+    ]
     return tuple(_place(frame, frame.f_lineno) for frame in shown[:_FRAMES]), waits
 
 
@@ -431,7 +501,9 @@ def _is_collective(frame: FrameType, index: int) -> bool:
         return True
     if index:
         return False
-    return any(part in path for part in ("torch/distributed/fsdp/", "torch/distributed/pipelining/")) or (
+    return any(
+        part in path for part in ("torch/distributed/fsdp/", "torch/distributed/pipelining/")
+    ) or (
         path == sys.modules[StopRequested.__module__].__file__ and frame.f_code.co_name == "result"
     )
 

@@ -1,4 +1,5 @@
-"""Models as plain modules, which know nothing of how they will be sharded, and a `ModelSpec` of each.
+"""Models as plain modules, which know nothing of how they will be sharded, and a `ModelSpec` of
+each.
 
 Specs, arguments and counts need no torch.
 """

@@ -1,4 +1,7 @@
-"""From a config's numbers to a model's arguments, and from arguments to JSON and back. No torch here."""
+"""From a config's numbers to a model's arguments, and from arguments to JSON and back.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ if typing.TYPE_CHECKING:
     from titanlite.config.model_sections import Model
 
 
-#: Value of `model.flavor`: the shape is that of a folder. `titanlite.folder_shape` reads it into `model.overrides`, so
-#: that the config which is kept needs the folder no more.
+#: Value of `model.flavor`: the shape is that of a folder. `titanlite.folder_shape` reads it into
+#: `model.overrides`, so that the config which is kept needs the folder no more.
 FROM_FOLDER = "from_folder"
 
 
@@ -35,7 +38,8 @@ def resolve_args(
     """Return the arguments of one flavor with a user's changes, checked.
 
     `overrides`: fields of the model's arguments to replace.
-    `vocab_size`: replaces the flavor's. `tokenizer_size`: ids the tokenizer can produce; it becomes the
+    `vocab_size`: replaces the flavor's. `tokenizer_size`: ids the tokenizer can produce; it becomes
+    the
     vocabulary of a flavor that has none of its own (`debugmodel`), and must not exceed any other.
     `max_seq_len`: longest sequence in tokens that the model must serve.
     `base`: arguments in place of the flavor's.
@@ -61,8 +65,8 @@ def resolve_args(
     args = _made(lambda: replace(base, **changes))
     if tokenizer_size is not None and tokenizer_size > args.vocab_size:
         message = (
-            f"the tokenizer has {tokenizer_size} entries but the model's vocabulary only {args.vocab_size}: "
-            "choose the model's own tokenizer, or set model.vocab_size"
+            f"the tokenizer has {tokenizer_size} entries but the model's vocabulary only "
+            f"{args.vocab_size}: choose the model's own tokenizer, or set model.vocab_size"
         )
         raise ShapeError(Misfit(message))
     return args
@@ -75,17 +79,23 @@ def unknown_flavor(spec: ModelSpec, flavor: str) -> ShapeError:
 
 
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
-    """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
+    """Return the arguments of the model that section `[model]` describes; the rest is as for
+    `resolve_args`.
+    """
     overrides, base = dict(model.overrides), None
     known = {field.name for field in fields(get_spec(model.name).args_class)}
     for name, value in {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}.items():
         if name in known and value is not None:
             overrides[name] = value
         elif value not in (None, "rmsnorm"):
-            raise ShapeError(Misfit(f"the model {model.name} has no such argument", name, "remove it"))
+            raise ShapeError(
+                Misfit(f"the model {model.name} has no such argument", name, "remove it")
+            )
     if model.name == "hf":
         if model.flavor != "debugmodel":  # the key's default
-            raise ShapeError(Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it"))
+            raise ShapeError(
+                Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it")
+            )
         base, overrides = read_args(model.hf_config, overrides), {}
     elif model.flavor == FROM_FOLDER:
         base = shape_of(model)
@@ -114,16 +124,26 @@ def shape_of(model: Model) -> Any:
     given = checked_fields(cls, model.overrides, "overrides")
     if missing := missing_fields(model):
         message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
-        raise ShapeError(Misfit(message, "flavor", "name it as checkpoint.initial_load_path, or as model.hf_config"))
+        raise ShapeError(
+            Misfit(
+                message, "flavor", "name it as checkpoint.initial_load_path, or as model.hf_config"
+            )
+        )
     return _made(lambda: cls(**given))
 
 
 def missing_fields(model: Model) -> list[str]:
-    """Return the fields of a model from a folder that neither its overrides nor its other keys give."""
+    """Return the fields of a model from a folder that neither its overrides nor its other keys
+    give.
+    """
     found = []
     for field in fields(get_spec(model.name).args_class):
         has_none = field.default is None or field.name == "max_seq_len"
-        if not (has_none or field.name in model.overrides or getattr(model, field.name, None) is not None):
+        if not (
+            has_none
+            or field.name in model.overrides
+            or getattr(model, field.name, None) is not None
+        ):
             found.append(field.name)
     return found
 
@@ -134,14 +154,17 @@ def as_record(family: str, args: Any) -> dict[str, Any]:
 
 
 def from_record(
-    record: Mapping[str, Any], origin: Origin = Origin.OWN, place: str = "", key: str = "config.model.family"
+    record: Mapping[str, Any],
+    origin: Origin = Origin.OWN,
+    place: str = "",
+    key: str = "config.model.family",
 ) -> tuple[str, Any]:
     """Return family and arguments.
 
     origin: who wrote the record. place, key: where it stands, for messages.
 
-    Raises ShapeError for a record that describes no model. Raises ConfigError for a foreign one whose family is a
-    dotted path.
+    Raises ShapeError for a record that describes no model. Raises ConfigError for a foreign one
+    whose family is a dotted path.
     """
     values = dict(record)
     family = str(values.pop("family", None))
@@ -149,7 +172,9 @@ def from_record(
         admit([code_claim(place, key, family)], origin)
     cls = get_spec(family).args_class
     checked = checked_fields(cls, values, "")
-    required = [field.name for field in fields(cls) if field.default is field.default_factory is MISSING]
+    required = [
+        field.name for field in fields(cls) if field.default is field.default_factory is MISSING
+    ]
     if missing := [name for name in required if name not in checked]:
         raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
     return family, _made(lambda: cls(**checked))
@@ -171,8 +196,8 @@ _NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a s
 def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, Any]:
     """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
 
-    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages. Raises ShapeError
-    with all that do not fit.
+    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages.
+    Raises ShapeError with all that do not fit.
     """
     hints = typing.get_type_hints(cls)
     names = [field.name for field in fields(cls)]

@@ -1,7 +1,7 @@
 """`silu_mul` and `RMSNorm` as single autograd nodes.
 
-Autograd would keep every intermediate result of the separate operations. These keep the inputs alone and compute the
-rest again: less memory, for some element-wise work.
+Autograd would keep every intermediate result of the separate operations. These keep the inputs
+alone and compute the rest again: less memory, for some element-wise work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """Return silu(gate) * x, element by element. Keeps gate and x for backward: two tensors instead of three."""
+    """Return silu(gate) * x, element by element.
+
+    Keeps gate and x for backward: two tensors instead of three.
+    """
     return _SiluMul.apply(gate, x)
 
 
@@ -53,9 +56,11 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one autograd node.
+    """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one
+    autograd node.
 
-    x: [..., dim]; computed in fp32 for every dtype of x. Keeps x and one number per row for backward.
+    x: [..., dim]; computed in fp32 for every dtype of x. Keeps x and one number per row for
+    backward.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Causal attention within documents and windows of packed sequences, by torch's attention of variable lengths.
+"""Causal attention within documents and windows of packed sequences, by torch's attention of
+variable lengths.
 
-A mask [seq, seq] does not exist: a kernel is told where documents begin, and how far back a token sees. torch has one
-for GPUs (fp16 and bf16); the one for CPUs is below, and its masks are [window, 2 * window]. To `torch.compile` and to
-selective activation checkpointing both are the same operator. A run without either does not import this file.
+A mask [seq, seq] does not exist: a kernel is told where documents begin, and how far back a token
+sees. torch has one for GPUs (fp16 and bf16); the one for CPUs is below, and its masks are [window,
+2 * window]. To `torch.compile` and to selective activation checkpointing both are the same
+operator. A run without either does not import this file.
 """
 
 from __future__ import annotations
@@ -19,25 +21,32 @@ from titanlite.models.layers import attend, band, document_begins
 
 
 class DocumentMask(NamedTuple):
-    """Where documents begin in a batch; its shapes depend on those of the batch alone, so nothing is compiled again.
+    """Where documents begin in a batch; its shapes depend on those of the batch alone, so nothing
+    is compiled again.
 
-    `begins`: [most documents + 1] int32, first token of each document in the batch laid end to end; after the last
-    one the number of tokens. `doc_ids`: [batch, seq] int.
+    `begins`: [most documents + 1] int32, first token of each document in the batch laid end to end;
+    after the last one the number of tokens. `doc_ids`: [batch, seq] int.
     """
 
     begins: Tensor
     doc_ids: Tensor
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; return q's shape."""
+        """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; return q's
+        shape.
+        """
         if _no_kernel(q):
             same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
-            return attend(q, k, v, (same & band(q.size(2), q.size(2), window, q.device)).unsqueeze(1))
+            return attend(
+                q, k, v, (same & band(q.size(2), q.size(2), window, q.device)).unsqueeze(1)
+            )
         return _attend(q, k, v, self.begins, window)
 
 
 def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Return attention of each token to itself and the window - 1 tokens before it; shapes as for `DocumentMask`."""
+    """Return attention of each token to itself and the window - 1 tokens before it; shapes as for
+    `DocumentMask`.
+    """
     batch, seq_len = q.size(0), q.size(2)
     if _no_kernel(q):
         return attend(q, k, v, band(seq_len, seq_len, window, q.device))
@@ -54,21 +63,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, window: int | None)
     gqa = heads != k.size(1)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     size = (-1 if window is None or window >= seq_len else window - 1, 0)
-    y: Any = varlen_attn(q, k, v, begins, begins, seq_len, seq_len, window_size=size, enable_gqa=gqa)
+    y: Any = varlen_attn(
+        q, k, v, begins, begins, seq_len, seq_len, window_size=size, enable_gqa=gqa
+    )
     return y.unflatten(0, (batch, seq_len)).transpose(1, 2)
 
 
 def document_mask(doc_ids: Tensor) -> DocumentMask:
-    """Return the mask for doc_ids: [batch, seq] int. Neighbours with the same number are of one document.
+    """Return the mask for doc_ids: [batch, seq] int.
 
-    On GPUs a row has at most `titanlite.data.rows.max_documents`: the kernel's time grows with the number of places.
+    Neighbours with the same number are of one document.
+
+    On GPUs a row has at most `titanlite.data.rows.max_documents`: the kernel's time grows with the
+    number of places.
     """
     batch, seq_len = doc_ids.shape
     number = document_begins(doc_ids).flatten().cumsum(0) - 1
     most = batch * seq_len
     if doc_ids.device.type == "cuda":
         most = batch * max_documents(seq_len)
-        torch._assert_async(number[-1] < most, "more documents than titanlite.data.rows.max_documents")
+        torch._assert_async(
+            number[-1] < most, "more documents than titanlite.data.rows.max_documents"
+        )
     places = torch.arange(most + 1, device=doc_ids.device)
     return DocumentMask(torch.searchsorted(number, places, out_int32=True), doc_ids)
 
@@ -87,10 +103,14 @@ class _Part(NamedTuple):
 
 
 def _parts(begins: Tensor, window_size: list[int] | None, dtype: torch.dtype) -> Iterator[_Part]:
-    """Yield the documents, longer ones as pieces of one window, whose queries see themselves and the piece before."""
+    """Yield the documents, longer ones as pieces of one window, whose queries see themselves and
+    the piece before.
+    """
     left, right = window_size or (-1, -1)
     if right != 0:
-        raise NotImplementedError("on CPUs attention of variable lengths is causal: window_size = (…, 0)")
+        raise NotImplementedError(
+            "on CPUs attention of variable lengths is causal: window_size = (…, 0)"
+        )
     places = begins.unique_consecutive().tolist()
     whole: Tensor | None = None
     for begin, end in zip(places, places[1:], strict=False):
@@ -103,7 +123,11 @@ def _parts(begins: Tensor, window_size: list[int] | None, dtype: torch.dtype) ->
             if whole is None:
                 allowed = band(step, step + left, step, begins.device)
                 whole = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
-            yield _Part(slice(first, last), slice(first - left, last), whole[: last - first, : last - first + left])
+            yield _Part(
+                slice(first, last),
+                slice(first - left, last),
+                whole[: last - first, : last - first + left],
+            )
 
 
 def _heads(tensor: Tensor, tokens: slice) -> Tensor:

@@ -1,7 +1,7 @@
 """Any causal language model of `transformers`, from its config.json: `model.name = "hf"`.
 
-Parameters have the names of `transformers`. All that the spec says is read from the model itself, built on the meta
-device. `transformers` and torch are imported when such a model is asked for.
+Parameters have the names of `transformers`. All that the spec says is read from the model itself,
+built on the meta device. `transformers` and torch are imported when such a model is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Entries of a config.json that change no number of a run.
-_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
+_IGNORED = (
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "architectures",
+    "auto_map",
+)
 #: Entries besides that change no tensor and no logit.
 _UNDECIDING = frozenset(
     {*_IGNORED, "max_position_embeddings", "rope_scaling", "router_aux_loss_coef"}
@@ -34,8 +42,14 @@ _UNDECIDING = frozenset(
 
 #: Entries that name Python files for `transformers` to run.
 _CODE = ("auto_map", "trust_remote_code")
-#: Entries that may name kernels for `transformers` to fetch from the hub and run, and values that name none.
-_KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+#: Entries that may name kernels for `transformers` to fetch from the hub and run, and values that
+#: name none.
+_KERNELS = (
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+)
 _NO_KERNELS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
 
@@ -51,14 +65,18 @@ class HFArgs:
     max_seq_len: int
 
     def __post_init__(self) -> None:
-        """Raise ShapeError if `transformers` makes no causal model of it, or none for such sequences."""
+        """Raise ShapeError if `transformers` makes no causal model of it, or none for such
+        sequences.
+        """
         if any(".experts." in name for name, _ in self.skeleton.model.named_parameters()):
             # Their products cannot be traced in float32, which the plan of memory needs.
             message = "models of transformers with experts cannot be trained here"
             raise _refused(message, 'of a Mixtral set model.name = "mixtral"', "name")
         positions = getattr(self.skeleton.config, "max_position_embeddings", None)
         if positions is not None and self.max_seq_len > positions:
-            message = f"sequences have {self.max_seq_len} tokens, and the model has {positions} positions"
+            message = (
+                f"sequences have {self.max_seq_len} tokens, and the model has {positions} positions"
+            )
             raise ShapeError(Misfit(message, advice="set model.overrides.max_position_embeddings"))
 
     @property
@@ -66,10 +84,14 @@ class HFArgs:
         return _skeleton(self.config, self.vocab_size)
 
     def deciding(self) -> dict[str, Any]:
-        """Return the entries of config.json that decide tensors or logits, nested ones by dotted names."""
+        """Return the entries of config.json that decide tensors or logits, nested ones by dotted
+        names.
+        """
         found: dict[str, Any] = {}
         for name, value in hf_config(self).items():
-            if name in _UNDECIDING or (name == "rope_theta" and "rope_parameters" in self.skeleton.config.to_dict()):
+            if name in _UNDECIDING or (
+                name == "rope_theta" and "rope_parameters" in self.skeleton.config.to_dict()
+            ):
                 continue
             if isinstance(value, dict):
                 found.update({f"{name}.{inner}": item for inner, item in value.items()})
@@ -104,21 +126,37 @@ def _skeleton(content: str, vocab_size: int) -> Skeleton:
             model = _causal_model(config)
             model.initialize_weights()
     except Exception as error:  # whatever a constructor of `transformers` raises for wrong values
-        raise _refused(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
+        raise _refused(
+            f"transformers makes no model of this config: {type(error).__name__}: {error}"
+        ) from error
     names: dict[Tensor, str] = {}
     every = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
     tied = {name: names[p] for name, p in every.items() if names.setdefault(p, name) != name}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in operations:
-            raise _refused(f"{type(model).__name__} does not compute its buffer {name} with its initial weights")
-    # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not read it.
+            raise _refused(
+                f"{type(model).__name__} does not compute its buffer {name} with its initial "
+                "weights"
+            )
+    # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not
+    # read it.
     if any(getattr(module, "is_decoder", True) is False for module in model.modules()):
-        message = f"each token of this {config.model_type} sees those after it: it would learn to copy the next one"
-        raise _refused(message, "set model.overrides.is_decoder = true" if hasattr(config, "is_decoder") else "")
-    rules = {name: _rule(name, *operations.get(id(p), ("nothing", ()))[:2]) for p, name in names.items()}
+        message = (
+            f"each token of this {config.model_type} sees those after it: it would learn to copy "
+            "the next one"
+        )
+        raise _refused(
+            message,
+            "set model.overrides.is_decoder = true" if hasattr(config, "is_decoder") else "",
+        )
+    rules = {
+        name: _rule(name, *operations.get(id(p), ("nothing", ()))[:2]) for p, name in names.items()
+    }
     paths = {module: name for name, module in model.named_modules()}
     head = paths.get(model.get_output_embeddings(), "")
-    return Skeleton(config, model, _blocks(model), rules, tied, paths[model.get_input_embeddings()], head)
+    return Skeleton(
+        config, model, _blocks(model), rules, tied, paths[model.get_input_embeddings()], head
+    )
 
 
 def _refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
@@ -126,7 +164,9 @@ def _refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeE
 
 
 def _without_code(value: Any) -> Any:
-    """Return the content of a config.json without entries that let `transformers` run other code than its own."""
+    """Return the content of a config.json without entries that let `transformers` run other code
+    than its own.
+    """
     if isinstance(value, list):
         return [_without_code(item) for item in value]
     if not isinstance(value, dict):
@@ -141,18 +181,25 @@ def _without_code(value: Any) -> Any:
 
 def read_config(content: Mapping[str, Any]) -> Any:
     """Return the `transformers` config of a config.json, which names no code. Raises ShapeError."""
-    for name in ("torchao", "torch.utils._pytree"):  # their lines are about kernels for other devices
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # their lines are about kernels for other devices
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         from transformers import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL,
+        )
     except ImportError as error:
         message = f'"hf" needs the package transformers: {error}'
         raise _refused(message, "pip install 'titanlite[hf]'", "name") from error
     kind: Any = content.get("model_type")
     if not isinstance(kind, str) or kind not in CAUSAL:
         near = names_like(str(kind), CAUSAL).partition("; there are")[0]
-        raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
+        raise _refused(
+            f"transformers has no causal language model of model_type {shown(kind)}", near
+        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(_without_code(dict(content)))
     except Exception as error:  # `transformers` raises its own classes for wrong values
@@ -184,8 +231,12 @@ def _logits_class(cls: Any) -> Any:
             """Return the logits [batch, seq, vocab] of tokens [batch, seq] int64."""
             from transformers import masking_utils as masks
 
-            # It asks the device whether a row holds several sequences, and waits for the answer: here it never does.
-            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda position_ids: None
+            # It asks the device whether a row holds several sequences, and waits for the answer:
+            # here it never does.
+            plain, masks.find_packed_sequence_indices = (
+                masks.find_packed_sequence_indices,
+                lambda position_ids: None,
+            )
             try:
                 logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             finally:
@@ -193,34 +244,50 @@ def _logits_class(cls: Any) -> Any:
             return logits
 
         def init_buffers(self) -> None:
-            """Compute the buffers by the model's own rules, which leave marked parameters as they are."""
+            """Compute the buffers by the model's own rules, which leave marked parameters as they
+            are.
+            """
             for parameter in self.parameters():
                 parameter._is_hf_initialized = True
             for module in self.modules():
                 module.__dict__.pop("_is_hf_initialized", None)
             self.initialize_weights()
 
-    Causal.__name__, Causal.__qualname__, Causal.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    Causal.__name__, Causal.__qualname__, Causal.__module__ = (
+        cls.__name__,
+        cls.__qualname__,
+        cls.__module__,
+    )
     return Causal
 
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
-    """Note the last operation that set each whole tensor: id → name, arguments, and the tensor, to keep the id."""
+    """Note the last operation that set each whole tensor: id → name, arguments, and the tensor, to
+    keep the id.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
     from transformers.initialization import TORCH_INIT_FUNCTIONS as FUNCTIONS
 
     found: dict[int, tuple[str, Any, Tensor]] = {}
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
             if name.endswith("_"):
                 found[id(args[0])] = (name, args[1:], args[0])
             return out
 
-    def trunc_normal_(tensor: Any, mean: Any = 0.0, std: Any = 1.0, a: Any = -2.0, b: Any = 2.0, **_: Any) -> Any:
-        found[id(tensor)] = ("trunc_normal_", (mean, std, a, b), tensor)  # torch's reads values, and there are none
+    def trunc_normal_(
+        tensor: Any, mean: Any = 0.0, std: Any = 1.0, a: Any = -2.0, b: Any = 2.0, **_: Any
+    ) -> Any:
+        found[id(tensor)] = (
+            "trunc_normal_",
+            (mean, std, a, b),
+            tensor,
+        )  # torch's reads values, and there are none
         return tensor
 
     plain, FUNCTIONS["trunc_normal_"] = FUNCTIONS["trunc_normal_"], trunc_normal_
@@ -243,11 +310,15 @@ def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
         return Init("trunc_normal", std=std, bound=high)
     if operation == "uniform_" and given and -given[0] == given[1]:
         return Init("uniform", bound=given[1])
-    raise _refused(f"no rule is known for the initial values of {name}: transformers sets them by {operation}")
+    raise _refused(
+        f"no rule is known for the initial values of {name}: transformers sets them by {operation}"
+    )
 
 
 def _blocks(model: Any) -> list[str]:
-    """Return the list of blocks that `transformers` does not split over devices, else the longest of one class."""
+    """Return the list of blocks that `transformers` does not split over devices, else the longest
+    of one class.
+    """
     from torch import nn
 
     whole, longest = set(model._no_split_modules or ()), [""] * 0
@@ -264,7 +335,9 @@ def _blocks(model: Any) -> list[str]:
 
 
 def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
-    """Return the embedding, each block and the head; of tied models the blocks: the rest is the root's."""
+    """Return the embedding, each block and the head; of tied models the blocks: the rest is the
+    root's.
+    """
     known = args.skeleton
     blocks: list[tuple[str, ...]] = [(name,) for name in known.blocks]
     return blocks if known.tied or not known.head else [(known.embedding,), *blocks, (known.head,)]
@@ -285,18 +358,21 @@ def count_parameters(args: HFArgs) -> int:
 
 
 def flops_per_token(args: HFArgs, seq_len: int) -> int:
-    """Return the model FLOPs of one training token, forward and backward, by the formula of the Llamas.
+    """Return the model FLOPs of one training token, forward and backward, by the formula of the
+    Llamas.
 
     6 per parameter outside of embeddings; a tied embedding counts as the head.
-    Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows and causality are
-    not discounted.
+    Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows
+    and causality are not discounted.
     """
     from torch import nn
 
     known, config = args.skeleton, args.skeleton.config
     tables = {module.weight for module in known.model.modules() if isinstance(module, nn.Embedding)}
     tables -= {known.model.get_parameter(name) for name in known.tied.values()}
-    products = sum(parameter.numel() for parameter in known.model.parameters() if parameter not in tables)
+    products = sum(
+        parameter.numel() for parameter in known.model.parameters() if parameter not in tables
+    )
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     both = sum(getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
     kinds = getattr(config, "layer_types", None) or [""] * len(known.blocks)
@@ -310,7 +386,10 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
     overrides: entries of config.json to replace. Raises ShapeError.
     """
     if source is None:
-        raise _refused('is needed for model.name = "hf": a config.json, its folder, or the id of a model on the hub')
+        raise _refused(
+            'is needed for model.name = "hf": a config.json, its folder, or the id of a model on '
+            "the hub"
+        )
     try:
         content = parse_json(Path(config_file(source)).read_bytes())
         if not isinstance(content, dict):
@@ -320,13 +399,17 @@ def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise _refused(f"cannot read {shown(source)}: {reason}", "give a config.json or its folder") from error
+        raise _refused(
+            f"cannot read {shown(source)}: {reason}", "give a config.json or its folder"
+        ) from error
 
 
 def config_file(source: str) -> str:
-    """Return the path of a config.json: a file, its folder, or the id of a model on the hub, which is downloaded.
+    """Return the path of a config.json: a file, its folder, or the id of a model on the hub, which
+    is downloaded.
 
-    Nothing but the hub is asked whether it is there. Raises what `huggingface_hub` and its HTTP client raise.
+    Nothing but the hub is asked whether it is there. Raises what `huggingface_hub` and its HTTP
+    client raise.
     """
     path = os.path.join(source, "config.json") if os.path.isdir(source) else source
     if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
@@ -351,21 +434,31 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return the content of a config.json with every entry, to compare two. The tokenizer's ids are not the model's."""
+    """Return the content of a config.json with every entry, to compare two.
+
+    The tokenizer's ids are not the model's.
+    """
     left_out = {*_IGNORED, "bos_token_id", "eos_token_id"}
-    entries = {key: value for key, value in args.skeleton.config.to_dict().items() if key not in left_out}
+    entries = {
+        key: value for key, value in args.skeleton.config.to_dict().items() if key not in left_out
+    }
     return {**entries, "architectures": [type(args.skeleton.model).__name__]}
 
 
 def hf_names(args: HFArgs) -> dict[str, str]:
-    """Return the names of all saved tensors; files have the same. Raises ValueError where they have others."""
+    """Return the names of all saved tensors; files have the same.
+
+    Raises ValueError where they have others.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
 
     model = args.skeleton.model
     if any(isinstance(found, WeightConverter) for found in get_model_conversion_mapping(model)):
         kind = args.skeleton.config.model_type
-        raise ValueError(f"files of a {kind} hold weights in another form than transformers' modules")
+        raise ValueError(
+            f"files of a {kind} hold weights in another form than transformers' modules"
+        )
     return {name: name for name in model.state_dict() if name not in args.skeleton.tied}
 
 

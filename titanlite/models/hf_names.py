@@ -52,7 +52,8 @@ _KINDS: dict[type, str] = {
 
 
 def entry_of(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Return an entry of somebody else's JSON file, which must be of the type `kind`; an integer also fits a float.
+    """Return an entry of somebody else's JSON file, which must be of the type `kind`; an integer
+    also fits a float.
 
     default: for a file without the entry, or with null; None: the entry must be there.
     Raises ValueError naming the entry.
@@ -71,7 +72,10 @@ def entry_of(config: Mapping[str, Any], name: str, kind: type, default: Any = No
 
 
 def texts_of(config: Mapping[str, Any], name: str) -> list[str]:
-    """Return an entry that is a list of strings; empty where it is missing. Raises ValueError naming the entry."""
+    """Return an entry that is a list of strings; empty where it is missing.
+
+    Raises ValueError naming the entry.
+    """
     found: list[Any] = entry_of(config, name, list, [])
     if not all(isinstance(item, str) for item in found):
         raise ValueError(f"{name} is {found!r:.80}, expected a list of strings")
@@ -80,12 +84,16 @@ def texts_of(config: Mapping[str, Any], name: str) -> list[str]:
 
 @functools.cache
 def _model_types() -> dict[str, str]:
-    """Return `model_type` of Hugging Face's → the built-in family; of those with the same, the last."""
+    """Return `model_type` of Hugging Face's → the built-in family; of those with the same, the
+    last.
+    """
     from titanlite.models import SPECS
 
     known: dict[str, str] = {}
     for name, spec in SPECS.items():
-        with contextlib.suppress(ValueError, StopIteration):  # a model without this format, or without flavors
+        with contextlib.suppress(
+            ValueError, StopIteration
+        ):  # a model without this format, or without flavors
             args = replace(next(iter(spec.flavors.values())), vocab_size=1)
             known[spec.hf_config(args)["model_type"]] = name
     return known
@@ -97,9 +105,11 @@ def builtin_family(config: Mapping[str, Any]) -> str | None:
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging Face describes.
+    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging
+    Face describes.
 
-    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that titanlite lacks.
+    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that
+    titanlite lacks.
     """
     from titanlite.models import SPECS
 
@@ -112,4 +122,6 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
             raise
         names = ", ".join(sorted(_model_types()))
         kind = config.get("model_type")
-        raise ValueError(f"model_type is {kind!r}, and there is no such model here: {names}; {error}") from error
+        raise ValueError(
+            f"model_type is {kind!r}, and there is no such model here: {names}; {error}"
+        ) from error

@@ -1,4 +1,6 @@
-"""The modules of a Llama decoder (Touvron et al. 2023; Llama 3, 2024), which know nothing of how they are sharded."""
+"""The modules of a Llama decoder (Touvron et al. 2023; Llama 3, 2024), which know nothing of how
+they are sharded.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,13 @@ if TYPE_CHECKING:
 
 
 def document_begins(doc_ids: Tensor) -> Tensor:
-    """Return where a document begins, [batch, seq] bool, for doc_ids: [batch, seq] int. A row begins with one."""
-    return torch.cat([torch.ones_like(doc_ids[:, :1], dtype=torch.bool), doc_ids[:, 1:] != doc_ids[:, :-1]], 1)
+    """Return where a document begins, [batch, seq] bool, for doc_ids: [batch, seq] int.
+
+    A row begins with one.
+    """
+    return torch.cat(
+        [torch.ones_like(doc_ids[:, :1], dtype=torch.bool), doc_ids[:, 1:] != doc_ids[:, :-1]], 1
+    )
 
 
 def document_positions(doc_ids: Tensor) -> Tensor:
@@ -45,19 +52,26 @@ def build_norm(args: LlamaArgs) -> nn.Module:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return attention by `scaled_dot_product_attention`: q's shape.
 
-    q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]. mask: [seq, keys] bool, also with
-    leading [batch, 1]; or torch's `CausalBias`; None: causal. `DistEnv` sets the order in which kernels are tried.
+    q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]. mask: [seq, keys]
+    bool, also with leading [batch, 1]; or torch's `CausalBias`; None: causal. `DistEnv` sets the
+    order in which kernels are tried.
     """
     groups = q.size(1) // k.size(1)
     if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
-        # In fp32 only a kernel without grouped queries is left, or one that holds all scores, [seq, keys] per head.
+        # In fp32 only a kernel without grouped queries is left, or one that holds all scores, [seq,
+        # keys] per head.
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     # enable_gqa only where it is needed: it rules some CUDA kernels out.
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
+    )
 
 
 def band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [queries, keys] bool: which of the keys each query may see. The last query is at the last key."""
+    """Return [queries, keys] bool: which of the keys each query may see.
+
+    The last query is at the last key.
+    """
     first = keys - queries
     causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(first)
     return causal if window is None else causal.triu(first - window + 1)
@@ -68,8 +82,9 @@ class SdpaAttention(nn.Module):
 
     window: tokens that a token attends to, itself and those before it; None: all.
 
-    A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the window; `prepare` is
-    called once per forward pass, on the first block's, and what it returns is handed to every block.
+    A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the
+    window; `prepare` is called once per forward pass, on the first block's, and what it returns is
+    handed to every block.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -85,7 +100,9 @@ class SdpaAttention(nn.Module):
         return document_mask(doc_ids)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
-        """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; returns q's shape."""
+        """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; returns q's
+        shape.
+        """
         if mask is not None:
             return mask.attend(q, k, v, self.window)
         if self.window is None or self.window >= q.size(2):
@@ -113,11 +130,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         # Under tensor parallelism a rank holds some of the heads.
-        q, k, v = (linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
+        )
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        # Rotated before heads and positions change places: attention gives its result the layout of q, and in this one
-        # wo reads it without a copy.
+        # Rotated before heads and positions change places: attention gives its result the layout of
+        # q, and in this one wo reads it without a copy.
         q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
         y = self.inner_attention(q, k, v, mask)
         return self.wo(y.transpose(1, 2).flatten(2))
@@ -140,7 +159,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream after.
 
-    A subclass names its own `feed_forward_class`, and a subclass of `Llama` that one as `block_class`.
+    A subclass names its own `feed_forward_class`, and a subclass of `Llama` that one as
+    `block_class`.
     """
 
     feed_forward_class: type[nn.Module] = FeedForward
@@ -161,7 +181,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The decoder: tokens in, logits out.
 
-    Built on the meta device it holds no memory: `to_empty`, then draw the parameters, then `init_buffers`.
+    Built on the meta device it holds no memory: `to_empty`, then draw the parameters, then
+    `init_buffers`.
     """
 
     block_class: type[Block] = Block
@@ -187,15 +208,18 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return logits [batch, seq, vocab], in the parameters' dtype.
 
-        tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, … from
+        tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0,
+        1, 2, … from
         the beginning of each document.
-        doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None: one document.
-        labels, loss: for a head that computes the loss itself (`titanlite.loss_chunks.chunk_head`), which is
+        doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None:
+        one document. labels, loss: for a head that computes the loss itself
+        (`titanlite.loss_chunks.chunk_head`), which is
             then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
-        A pipeline stage is a model whose other modules are None or gone: without an embedding it takes the hidden
-        states [batch, seq, dim] of the stage before, without a head it returns its own.
+        A pipeline stage is a model whose other modules are None or gone: without an embedding it
+        takes the hidden states [batch, seq, dim] of the stage before, without a head it returns its
+        own.
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if self.layers:
@@ -221,7 +245,8 @@ class Llama(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def _apply(self, fn, recurse=True):
-        # Leaving the meta device, torch makes a new parameter for each module that holds the shared one.
+        # Leaving the meta device, torch makes a new parameter for each module that holds the shared
+        # one.
         super()._apply(fn, recurse)
         self._tie()
         return self

@@ -1,8 +1,8 @@
 """The Llama family (Llama 2, 3, 3.1, 3.2): arguments, initial weights, and how it is divided.
 
 Other families of decoders subclass `LlamaArgs` and give `decoder_spec` what differs. No torch here;
-`titanlite.models.layers` has the modules, `llama_shapes` the published sizes, `counts` parameters and FLOPs,
-`llama_hf` other people's names of weights.
+`titanlite.models.layers` has the modules, `llama_shapes` the published sizes, `counts` parameters
+and FLOPs, `llama_hf` other people's names of weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the RoPE frequencies (Llama 3 model card; `transformers` calls it "llama3")."""
+    """Llama 3.1's stretching of the RoPE frequencies (Llama 3 model card; `transformers` calls it
+    "llama3").
+    """
 
     factor: float
     low_freq_factor: float = 1.0
@@ -38,7 +40,9 @@ class RopeScaling:
             raise _scaling_error(f"factor must be at least 1, got {self.factor}")
         low, high = self.low_freq_factor, self.high_freq_factor
         if not 0.0 < low < high:
-            raise _scaling_error(f"needs 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
+            raise _scaling_error(
+                f"needs 0 < low_freq_factor < high_freq_factor, got {low} and {high}"
+            )
         if self.original_context < 1:
             raise _scaling_error(f"original_context must be positive, got {self.original_context}")
 
@@ -64,8 +68,8 @@ def _scaling_error(message: str) -> ShapeError:
 class LlamaArgs:
     """Everything that determines a decoder's shape and arithmetic.
 
-    A family of its own makes fields of the properties `head_dim`, `window` and `qk_norm` in a subclass, or overrides
-    them and the methods.
+    A family of its own makes fields of the properties `head_dim`, `window` and `qk_norm` in a
+    subclass, or overrides them and the methods.
     """
 
     dim: int
@@ -110,20 +114,27 @@ class LlamaArgs:
             if not 0 < getattr(self, name) < math.inf:
                 wrong.append(f"{name} must be positive, got {getattr(self, name)}")
         if self.norm_type not in NORM_TYPES:
-            wrong.append(f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}")
+            wrong.append(
+                f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}"
+            )
         if not wrong:
             if self.ffn_width < 1:
                 wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
             if self.dim % self.n_heads and "head_dim" not in self.__dataclass_fields__:
                 wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
             elif self.head_dim < 1 or self.head_dim % 2:
-                wrong.append(f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs")
+                wrong.append(
+                    f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs"
+                )
             if self.n_heads % self.kv_heads:
-                wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
+                wrong.append(
+                    f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}"
+                )
         if wrong:
             raise ShapeError(*map(Misfit, wrong))
 
-    # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a stale one behind.
+    # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
+    # stale one behind.
 
     @property
     def head_dim(self) -> int:
@@ -136,7 +147,9 @@ class LlamaArgs:
 
     @property
     def qk_norm(self) -> bool:
-        """Return whether each head's q and k pass through an RMSNorm of width `head_dim` before the rotation."""
+        """Return whether each head's q and k pass through an RMSNorm of width `head_dim` before the
+        rotation.
+        """
         return False
 
     @property
@@ -145,7 +158,9 @@ class LlamaArgs:
 
     @property
     def ffn_width(self) -> int:
-        """`ffn_dim`, or the rule of Llama's reference code: int(2 * 4 * dim / 3) times the multiplier, rounded up."""
+        """`ffn_dim`, or the rule of Llama's reference code: int(2 * 4 * dim / 3) times the
+        multiplier, rounded up.
+        """
         if self.ffn_dim is not None:
             return self.ffn_dim
         width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
@@ -153,14 +168,32 @@ class LlamaArgs:
 
     @property
     def context(self) -> int:
-        """Tokens of context of the published models with this RoPE, or `max_seq_len` where that is more."""
+        """Tokens of context of the published models with this RoPE, or `max_seq_len` where that is
+        more.
+        """
         if self.rope_scaling is not None:
-            return max(self.max_seq_len, 16 * self.rope_scaling.original_context)  # 131072 of Llama 3.1 and 3.2
-        return max(self.max_seq_len, {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0))  # Llama 2, Llama 3
+            return max(
+                self.max_seq_len, 16 * self.rope_scaling.original_context
+            )  # 131072 of Llama 3.1 and 3.2
+        return max(
+            self.max_seq_len, {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
+        )  # Llama 2, Llama 3
 
     def deciding(self) -> dict[str, typing.Any]:
-        """Return field → value of all that decides shapes or logits, with the rules of Llama worked out."""
-        kept = ("dim", "n_layers", "n_heads", "vocab_size", "norm_eps", "rope_theta", "rope_scaling", "tied", "window")
+        """Return field → value of all that decides shapes or logits, with the rules of Llama worked
+        out.
+        """
+        kept = (
+            "dim",
+            "n_layers",
+            "n_heads",
+            "vocab_size",
+            "norm_eps",
+            "rope_theta",
+            "rope_scaling",
+            "tied",
+            "window",
+        )
         return {
             **{name: getattr(self, name) for name in kept},
             "n_kv_heads": self.kv_heads,
@@ -173,7 +206,10 @@ class LlamaArgs:
     def n_vocab(self) -> int:
         """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
         if self.vocab_size is None:
-            message = "this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size"
+            message = (
+                "this flavor takes its vocabulary from the tokenizer: pass vocab_size or "
+                "tokenizer_size"
+            )
             raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
 
@@ -186,8 +222,12 @@ class LlamaArgs:
         }
 
     def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of a block's feed-forward, and those of them that one token is multiplied by."""
-        count = sum(size.in_features * size.out_features for size in self.feed_forward_linears().values())
+        """Return the parameters of a block's feed-forward, and those of them that one token is
+        multiplied by.
+        """
+        count = sum(
+            size.in_features * size.out_features for size in self.feed_forward_linears().values()
+        )
         return count, count
 
 
@@ -206,7 +246,9 @@ def block_linears(args: LlamaArgs) -> dict[str, Size]:
 def linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of every linear, in the model's order."""
     block = block_linears(args)
-    blocks = {f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()}
+    blocks = {
+        f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()
+    }
     return {**blocks, "output": Size(args.dim, args.n_vocab)}
 
 
@@ -222,9 +264,12 @@ _HEAD_NORM = re.compile(r"layers\.(\d+)\.attention\.[qk]_norm\.weight")
 def init_rule(name: str, args: LlamaArgs) -> Init:
     """Return how the parameter of that full name is drawn.
 
-    Embedding: normal, std 1. Linears: truncated normal, std 0.02, and those that write to the residual stream
-    (wo, w2, and w3 that gates w2's input) divided by sqrt(2 (layer + 1)), so that the stream's variance grows
-    evenly with depth. Head: dim ** -0.5, for logits of order one; a tied weight is drawn as a head. Norms: one.
+    Embedding: normal, std 1. Linears: truncated normal, std 0.02, and those that write to the
+    residual stream
+    (wo, w2, and w3 that gates w2's input) divided by sqrt(2 (layer + 1)), so that the stream's
+    variance grows
+    evenly with depth. Head: dim ** -0.5, for logits of order one; a tied weight is drawn as a head.
+    Norms: one.
 
     Raises KeyError for a name that no Llama has.
     """
@@ -233,7 +278,11 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
         return head if args.tied else Init("normal", std=1.0)
     if name == "output.weight":
         return head
-    match = _LINEAR.fullmatch(name) or _NORM.fullmatch(name) or (_HEAD_NORM.fullmatch(name) if args.qk_norm else None)
+    match = (
+        _LINEAR.fullmatch(name)
+        or _NORM.fullmatch(name)
+        or (_HEAD_NORM.fullmatch(name) if args.qk_norm else None)
+    )
     if match is None or int(match[1] or 0) >= args.n_layers:
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
     if "norm" in name:
@@ -243,8 +292,13 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
 
 
 def linear_init(residual_layer: int | None = None) -> Init:
-    """Return how a block's linear is drawn. residual_layer: of one that writes to the residual stream."""
-    return _truncated(_STD if residual_layer is None else _STD / math.sqrt(2 * (residual_layer + 1)))
+    """Return how a block's linear is drawn.
+
+    residual_layer: of one that writes to the residual stream.
+    """
+    return _truncated(
+        _STD if residual_layer is None else _STD / math.sqrt(2 * (residual_layer + 1))
+    )
 
 
 def _truncated(std: float) -> Init:
@@ -252,7 +306,9 @@ def _truncated(std: float) -> Init:
 
 
 def tied(args: LlamaArgs) -> dict[str, str]:
-    """Return the name of a parameter that shares its tensor → the name that the tensor is drawn and saved under."""
+    """Return the name of a parameter that shares its tensor → the name that the tensor is drawn and
+    saved under.
+    """
     return {"output.weight": "tok_embeddings.weight"} if args.tied else {}
 
 
@@ -263,7 +319,9 @@ def block_names(args: LlamaArgs) -> list[str]:
 
 def sublayer_names(args: LlamaArgs) -> list[str]:
     """Return the two halves of each decoder block, in the order they run."""
-    return [f"{block}.{half}" for block in block_names(args) for half in ("attention", "feed_forward")]
+    return [
+        f"{block}.{half}" for block in block_names(args) for half in ("attention", "feed_forward")
+    ]
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
@@ -298,14 +356,23 @@ def tensor_plan(args: LlamaArgs) -> dict[str, str]:
 
     The kinds are those of `titanlite.parallel.tensor.apply_tp`.
     """
-    plan = {**_BLOCK, **(dict.fromkeys(("attention.q_norm", "attention.k_norm"), "heads") if args.qk_norm else {})}
+    plan = {
+        **_BLOCK,
+        **(
+            dict.fromkeys(("attention.q_norm", "attention.k_norm"), "heads") if args.qk_norm else {}
+        ),
+    }
     blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in plan.items()}
     return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
 
 
 def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
     """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
-    return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads, "the feed-forward's width": args.ffn_width}
+    return {
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.kv_heads,
+        "the feed-forward's width": args.ffn_width,
+    }
 
 
 def _build(args: LlamaArgs) -> nn.Module:
@@ -315,7 +382,10 @@ def _build(args: LlamaArgs) -> nn.Module:
 
 
 def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: typing.Any) -> ModelSpec:
-    """Return the spec of a family of decoders. different: fields of `ModelSpec` that are not as Llama's."""
+    """Return the spec of a family of decoders.
+
+    different: fields of `ModelSpec` that are not as Llama's.
+    """
     from titanlite.models import counts, llama_hf  # they import this module
 
     spec = ModelSpec(

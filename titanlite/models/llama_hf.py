@@ -1,4 +1,6 @@
-"""A Llama under other names: Hugging Face's weights and config.json, and the order of rows in Meta's own files."""
+"""A Llama under other names: Hugging Face's weights and config.json, and the order of rows in
+Meta's own files.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ _ATTENTION = {
     "attention.wv.weight": "self_attn.v_proj.weight",
     "attention.wo.weight": "self_attn.o_proj.weight",
 }
-_QK_NORM = {"attention.q_norm.weight": "self_attn.q_norm.weight", "attention.k_norm.weight": "self_attn.k_norm.weight"}
-_NORMS = {"attention_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
+_QK_NORM = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+_NORMS = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
 FEED_FORWARD: Mapping[str, str | tuple[str, ...]] = {
     "feed_forward.w1.weight": "mlp.gate_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
@@ -34,17 +42,27 @@ _SCALING = {
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
-def hf_names(args: LlamaArgs, feed_forward: Mapping[str, str | tuple[str, ...]] = FEED_FORWARD) -> dict[str, Any]:
-    """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head if tied).
+def hf_names(
+    args: LlamaArgs, feed_forward: Mapping[str, str | tuple[str, ...]] = FEED_FORWARD
+) -> dict[str, Any]:
+    """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head if
+    tied).
 
-    feed_forward: those of a block's feed-forward. Several names for one: it is the stack of their tensors.
+    feed_forward: those of a block's feed-forward. Several names for one: it is the stack of their
+    tensors.
     """
     _needs_rmsnorm(args)
-    names: dict[str, Any] = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    names: dict[str, Any] = {
+        "tok_embeddings.weight": "model.embed_tokens.weight",
+        "norm.weight": "model.norm.weight",
+    }
     parts = {**_ATTENTION, **(_QK_NORM if args.qk_norm else {}), **feed_forward, **_NORMS}
     for block in block_names(args):
         for ours, theirs in parts.items():
-            found = tuple(f"model.{block}.{name}" for name in ([theirs] if isinstance(theirs, str) else theirs))
+            found = tuple(
+                f"model.{block}.{name}"
+                for name in ([theirs] if isinstance(theirs, str) else theirs)
+            )
             names[f"{block}.{ours}"] = found[0] if isinstance(theirs, str) else found
     if not args.tied:
         names["output.weight"] = "lm_head.weight"
@@ -52,23 +70,30 @@ def hf_names(args: LlamaArgs, feed_forward: Mapping[str, str | tuple[str, ...]] 
 
 
 def permute(weight: Tensor, n_heads: int) -> Tensor:
-    """Bring the rows of a q or k weight [n_heads * head_dim, dim] from Meta's layout to ours, head by head.
+    """Bring the rows of a q or k weight [n_heads * head_dim, dim] from Meta's layout to ours, head
+    by head.
 
-    Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2): within a head the even rows come first.
+    Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2): within a head the even rows
+    come first.
     """
     heads = weight.unflatten(0, (n_heads, -1, 2))
     return heads.transpose(1, 2).flatten(0, 2)
 
 
 def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
-    """Return the content of config.json: the arguments of the model's class in `transformers` 5 and 4.
+    """Return the content of config.json: the arguments of the model's class in `transformers` 5 and
+    4.
 
-    model_type: that of `transformers`, whose class has the same name. A family adds its own entries.
+    model_type: that of `transformers`, whose class has the same name. A family adds its own
+    entries.
     """
     _needs_rmsnorm(args)
     scaling: dict[str, Any] = {"rope_type": "default"}
     if (ours := args.rope_scaling) is not None:
-        scaling = {"rope_type": "llama3", **{theirs: getattr(ours, name) for theirs, name in _SCALING.items()}}
+        scaling = {
+            "rope_type": "llama3",
+            **{theirs: getattr(ours, name) for theirs, name in _SCALING.items()},
+        }
     return {
         "model_type": model_type,
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
@@ -91,14 +116,21 @@ def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
 
 
 def args_from_hf(
-    config: Mapping[str, Any], model_type: str = "llama", args_class: type[LlamaArgs] = LlamaArgs, **more: Any
+    config: Mapping[str, Any],
+    model_type: str = "llama",
+    args_class: type[LlamaArgs] = LlamaArgs,
+    **more: Any,
 ) -> Any:
-    """Return the arguments that a config.json of Hugging Face describes, of `transformers` 5 or an older one.
+    """Return the arguments that a config.json of Hugging Face describes, of `transformers` 5 or an
+    older one.
 
-    more: arguments of a family that are its own. Raises ValueError for a model that is not of the family.
+    more: arguments of a family that are its own. Raises ValueError for a model that is not of the
+    family.
     """
     if config.get("model_type") != model_type:
-        raise ValueError(f"model_type is {config.get('model_type')!r}, and this family is {model_type!r}")
+        raise ValueError(
+            f"model_type is {config.get('model_type')!r}, and this family is {model_type!r}"
+        )
     for name, ours in _FIXED.items():
         if config.get(name, ours) != ours:
             raise ValueError(f"{name} is {config[name]!r}; the models here have {ours!r}")
@@ -113,7 +145,9 @@ def args_from_hf(
         ffn_dim=entry_of(config, "intermediate_size", int),
         vocab_size=entry_of(config, "vocab_size", int),
         norm_eps=entry_of(config, "rms_norm_eps", float),
-        rope_theta=entry_of(rope, "rope_theta", float, entry_of(config, "rope_theta", float, 10000.0)),
+        rope_theta=entry_of(
+            rope, "rope_theta", float, entry_of(config, "rope_theta", float, 10000.0)
+        ),
         rope_scaling=_scaling_from_hf(rope),
         tied=entry_of(config, "tie_word_embeddings", bool, False),
         max_seq_len=entry_of(config, "max_position_embeddings", int),
@@ -121,12 +155,16 @@ def args_from_hf(
     )
     head_dim = entry_of(config, "head_dim", int, args.head_dim)
     if head_dim != args.head_dim:
-        raise ValueError(f"head_dim is {head_dim}; here it is hidden_size / num_attention_heads = {dim // heads}")
+        raise ValueError(
+            f"head_dim is {head_dim}; here it is hidden_size / num_attention_heads = {dim // heads}"
+        )
     return args
 
 
 def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table of the rotary positions; of both names `transformers` takes the older one."""
+    """Return the table of the rotary positions; of both names `transformers` takes the
+    older one.
+    """
     older: dict[str, Any] = entry_of(config, "rope_scaling", dict, {})
     return older or dict(entry_of(config, "rope_parameters", dict, {}))
 
@@ -138,9 +176,16 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; there is 'default' and 'llama3' here")
     types = {"original_max_position_embeddings": int}
-    return RopeScaling(**{name: entry_of(rope, theirs, types.get(theirs, float)) for theirs, name in _SCALING.items()})
+    return RopeScaling(
+        **{
+            name: entry_of(rope, theirs, types.get(theirs, float))
+            for theirs, name in _SCALING.items()
+        }
+    )
 
 
 def _needs_rmsnorm(args: LlamaArgs) -> None:
     if args.norm_type not in ("rmsnorm", "fused_rmsnorm"):
-        raise ValueError(f"Hugging Face's Llama has RMSNorm only; this model has norm_type = {args.norm_type!r}")
+        raise ValueError(
+            f"Hugging Face's Llama has RMSNorm only; this model has norm_type = {args.norm_type!r}"
+        )

@@ -35,12 +35,26 @@ def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
     }
     for size in ("8B", "70B"):
         llama3[f"3.1-{size}"] = replace(llama3[size], rope_scaling=RopeScaling(factor=8.0))
-    llama3["3.1-debugmodel"] = replace(llama3["debugmodel"], n_layers=6, rope_scaling=RopeScaling(factor=8.0))
+    llama3["3.1-debugmodel"] = replace(
+        llama3["debugmodel"], n_layers=6, rope_scaling=RopeScaling(factor=8.0)
+    )
     llama3["3.1-405B"] = llama3["405B"] = _llama3(
-        16384, 126, 128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096, rope_scaling=RopeScaling(factor=8.0)
+        16384,
+        126,
+        128,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.2,
+        multiple_of=4096,
+        rope_scaling=RopeScaling(factor=8.0),
     )
     llama3["3.2-1B"] = llama3["1B"] = _llama3(
-        2048, 16, 32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_scaling=RopeScaling(factor=32.0), tied=True
+        2048,
+        16,
+        32,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.5,
+        rope_scaling=RopeScaling(factor=32.0),
+        tied=True,
     )
     llama3["3.2-3B"] = llama3["3B"] = _llama3(
         3072, 28, 24, n_kv_heads=8, rope_scaling=RopeScaling(factor=32.0), tied=True
@@ -48,5 +62,6 @@ def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
     return {"llama2": types.MappingProxyType(llama2), "llama3": types.MappingProxyType(llama3)}
 
 
-#: Family → flavor → arguments. "8B" and "70B" of llama3 are Llama 3; Llama 3.1 and 3.2 say so in their names.
+#: Family → flavor → arguments. "8B" and "70B" of llama3 are Llama 3; Llama 3.1 and 3.2 say so in
+#: their names.
 SHAPES: Mapping[str, Mapping[str, LlamaArgs]] = types.MappingProxyType(_shapes())

@@ -1,4 +1,6 @@
-"""The Mistral family: Llama's decoder, in version 0.1 with a sliding window (Jiang et al. 2023). No torch here."""
+"""The Mistral family: Llama's decoder, in version 0.1 with a sliding window (Jiang et al. 2023). No
+torch here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _mistral(dim: int = 4096, n_layers: int = 32, n_heads: int = 32, **rest: Any
 _V03 = _mistral()
 FLAVORS = {
     # Four groups of query heads, and a window shorter than the sequences of its config.
-    "debugmodel": _mistral(256, 8, 16, n_kv_heads=4, ffn_dim=768, vocab_size=None, rope_theta=1e4, window=64),
+    "debugmodel": _mistral(
+        256, 8, 16, n_kv_heads=4, ffn_dim=768, vocab_size=None, rope_theta=1e4, window=64
+    ),
     "7B-v0.1": _mistral(vocab_size=32000, rope_theta=1e4, window=4096),
     "7B-v0.3": _V03,
     "7B": _V03,
@@ -48,8 +52,12 @@ def args_from_hf(config: Mapping[str, Any]) -> MistralArgs:
     is_null = "sliding_window" in config and config["sliding_window"] is None
     window = None if is_null else entry_of(config, "sliding_window", int, 4096)
     # `transformers` makes a Ministral of such a config, whose layers differ.
-    if (kinds := {*texts_of(config, "layer_types")}) - {"sliding_attention" if window else "full_attention"}:
-        raise ValueError(f"layer_types has {', '.join(sorted(kinds))}; all layers of a Mistral here are alike")
+    if (kinds := {*texts_of(config, "layer_types")}) - {
+        "sliding_attention" if window else "full_attention"
+    }:
+        raise ValueError(
+            f"layer_types has {', '.join(sorted(kinds))}; all layers of a Mistral here are alike"
+        )
     return llama_hf.args_from_hf(config, "mistral", MistralArgs, window=window)
 
 

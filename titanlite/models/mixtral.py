@@ -35,8 +35,14 @@ class MixtralArgs(LlamaArgs):
         super().__post_init__()
         wrong = []
         if not 2 <= self.top_k <= self.n_experts:
-            reason = "a single expert's weight is always 1, and its router would learn nothing from the text"
-            wrong.append(f"top_k must be between 2 and n_experts = {self.n_experts}, got {self.top_k}: {reason}")
+            reason = (
+                "a single expert's weight is always 1, and its router would learn nothing from "
+                "the text"
+            )
+            wrong.append(
+                f"top_k must be between 2 and n_experts = {self.n_experts}, got {self.top_k}: "
+                f"{reason}"
+            )
         wrong += [
             f"{name} must not be negative, got {value}"
             for name, value in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss))
@@ -61,13 +67,17 @@ class MixtralArgs(LlamaArgs):
         return max(self.max_seq_len, {4096: 32768, 6144: 65536}.get(self.dim, 0))
 
     def feed_forward_linears(self) -> dict[str, Size]:
-        """Return none: router and experts stay in high precision. The router's few outputs decide about tokens, and
-        torch has no float8 training of grouped products.
+        """Return none: router and experts stay in high precision.
+
+        The router's few outputs decide about tokens, and torch has no float8 training of grouped
+        products.
         """
         return {}
 
     def feed_forward_parameters(self) -> tuple[int, int]:
-        """Return the parameters of a block's experts and router, and those of them that one token is multiplied by."""
+        """Return the parameters of a block's experts and router, and those of them that one token
+        is multiplied by.
+        """
         expert, router = 3 * self.dim * self.ffn_width, self.dim * self.n_experts
         return self.n_experts * expert + router, self.top_k * expert + router
 
@@ -75,15 +85,21 @@ class MixtralArgs(LlamaArgs):
 #: Flavor → arguments: Mixtral of Experts (2024), and of 8x22B from public descriptions.
 FLAVORS: dict[str, MixtralArgs] = {
     "debugmodel": MixtralArgs(256, 6, 16, n_kv_heads=4, ffn_dim=512, rope_theta=1e6),
-    "8x7B": MixtralArgs(4096, 32, 32, n_kv_heads=8, ffn_dim=14336, vocab_size=32000, rope_theta=1e6),
-    "8x22B": MixtralArgs(6144, 56, 48, n_kv_heads=8, ffn_dim=16384, vocab_size=32000, rope_theta=1e6, aux_loss=0.001),
+    "8x7B": MixtralArgs(
+        4096, 32, 32, n_kv_heads=8, ffn_dim=14336, vocab_size=32000, rope_theta=1e6
+    ),
+    "8x22B": MixtralArgs(
+        6144, 56, 48, n_kv_heads=8, ffn_dim=16384, vocab_size=32000, rope_theta=1e6, aux_loss=0.001
+    ),
 }
 
 _MATRIX = re.compile(r"layers\.(\d+)\.feed_forward\.(?:gate\.weight|experts\.(w[123]))")
 
 
 def init_rule(name: str, args: MixtralArgs) -> Init:
-    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the router as w1."""
+    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the
+    router as w1.
+    """
     match = _MATRIX.fullmatch(name)
     if match is None or int(match[1]) >= args.n_layers:
         return llama.init_rule(name, args)
@@ -91,13 +107,17 @@ def init_rule(name: str, args: MixtralArgs) -> Init:
 
 
 def hf_names(args: MixtralArgs) -> dict[str, Any]:
-    """Return our parameter name → Hugging Face's; a stack of experts → the names of its matrices."""
+    """Return our parameter name → Hugging Face's; a stack of experts → the names of its
+    matrices.
+    """
 
     def each(name: str) -> tuple[str, ...]:
         return tuple(f"block_sparse_moe.experts.{i}.{name}.weight" for i in range(args.n_experts))
 
     experts = {f"feed_forward.experts.{name}": each(name) for name in ("w1", "w2", "w3")}
-    return llama_hf.hf_names(args, {"feed_forward.gate.weight": "block_sparse_moe.gate.weight", **experts})
+    return llama_hf.hf_names(
+        args, {"feed_forward.gate.weight": "block_sparse_moe.gate.weight", **experts}
+    )
 
 
 def hf_config(args: MixtralArgs) -> dict[str, Any]:
@@ -111,7 +131,10 @@ def hf_config(args: MixtralArgs) -> dict[str, Any]:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> MixtralArgs:
-    """Return the arguments that a config.json describes. Raises ValueError for one that this family does not do."""
+    """Return the arguments that a config.json describes.
+
+    Raises ValueError for one that this family does not do.
+    """
     for name in ("sliding_window", "router_jitter_noise"):
         if config.get(name):
             raise ValueError(f"{name} is {config[name]!r}; the family mixtral here has none")
@@ -136,7 +159,9 @@ SPEC: ModelSpec = decoder_spec(
     build=_build,
     init_rule=init_rule,
     tensor_plan=None,
-    experts=lambda args: {f"{block}.feed_forward": args.n_experts for block in llama.block_names(args)},
+    experts=lambda args: {
+        f"{block}.feed_forward": args.n_experts for block in llama.block_names(args)
+    },
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,

@@ -1,9 +1,11 @@
-"""A mixture of experts in place of a block's feed-forward (Shazeer et al. 2017; Mixtral, Jiang et al. 2024).
+"""A mixture of experts in place of a block's feed-forward (Shazeer et al. 2017; Mixtral, Jiang et
+al. 2024).
 
-Each token goes to `top_k` of the experts, and no token is dropped (MegaBlocks, Gale et al. 2022). Tokens are sorted by
-expert, so that `torch.nn.functional.grouped_mm` multiplies the rows of each expert by its matrix in one kernel. Counts
-stay on the device: the host waits for nothing. (float32 on a GPU has no such kernel; torch then loops over the experts
-and waits.) Every sum has a fixed order, so results repeat to the last bit.
+Each token goes to `top_k` of the experts, and no token is dropped (MegaBlocks, Gale et al. 2022).
+Tokens are sorted by expert, so that `torch.nn.functional.grouped_mm` multiplies the rows of each
+expert by its matrix in one kernel. Counts stay on the device: the host waits for nothing. (float32
+on a GPU has no such kernel; torch then loops over the experts and waits.) Every sum has a fixed
+order, so results repeat to the last bit.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from titanlite.models.mixtral import MixtralArgs
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies each token's row to the places of its experts. The backward gathers, so its sums have a fixed order."""
+    """Copies each token's row to the places of its experts.
+
+    The backward gathers, so its sums have a fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -37,7 +42,9 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Adds up the results of each token's experts, weighted, in float32; one of `top_k` at a time is in float32."""
+    """Adds up the results of each token's experts, weighted, in float32; one of `top_k` at a time
+    is in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -60,7 +67,8 @@ class _Combine(torch.autograd.Function):
 class _AddLoss(torch.autograd.Function):
     """Returns x, and gives `loss` the gradient 1, as if it were added to the loss of the run.
 
-    So neither blocks nor pipeline stages have to hand the loss on, and a recomputed block adds it once.
+    So neither blocks nor pipeline stages have to hand the loss on, and a recomputed block adds it
+    once.
     """
 
     @staticmethod
@@ -75,7 +83,8 @@ class _AddLoss(torch.autograd.Function):
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
 def _grouped_mm_any(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """torch's `grouped_mm` for dtypes that its shape function refuses, although its kernel takes them.
+    """torch's `grouped_mm` for dtypes that its shape function refuses, although its kernel takes
+    them.
 
     Without it no float32 model could be traced or compiled.
     """
@@ -84,7 +93,9 @@ def _grouped_mm_any(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 @_grouped_mm_any.register_fake
 def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    return a.new_empty((a.size(0), b.size(2)) if b.ndim == 3 else (ends.size(0), a.size(0), b.size(1)))
+    return a.new_empty(
+        (a.size(0), b.size(2)) if b.ndim == 3 else (ends.size(0), a.size(0), b.size(1))
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -102,16 +113,21 @@ _grouped_mm_any.register_autograd(_gradients, setup_context=_save)
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Return the rows of each group times its matrix.
 
-    a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where each group ends. Returns [rows, N].
+    a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where each group ends.
+    Returns [rows, N].
     """
-    return F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
+    return (
+        F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
+    )
 
 
 class Exchange(Protocol):
     """Sends rows to the ranks that hold their experts, and the results back."""
 
     def dispatch(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return the rows for this rank's experts, sorted by expert, their counts, and a state for `combine`."""
+        """Return the rows for this rank's experts, sorted by expert, their counts, and a state for
+        `combine`.
+        """
         ...
 
     def combine(self, y: Tensor, state: Any) -> Tensor:
@@ -131,7 +147,10 @@ class Experts(nn.Module):
         self.exchange: Exchange | None = None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64, rows of each. Returns x's shape."""
+        """x: [tokens * top_k, dim], sorted by expert; counts: [experts] int64, rows of each.
+
+        Returns x's shape.
+        """
         state = None
         if self.exchange is not None:
             x, counts, state = self.exchange.dispatch(x, counts)
@@ -148,14 +167,14 @@ def _local(weight: Tensor) -> Tensor:
 class MoE(nn.Module):
     """A router and its experts.
 
-    The router's losses get their gradients here; the model's output does not contain them. Both are means over the
-    tokens of a step and over layers, as `transformers` weights them.
+    The router's losses get their gradients here; the model's output does not contain them. Both are
+    means over the tokens of a step and over layers, as `transformers` weights them.
 
-    step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as many. 0: the
-    router's losses are means over the tokens of each call.
-    record: [experts + 3] float64 on the device, or None. Training calls add to it each expert's rows, their tokens,
-    and the sums over tokens of load-balancing loss and z-loss. A block that runs again for its backward adds all of
-    them again, so only their ratios mean something.
+    step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as
+    many. 0: the router's losses are means over the tokens of each call.
+    record: [experts + 3] float64 on the device, or None. Training calls add to it each expert's
+    rows, their tokens, and the sums over tokens of load-balancing loss and z-loss. A block that
+    runs again for its backward adds all of them again, so only their ratios mean something.
     """
 
     def __init__(self, args: MixtralArgs) -> None:
@@ -179,19 +198,26 @@ class MoE(nn.Module):
             weights = self._add_losses(weights, logits, probabilities, counts)
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        places = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=x.device)
+        )
         places = places.view_as(chosen)  # of each token's rows among the sorted ones
         y = self.experts(_Dispatch.apply(tokens, order, places), counts)
         return _Combine.apply(y, weights, order, places).view_as(x)
 
-    def _add_losses(self, weights: Tensor, logits: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+    def _add_losses(
+        self, weights: Tensor, logits: Tensor, probabilities: Tensor, counts: Tensor
+    ) -> Tensor:
         """Return `weights` with the gradients of the router's losses, and record both."""
-        # Sums over tokens, like the loss of the run. Load balancing: Switch Transformer (Fedus et al. 2021), equations
-        # 4 to 6, with the shares of all top_k choices: top_k where all experts are equal. z: ST-MoE (Zoph et al. 2022).
+        # Sums over tokens, like the loss of the run. Load balancing: Switch Transformer (Fedus et
+        # al. 2021), equations 4 to 6, with the shares of all top_k choices: top_k where all experts
+        # are equal. z: ST-MoE (Zoph et al. 2022).
         balance = probabilities.sum(0) @ (counts.float() * (counts.numel() / len(logits)))
         z = logits.logsumexp(-1).square().sum()
         if self.aux_weight or self.z_weight:
-            loss = (self.aux_weight * balance + self.z_weight * z) / (self.step_tokens or len(logits))
+            loss = (self.aux_weight * balance + self.z_weight * z) / (
+                self.step_tokens or len(logits)
+            )
             weights = _AddLoss.apply(weights, loss)
         if self.record is not None:
             with torch.no_grad():

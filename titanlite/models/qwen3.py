@@ -1,4 +1,6 @@
-"""The dense models of the Qwen3 family (Qwen3 technical report, 2025): Llama's decoder with QK norm. No torch here."""
+"""The dense models of the Qwen3 family (Qwen3 technical report, 2025): Llama's decoder with QK
+norm. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def hf_config(args: Qwen3Args) -> dict[str, Any]:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
-    """Return the arguments that a config.json describes. Raises ValueError for another model, or one with windows."""
+    """Return the arguments that a config.json describes.
+
+    Raises ValueError for another model, or one with windows.
+    """
     has_windows = entry_of(config, "use_sliding_window", bool, False)
     if has_windows or {*texts_of(config, "layer_types")} - {"full_attention"}:
         raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")

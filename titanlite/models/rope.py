@@ -13,11 +13,13 @@ from titanlite.models.llama import RopeScaling
 
 
 class Rotation:
-    """The cosines and sines of one batch: [seq, 1, head_dim / 2], or [batch, seq, 1, head_dim / 2], fp32.
+    """The cosines and sines of one batch: [seq, 1, head_dim / 2], or [batch, seq, 1, head_dim / 2],
+    fp32.
 
-    Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument, and `fully_shard` with
-    `cast_forward_inputs=True` casts every floating-point tensor that it finds in a block's arguments, inside
-    containers too, to the parameters' dtype. Casting back in the block could not restore what bf16's 8 bits lost.
+    Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument, and
+    `fully_shard` with `cast_forward_inputs=True` casts every floating-point tensor that it finds in
+    a block's arguments, inside containers too, to the parameters' dtype. Casting back in the block
+    could not restore what bf16's 8 bits lost.
     """
 
     __slots__ = ("cos", "sin")
@@ -30,17 +32,19 @@ class Rotation:
         """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
         if x.device.type == "cuda" and not torch.compiler.is_compiling():
             return _Rotate.apply(x, self.cos, self.sin)
-        # Explicitly in fp32: with bf16 operands the compiler would keep intermediates in fp32 that eager mode rounds,
-        # and the two would differ.
+        # Explicitly in fp32: with bf16 operands the compiler would keep intermediates in fp32 that
+        # eager mode rounds, and the two would differ.
         first, second = x.float().chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation in three kernels in each direction, for eager CUDA: the formula under autograd launches 21.
+    """The rotation in three kernels in each direction, for eager CUDA: the formula under autograd
+    launches 21.
 
-    It rounds once, to the dtype of x, as the formula does; each sum of two products is one fused multiply-add.
+    It rounds once, to the dtype of x, as the formula does; each sum of two products is one fused
+    multiply-add.
     """
 
     @staticmethod
@@ -67,16 +71,19 @@ class _Rotate(torch.autograd.Function):
 
 
 class Rope(nn.Module):
-    """Tables of cosines and sines for positions 0 … max_seq_len - 1, each [max_seq_len, head_dim / 2] fp32.
+    """Tables of cosines and sines for positions 0 … max_seq_len - 1, each [max_seq_len, head_dim /
+    2] fp32.
 
-    The tables are non-persistent buffers: a checkpoint does not carry them. After `to_empty` they are garbage until
-    `init_buffers` has run.
+    The tables are non-persistent buffers: a checkpoint does not carry them. After `to_empty` they
+    are garbage until `init_buffers` has run.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(
+        self, head_dim: int, max_seq_len: int, theta: float, scaling: RopeScaling | None
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
@@ -89,14 +96,18 @@ class Rope(nn.Module):
 
     @torch.no_grad()
     def init_buffers(self) -> None:
-        """Fill the tables on the device they are on; on the meta device there is nothing to fill."""
+        """Fill the tables on the device they are on; on the meta device there is nothing to
+        fill.
+        """
         if self.cos.is_meta:
             return
-        # Always on the CPU, so that all devices rotate by the same angles; and in fp32 like the reference
-        # implementations, since published weights were trained with these roundings.
+        # Always on the CPU, so that all devices rotate by the same angles; and in fp32 like the
+        # reference implementations, since published weights were trained with these roundings.
         with torch.device("cpu"):
             position = torch.arange(self.max_seq_len, dtype=torch.float32)
-            angles = torch.outer(position, rope_frequencies(self.head_dim, self.theta, self.scaling))
+            angles = torch.outer(
+                position, rope_frequencies(self.head_dim, self.theta, self.scaling)
+            )
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -109,13 +120,14 @@ class Rope(nn.Module):
             return Rotation(self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
         if seq_len > self.max_seq_len:
             raise ValueError(
-                f"a sequence of {seq_len} tokens is longer than the model's RoPE tables ({self.max_seq_len}): "
-                f"build it with max_seq_len of at least {seq_len}"
+                f"a sequence of {seq_len} tokens is longer than the model's RoPE tables "
+                f"({self.max_seq_len}): build it with max_seq_len of at least {seq_len}"
             )
         return Rotation(self.cos[:seq_len].unsqueeze(1), self.sin[:seq_len].unsqueeze(1))
 
     def _apply(self, fn, recurse=True):
-        # `model.to(torch.bfloat16)` would round the tables: follow it to another device, not to another dtype.
+        # `model.to(torch.bfloat16)` would round the tables: follow it to another device, not to
+        # another dtype.
         super()._apply(fn, recurse)
         if self.cos.dtype != torch.float32:
             self.cos, self.sin = self.cos.float(), self.sin.float()
@@ -124,15 +136,19 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i / head_dim).
+    """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i /
+    head_dim).
 
-    With `scaling`, Llama 3.1's: wavelengths longer than original_context / low_freq_factor are stretched by `factor`,
-    those shorter than original_context / high_freq_factor stay, those between are blended linearly in 1 / wavelength.
+    With `scaling`, Llama 3.1's: wavelengths longer than original_context / low_freq_factor are
+    stretched by `factor`, those shorter than original_context / high_freq_factor stay, those
+    between are blended linearly in 1 / wavelength.
     """
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if scaling is None:
         return plain
     turns_in_context = scaling.original_context / (2 * math.pi / plain)
-    keep = (turns_in_context - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = (turns_in_context - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     keep = keep.clamp(0.0, 1.0)
     return (1.0 - keep) * plain / scaling.factor + keep * plain

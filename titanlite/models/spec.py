@@ -35,7 +35,10 @@ class ShapeError(ValueError):
 
     def __init__(self, *misfits: Misfit) -> None:
         self.misfits = misfits
-        lines = [f"model{m.field and '.'}{m.field}: {m.message}{m.advice and '; '}{m.advice}" for m in misfits]
+        lines = [
+            f"model{m.field and '.'}{m.field}: {m.message}{m.advice and '; '}{m.advice}"
+            for m in misfits
+        ]
         super().__init__("; ".join(lines))
 
 
@@ -69,23 +72,28 @@ class Size:
 
 
 def _no_hf(*_: Any) -> NoReturn:
-    raise ValueError("this model offers no conversion from or to Hugging Face's format (ModelSpec.hf_names)")
+    raise ValueError(
+        "this model offers no conversion from or to Hugging Face's format (ModelSpec.hf_names)"
+    )
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """A model family as functions of its arguments.
 
-    The arguments are a frozen dataclass of the model's own. Two of its fields are fixed: `vocab_size` (None only in a
-    flavor that takes the tokenizer's) and `max_seq_len`, the longest sequence in tokens. A pipeline also reads `dim`,
-    the width of hidden states. A `__post_init__` that raises ValueError refuses arguments.
+    The arguments are a frozen dataclass of the model's own. Two of its fields are fixed:
+    `vocab_size` (None only in a flavor that takes the tokenizer's) and `max_seq_len`, the longest
+    sequence in tokens. A pipeline also reads `dim`, the width of hidden states. A `__post_init__`
+    that raises ValueError refuses arguments.
 
-    The module maps tokens [batch, seq] int64 to logits [batch, seq, vocab]. It keeps its blocks where `block_names`
-    says, and may have `init_buffers()`, which computes the buffers that no checkpoint holds. For
-    `training.loss_chunks` it takes `labels` and `loss` and returns `head(x, labels, loss)` if there are labels. For
-    `data.mask_documents` it takes `doc_ids` [batch, seq] int32, the number of each token's document in its row.
+    The module maps tokens [batch, seq] int64 to logits [batch, seq, vocab]. It keeps its blocks
+    where `block_names` says, and may have `init_buffers()`, which computes the buffers that no
+    checkpoint holds. For `training.loss_chunks` it takes `labels` and `loss` and returns `head(x,
+    labels, loss)` if there are labels. For `data.mask_documents` it takes `doc_ids` [batch, seq]
+    int32, the number of each token's document in its row.
 
-    Fields with the default None are features that a model need not offer; a config that asks for one is then refused.
+    Fields with the default None are features that a model need not offer; a config that asks for
+    one is then refused.
     """
 
     name: str
@@ -109,32 +117,40 @@ class ModelSpec:
     fsdp_units: Callable[[Any], list[tuple[str, ...]]] | None = None
     #: For float8. Name → size of every linear, in the model's order.
     linears: Callable[[Any], dict[str, Size]] | None = None
-    #: For tensor parallelism. Module name → how it is divided, see `titanlite.parallel.tensor.apply_tp`.
+    #: For tensor parallelism. Module name → how it is divided, see
+    #: `titanlite.parallel.tensor.apply_tp`.
     tensor_plan: Callable[[Any], dict[str, str]] | None = None
-    #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the vocabulary.
+    #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the
+    #: vocabulary.
     tensor_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    #: For `titanlite.parallel.compiles_halves`. Names of the parts of each block, each compiled as one.
+    #: For `titanlite.parallel.compiles_halves`. Names of the parts of each block, each compiled as
+    #: one.
     sublayer_names: Callable[[Any], list[str]] | None = None
-    #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start with: embedding,
-    #: blocks, last norm, head. The module must run with the others set to None, as `titanlite.models.layers.Llama`.
-    #: Every parameter is in one of them. Where a rank has several stages, blocks are in an `nn.ModuleDict`.
+    #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start
+    #: with: embedding, blocks, last norm, head. The module must run with the others set to None, as
+    #: `titanlite.models.layers.Llama`. Every parameter is in one of them. Where a rank has several
+    #: stages, blocks are in an `nn.ModuleDict`.
     pipeline_costs: Callable[[Any, int], dict[str, Cost]] | None = None
-    #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call takes `positions`.
+    #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call
+    #: takes `positions`.
     context_parallel: bool = False
-    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For expert parallelism
-    #: the module that holds their parameters [experts, …] has an attribute `exchange`, see `titanlite.parallel.expert`.
+    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For
+    #: expert parallelism the module that holds their parameters [experts, …] has an attribute
+    #: `exchange`, see `titanlite.parallel.expert`.
     experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
-    #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names: ours is the stack of
-    #: these tensors along a new first dimension.
+    #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names:
+    #: ours is the stack of these tensors along a new first dimension.
     hf_names: Callable[[Any], Mapping[str, HFName]] = _no_hf
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
 
     def build_on_meta(self, args: Any) -> nn.Module:
-        """Build the module on the meta device, in float32 (the masters of mixed precision) with every default dtype."""
+        """Build the module on the meta device, in float32 (the masters of mixed precision) with
+        every default dtype.
+        """
         import torch
 
         with torch.device("meta"):
@@ -142,10 +158,15 @@ class ModelSpec:
 
     def fsdp_groups(self, args: Any) -> list[tuple[str, ...]]:
         """Return the modules that are sharded together: `fsdp_units`, or each block."""
-        return self.fsdp_units(args) if self.fsdp_units else [(name,) for name in self.block_names(args)]
+        return (
+            self.fsdp_units(args)
+            if self.fsdp_units
+            else [(name,) for name in self.block_names(args)]
+        )
 
     def to_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
-        """Return a full state dictionary under Hugging Face's names; the tensors are shared, not copied.
+        """Return a full state dictionary under Hugging Face's names; the tensors are shared, not
+        copied.
 
         Raises ValueError if a parameter is missing or unknown.
         """
@@ -153,20 +174,29 @@ class ModelSpec:
         compare_names(names.keys(), state.keys() - self.tied(args).keys())
         found: dict[str, Tensor] = {}
         for ours, theirs in names.items():
-            found.update({theirs: state[ours]} if isinstance(theirs, str) else zip(theirs, state[ours], strict=True))
+            found.update(
+                {theirs: state[ours]}
+                if isinstance(theirs, str)
+                else zip(theirs, state[ours], strict=True)
+            )
         return found
 
     def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
         """Undo `to_hf`; a tied head is the embedding's tensor itself.
 
-        Raises ValueError if a parameter is missing or unknown, or if a tied head differs from the embedding.
+        Raises ValueError if a parameter is missing or unknown, or if a tied head differs from the
+        embedding.
         """
         import torch
 
         self.names_from_hf(state, args)
         found: dict[str, Tensor] = {}
         for ours, theirs in self.hf_names(args).items():
-            found[ours] = state[theirs] if isinstance(theirs, str) else torch.stack([state[name] for name in theirs])
+            found[ours] = (
+                state[theirs]
+                if isinstance(theirs, str)
+                else torch.stack([state[name] for name in theirs])
+            )
         for name, other in self.tied(args).items():
             if HF_HEAD in state and not state[HF_HEAD].equal(found[other]):
                 raise ValueError(f"{HF_HEAD} differs from {other}, but the model ties them")
@@ -174,23 +204,34 @@ class ModelSpec:
         return found
 
     def names_from_hf(self, given: Collection[str], args: Any) -> dict[str, str]:
-        """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied head is not.
+        """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied
+        head is not.
 
-        Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing or unknown.
+        Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing
+        or unknown.
         """
-        names = {name: ours for ours, theirs in self.hf_names(args).items() for name in as_names(theirs)}
-        known = {name for name in given if not is_derived(name)} - ({HF_HEAD} if self.tied(args) else set())
+        names = {
+            name: ours for ours, theirs in self.hf_names(args).items() for name in as_names(theirs)
+        }
+        known = {name for name in given if not is_derived(name)} - (
+            {HF_HEAD} if self.tied(args) else set()
+        )
         compare_names(names.keys(), known)
         return names
 
 
 def get_spec(name: str) -> ModelSpec:
-    """Return the spec of a built-in model, or of a dotted path. Raises ShapeError for any other name."""
+    """Return the spec of a built-in model, or of a dotted path.
+
+    Raises ShapeError for any other name.
+    """
     from titanlite.models import SPECS
 
     if is_dotted(name):
         try:
-            return resolve_as(name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec")
+            return resolve_as(
+                name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec"
+            )
         except ValueError as error:
             hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
             raise ShapeError(Misfit(str(error), "name", hint)) from error
@@ -208,4 +249,6 @@ def names_like(word: str, known: Iterable[str]) -> str:
     """Return the names that exist, those nearest to `word` first."""
     known = list(known)
     close = nearest(word, known, 3)
-    return "; ".join([*(["nearest: " + ", ".join(close)] if close else []), "there are " + ", ".join(known)])
+    return "; ".join(
+        [*(["nearest: " + ", ".join(close)] if close else []), "there are " + ", ".join(known)]
+    )

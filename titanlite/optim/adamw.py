@@ -1,4 +1,6 @@
-"""AdamW with a dtype per state and Kahan summation for weights in bfloat16, and AdamW with moments of 8 bits."""
+"""AdamW with a dtype per state and Kahan summation for weights in bfloat16, and AdamW with moments
+of 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from titanlite.optim.gated import GatedOptimizer, local
 
 
 class AnyPrecisionAdamW(GatedOptimizer):
-    """AdamW (Loshchilov and Hutter, 2019). With all dtypes float32 and no Kahan summation it is torch's, to rounding.
+    """AdamW (Loshchilov and Hutter, 2019).
 
-    A weight in bfloat16 has 8 bits of precision: an update below 1/256 of it rounds away, and training stagnates. Kahan
-    summation keeps what was rounded away, and adds it to the next update (Kahan, 1965; Zamirai et al., 2020,
-    arXiv:2010.06192).
+    With all dtypes float32 and no Kahan summation it is torch's, to rounding.
 
-    The arithmetic is in float32; a step rounds its results once, when it stores them. Bytes per parameter besides
-    weight and gradient: those of momentum and variance, and of the compensation with `kahan`.
+    A weight in bfloat16 has 8 bits of precision: an update below 1/256 of it rounds away, and
+    training stagnates. Kahan summation keeps what was rounded away, and adds it to the next update
+    (Kahan, 1965; Zamirai et al., 2020, arXiv:2010.06192).
+
+    The arithmetic is in float32; a step rounds its results once, when it stores them. Bytes per
+    parameter besides weight and gradient: those of momentum and variance, and of the compensation
+    with `kahan`.
     """
 
     def __init__(
@@ -46,10 +51,13 @@ class AnyPrecisionAdamW(GatedOptimizer):
             weight, gradient = local(parameter), self.gradient_of(parameter)
             step = self.state[parameter]["step"]
             first = self.average(parameter, "exp_avg", self.momentum_dtype, gradient, beta1)
-            second = self.average(parameter, "exp_avg_sq", self.variance_dtype, gradient.square(), beta2)
+            second = self.average(
+                parameter, "exp_avg_sq", self.variance_dtype, gradient.square(), beta2
+            )
             size = group["lr"] / (1 - beta1**step)
             change = first.mul_(-size).div_((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
-            # The decay goes through the same sum: a factor 1 - lr * decay alone rounds to 1 in bfloat16.
+            # The decay goes through the same sum: a factor 1 - lr * decay alone rounds to 1 in
+            # bfloat16.
             change.add_(weight, alpha=-group["lr"] * group["weight_decay"])
             if not self.kahan:
                 self.store(weight, weight + change)
@@ -61,7 +69,12 @@ class AnyPrecisionAdamW(GatedOptimizer):
             self.store(weight, result)
 
     def average(
-        self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype, value: torch.Tensor, decay: float
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        dtype: torch.dtype,
+        value: torch.Tensor,
+        decay: float,
     ) -> torch.Tensor:
         """Move a running average towards `value`; store it as `dtype`, and return it in float32."""
         stored = self.buffer(parameter, name, dtype)
@@ -70,13 +83,16 @@ class AnyPrecisionAdamW(GatedOptimizer):
         return moved
 
 
-#: Elements that share a scale at most; ranks that may cut a row without cutting a block; elements below which a tensor
-#: stays in float32, as do all whose rows do not divide into blocks of `_LEAST` on that many ranks.
+#: Elements that share a scale at most; ranks that may cut a row without cutting a block; elements
+#: below which a tensor stays in float32, as do all whose rows do not divide into blocks of `_LEAST`
+#: on that many ranks.
 _BLOCK, _CUTS, _SMALL, _LEAST = 256, 8, 4096, 32
 
 
 def block_of(shape: torch.Size) -> int:
-    """Return how many neighbours in a row share a scale; 0: the moments of a tensor of this shape stay in float32."""
+    """Return how many neighbours in a row share a scale; 0: the moments of a tensor of this shape
+    stay in float32.
+    """
     block = min(_BLOCK, math.gcd(shape[-1], _BLOCK * _CUTS) // _CUTS) if len(shape) > 1 else 0
     return block if shape.numel() >= _SMALL and block >= _LEAST else 0
 
@@ -85,7 +101,8 @@ def block_of(shape: torch.Size) -> int:
 def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 256 values of a code, rising, and the 255 borders between them.
 
-    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in twice the steps of that below.
+    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in twice the
+    steps of that below.
     """
     values = torch.tensor([0.0, 1.0])
     for decade in range(7):
@@ -98,7 +115,8 @@ def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 @functools.cache
 def _upper_halves(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each upper half of a float32 the code of its least value, and the border above that.
+    """Return for each upper half of a float32 the code of its least value, and the border above
+    that.
 
     Numbers with one upper half have no more than one border between them.
     """
@@ -112,33 +130,47 @@ def _upper_halves(signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def nearest_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
     """Return the code nearest to each finite value (float32), as `torch.bucketize` finds it."""
     if values.device.type != "cpu":
-        return torch.bucketize(values, _levels(signed, values.device)[1], out_int32=True, right=True)
+        return torch.bucketize(
+            values, _levels(signed, values.device)[1], out_int32=True, right=True
+        )
     # A CPU mispredicts the branches of its search: a table takes a fraction of the time.
     codes, borders = _upper_halves(signed)
     upper = (values.view(torch.int32) >> 16).add_(2**15).flatten()
-    return codes.index_select(0, upper).add_(values.flatten() >= borders.index_select(0, upper)).view(values.shape)
+    return (
+        codes.index_select(0, upper)
+        .add_(values.flatten() >= borders.index_select(0, upper))
+        .view(values.shape)
+    )
 
 
 class AdamW8bit(AnyPrecisionAdamW):
     """AdamW whose moments are codes of 8 bits with one float32 scale for each block of a row.
 
-    After Dettmers et al., 2021, arXiv:2110.02861, in the number format of torchao's. `torchao.optim.AdamW8bit` computes
-    the same on whole matrices, to rounding. It quantizes blocks of each rank's flat shard, so its moments fit no other
-    number of ranks; and it cannot hold a step back on the device. Here a block is a piece of one row. So moments have
-    the sharding of the weights, and checkpoints load on any mesh that cuts no block.
+    After Dettmers et al., 2021, arXiv:2110.02861, in the number format of torchao's.
+    `torchao.optim.AdamW8bit` computes the same on whole matrices, to rounding. It quantizes blocks
+    of each rank's flat shard, so its moments fit no other number of ranks; and it cannot hold a
+    step back on the device. Here a block is a piece of one row. So moments have the sharding of the
+    weights, and checkpoints load on any mesh that cuts no block.
     """
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, variance_dtype=torch.float32, **options)
 
     def average(
-        self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype, value: torch.Tensor, decay: float
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        dtype: torch.dtype,
+        value: torch.Tensor,
+        decay: float,
     ) -> torch.Tensor:
         block = block_of(parameter.shape)
         if not block:
             return super().average(parameter, name, dtype, value, decay)
         codes = self.buffer(parameter, name, torch.uint8)
-        scales = self.buffer(parameter, f"{name}_scale", torch.float32, parameter.shape[-1] // block)
+        scales = self.buffer(
+            parameter, f"{name}_scale", torch.float32, parameter.shape[-1] // block
+        )
         signed = name == "exp_avg"
         values, _ = _levels(signed, codes.device)
         old = values.index_select(0, codes.flatten().int()).view(scales.shape + (block,))

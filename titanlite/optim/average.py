@@ -31,10 +31,11 @@ AVERAGE, WEIGHT = "ema.", "model."
 
 
 class WeightAverage(Callback):
-    """Moves the averages after each step by (1 - decay) of their distance to the weights; after a bad step by nothing.
+    """Moves the averages after each step by (1 - decay) of their distance to the weights; after a
+    bad step by nothing.
 
-    weights: of `model`, as `titanlite.checkpoint.storage.gather` names them. The averages begin with them. They take 4
-    bytes per parameter, and `applied` as many more as the weights have.
+    weights: of `model`, as `titanlite.checkpoint.storage.gather` names them. The averages begin
+    with them. They take 4 bytes per parameter, and `applied` as many more as the weights have.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, torch.Tensor], decay: float) -> None:
@@ -50,13 +51,18 @@ class WeightAverage(Callback):
             self.tensors[AVERAGE + name.removeprefix(WEIGHT)] = made[pointer]
         pairs = zip(self.tensors.values(), self._weights.values(), strict=True)
         #: Local parts of each average and its weight, tied ones once.
-        self._pairs = list({id(average): (local(average), local(weight)) for average, weight in pairs}.values())
+        self._pairs = list(
+            {id(average): (local(average), local(weight)) for average, weight in pairs}.values()
+        )
 
     @torch.no_grad()
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Nothing waits for the device."""
         good = result.good.to(self._pairs[0][0].device)
-        for average, weight in self._pairs:  # selected, since weights may be no numbers after a bad step
+        for (
+            average,
+            weight,
+        ) in self._pairs:  # selected, since weights may be no numbers after a bad step
             average.copy_(torch.where(good, average.lerp(weight.float(), 1 - self._decay), average))
 
     @contextmanager
@@ -74,5 +80,7 @@ class WeightAverage(Callback):
         for (_, weight), value in zip(self._pairs, values, strict=True):
             weight.copy_(value)
         forget_scales(self._model)
-        for part in self._model.stages.values() if isinstance(self._model, PipelineModel) else [self._model]:
+        for part in (
+            self._model.stages.values() if isinstance(self._model, PipelineModel) else [self._model]
+        ):
             free_gathered(part)

@@ -1,4 +1,6 @@
-"""The base of titanlite's own optimizers: a flag on the device holds a step back, and the host waits for nothing."""
+"""The base of titanlite's own optimizers: a flag on the device holds a step back, and the host
+waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class GatedOptimizer(torch.optim.Optimizer):
-    """Subclasses say in `update` how the parameters of a group change, and write every change with `store`.
+    """Subclasses say in `update` how the parameters of a group change, and write every change with
+    `store`.
 
-    The state has the parameters' sharding (DTensor), so that checkpoints load on any mesh. Updates work on local parts.
+    The state has the parameters' sharding (DTensor), so that checkpoints load on any mesh. Updates
+    work on local parts.
     """
 
-    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is set, and divides
-    #: gradients by the tensor `grad_scale`, if there is one.
+    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is
+    #: set, and divides gradients by the tensor `grad_scale`, if there is one.
     _step_supports_amp_scaling = True
     found_inf: torch.Tensor | None = None
 
@@ -47,13 +51,17 @@ class GatedOptimizer(torch.optim.Optimizer):
             self.update(group, parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep the dtypes of the state: torch casts it to that of the parameters."""
+        """Load as torch does, but keep the dtypes of the state: torch casts it to that of the
+        parameters.
+        """
         super().load_state_dict(state_dict)
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for key, parameter in zip(keys, parameters, strict=True):
             state = state_dict["state"].get(key, {})
-            self.state[parameter].update({name: value.to(parameter.device) for name, value in state.items()})
+            self.state[parameter].update(
+                {name: value.to(parameter.device) for name, value in state.items()}
+            )
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return this rank's part of a parameter's gradient in float32."""
@@ -62,12 +70,20 @@ class GatedOptimizer(torch.optim.Optimizer):
         return gradient if scale is None else gradient / scale
 
     def store(self, target: torch.Tensor, value: torch.Tensor) -> None:
-        """Write `value` into the local tensor `target`, in its dtype, unless this step is held back."""
+        """Write `value` into the local tensor `target`, in its dtype, unless this step is held
+        back.
+        """
         value = value.to(target.dtype)
-        target.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), target, value))
+        target.copy_(
+            value if self.found_inf is None else torch.where(self.found_inf.bool(), target, value)
+        )
 
     def buffer(
-        self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype, columns: int | None = None
+        self,
+        parameter: torch.nn.Parameter,
+        name: str,
+        dtype: torch.dtype,
+        columns: int | None = None,
     ) -> torch.Tensor:
         """Return the local part of a state tensor shaped as the parameter, of zeros at first.
 
@@ -82,7 +98,9 @@ class GatedOptimizer(torch.optim.Optimizer):
 
 
 def _with_columns(parameter: torch.nn.Parameter, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros [..., columns], sharded as the parameter [..., m]; ranks have multiples of m / columns of its m."""
+    """Return zeros [..., columns], sharded as the parameter [..., m]; ranks have multiples of m /
+    columns of its m.
+    """
     shape = torch.Size((*parameter.shape[:-1], columns))
     part = local(parameter)
     size = (*part.shape[:-1], part.shape[-1] * columns // parameter.shape[-1])

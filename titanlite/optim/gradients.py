@@ -1,4 +1,6 @@
-"""Gradient norms of sharded parameters without a collective, clipping, and the optimizer's step in the backward."""
+"""Gradient norms of sharded parameters without a collective, clipping, and the optimizer's step in
+the backward.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.optim.optimizer import set_rates
 
-#: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares get lost.
+#: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares
+#: get lost.
 _NORM_CHUNK = 2**16
 
 
@@ -23,19 +26,26 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of global norm `norm` are divided by so that it is `max_norm` at most (0-dim)."""
+    """Return what gradients of global norm `norm` are divided by so that it is `max_norm` at most
+    (0-dim).
+    """
     return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their global norm is `max_norm` at most. norm: what it is now (0-dim)."""
+    """Scale all gradients so that their global norm is `max_norm` at most.
+
+    norm: what it is now (0-dim).
+    """
     torch._foreach_mul_(local_gradients(parameters), (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the Euclidean norm of the elements of all tensors (0-dim float32); all must be on one device.
+    """Return the Euclidean norm of the elements of all tensors (0-dim float32); all must be on one
+    device.
 
-    torch sums the squares of a whole CPU tensor in one chain of float32: at 2^28 elements 2 to 4 % are missing.
+    torch sums the squares of a whole CPU tensor in one chain of float32: at 2^28 elements 2 to 4 %
+    are missing.
     So CPU tensors are summed in chunks, without a copy. GPU kernels sum in parts anyway.
     """
     pieces: list[torch.Tensor] = []
@@ -50,16 +60,25 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return this rank's share of the squared norm of all gradients (0-dim float32 on `device`).
 
-    The shares of all ranks add up to it: a part that several ranks hold counts for each of them as a fraction.
+    The shares of all ranks add up to it: a part that several ranks hold counts for each of them as
+    a fraction.
     """
     by_copies: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_copies.setdefault(_copies(parameter), []).append(parameter)
     gradients = {copies: local_gradients(group) for copies, group in by_copies.items()}
-    shares = [total_norm(pieces).square() / copies for copies, pieces in gradients.items() if pieces]
-    total = torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
+    shares = [
+        total_norm(pieces).square() / copies for copies, pieces in gradients.items() if pieces
+    ]
+    total = (
+        torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
+    )
     # That of offloaded gradients is in host memory. A fill does not wait for the GPU; a copy would.
-    return total if total.device.type == device.type else torch.full_like(total, total.item(), device=device)
+    return (
+        total
+        if total.device.type == device.type
+        else torch.full_like(total, total.item(), device=device)
+    )
 
 
 def _copies(parameter: nn.Parameter) -> int:
@@ -71,13 +90,19 @@ def _copies(parameter: nn.Parameter) -> int:
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter or module: `layers.3` inside of a numbered one, else the top-level module."""
-    parts = [part for part in name.split(".") if not part.startswith("_")]  # wrappers' names begin with one
+    """Return the layer of a parameter or module: `layers.3` inside of a numbered one, else the
+    top-level module.
+    """
+    parts = [
+        part for part in name.split(".") if not part.startswith("_")
+    ]  # wrappers' names begin with one
     return ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdigit()), 0) + 1])
 
 
 def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return `square_norm` of each layer, in model order; zero for layers on other ranks of a pipeline."""
+    """Return `square_norm` of each layer, in model order; zero for layers on other ranks of a
+    pipeline.
+    """
     layers: dict[str, list[nn.Parameter]] = {}
     if (layout := getattr(model, "layout", None)) is not None:  # of a `PipelineModel`
         layers = {layer_of(name): [] for name in layout.trained}
@@ -87,23 +112,31 @@ def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
 
 
 class StepInBackward:
-    """Steps `optimizer` inside of `at(lr)`: each parameter as soon as its gradient is reduced. One backward, one step.
+    """Steps `optimizer` inside of `at(lr)`: each parameter as soon as its gradient is reduced.
 
-    The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In return nothing can
-    depend on all gradients: no clipping by the global norm, no accumulation, and the guard sees a bad step after it.
+    One backward, one step.
+
+    The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In
+    return nothing can depend on all gradients: no clipping by the global norm, no accumulation, and
+    the guard sees a bad step after it.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._active = optimizer, False
         self._squares: list[torch.Tensor] = []
         #: By its place: a load of the optimizer's state makes new groups.
-        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._group_of = {
+            id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._step)
 
     @contextmanager
     def at(self, lr: float, before_update: Callable[[], object]) -> Iterator[None]:
-        """Update parameters during a backward pass inside, at learning rate `lr`. before_update: is called at once."""
+        """Update parameters during a backward pass inside, at learning rate `lr`.
+
+        before_update: is called at once.
+        """
         before_update()
         set_rates(self._optimizer, lr)
         self._squares, self._active = [], True
@@ -113,7 +146,9 @@ class StepInBackward:
             self._active = False
 
     def square_norm(self, device: torch.device) -> torch.Tensor:
-        """Return this rank's share of the squared norm of the latest gradients, as `gradients.square_norm`."""
+        """Return this rank's share of the squared norm of the latest gradients, as
+        `gradients.square_norm`.
+        """
         return torch.stack(self._squares).to(device).sum()
 
     def _step(self, parameter: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Muon on sharded weights: momentum whose matrices are made orthogonal before the update.
 
-Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; the step size 0.2 * sqrt(max(rows, columns)) gives
-updates as large as AdamW's, so both take one learning rate and weight decay (Liu et al., 2025, arXiv:2502.16982).
-`torch.optim.Muon` computes the same on whole matrices; on a shard of a matrix it would compute something else.
+Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; the step size 0.2 * sqrt(max(rows,
+columns)) gives updates as large as AdamW's, so both take one learning rate and weight decay (Liu et
+al., 2025, arXiv:2502.16982). `torch.optim.Muon` computes the same on whole matrices; on a shard of
+a matrix it would compute something else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _STEPS = 5
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices [..., m, n] with all singular values moved to about 1 (0.7 to 1.2), computed in bfloat16."""
+    """Return matrices [..., m, n] with all singular values moved to about 1 (0.7 to 1.2), computed
+    in bfloat16.
+    """
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16().flatten(0, -3)
     wide = x.shape[-2] <= x.shape[-1]
@@ -40,8 +43,9 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 class Muon(AnyPrecisionAdamW):
     """Muon for groups with `muon = True`, AdamW in float32 for the others.
 
-    Parameters of such groups are matrices [m, n], or [k, m, n], k matrices. Each matrix of a mesh is made orthogonal on
-    one of the ranks that share it: an all-to-all brings its rows together, and a second one takes them back.
+    Parameters of such groups are matrices [m, n], or [k, m, n], k matrices. Each matrix of a mesh
+    is made orthogonal on one of the ranks that share it: an all-to-all brings its rows together,
+    and a second one takes them back.
     """
 
     def __init__(self, parameters: Any, *, momentum: float = 0.95, **options: Any) -> None:
@@ -54,7 +58,11 @@ class Muon(AnyPrecisionAdamW):
             return super().update(group, parameters)
         alike = defaultdict(list)
         for parameter in parameters:
-            sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            sharding = (
+                (parameter.device_mesh, parameter.placements)
+                if isinstance(parameter, DTensor)
+                else None
+            )
             alike[parameter.shape, parameter.device, sharding].append(parameter)
         for members in alike.values():
             at_once = _at_once(members[0])
@@ -71,18 +79,24 @@ class Muon(AnyPrecisionAdamW):
             self.store(buffer, average)
             directions.append(gradient.lerp(average, self.momentum))  # Nesterov's
         scale = 0.2 * math.sqrt(max(parameters[0].shape[-2:]))
-        for parameter, direction in zip(parameters, _orthogonal(directions, parameters[0]), strict=True):
+        for parameter, direction in zip(
+            parameters, _orthogonal(directions, parameters[0]), strict=True
+        ):
             weight = local(parameter)
             decayed = weight * (1 - group["lr"] * group["weight_decay"])
             self.store(weight, decayed.add_(direction, alpha=-group["lr"] * scale))
 
 
 def _at_once(parameter: torch.nn.Parameter) -> int:
-    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more than a whole one."""
+    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more
+    than a whole one.
+    """
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    return mesh.size(-1) if _is_strided(parameter.placements) else mesh.size()  # all ranks hold the former whole
+    return (
+        mesh.size(-1) if _is_strided(parameter.placements) else mesh.size()
+    )  # all ranks hold the former whole
 
 
 def _is_strided(placements: Sequence[Placement]) -> bool:
@@ -91,7 +105,9 @@ def _is_strided(placements: Sequence[Placement]) -> bool:
 
 
 def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> list[torch.Tensor]:
-    """Return the directions, local parts of matrices sharded as `like`, with whole matrices made orthogonal."""
+    """Return the directions, local parts of matrices sharded as `like`, with whole matrices made
+    orthogonal.
+    """
     stack = torch.stack(directions).bfloat16()
     if not isinstance(like, DTensor):
         return list(orthogonalize(stack).unbind())
@@ -100,7 +116,9 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
     stride = torch.empty(shape, device="meta").stride()
 
     def part(tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
-        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            tensor, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
     sharded, by_matrix = [_one_further(p) for p in like.placements], [Shard(0)] * mesh.ndim
     whole = part(stack, sharded)

@@ -1,4 +1,6 @@
-"""The optimizer of section `[optimizer]`, its parameter groups, and steps that a flag on the device can hold back."""
+"""The optimizer of section `[optimizer]`, its parameter groups, and steps that a flag on the device
+can hold back.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from titanlite.utils import is_dotted
 
 
 class Adam(torch.optim.Adam):
-    """torch's Adam, which steps on this rank's parts; its state keeps the sharding of the parameters.
+    """torch's Adam, which steps on this rank's parts; its state keeps the sharding of the
+    parameters.
 
-    All its operators are elementwise, so the numbers are the same. DTensor would take 2 s of the first step to find out
-    how each operator divides, and dispatches every later one more slowly.
+    All its operators are elementwise, so the numbers are the same. DTensor would take 2 s of the
+    first step to find out how each operator divides, and dispatches every later one more slowly.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
@@ -36,14 +39,21 @@ class AdamW(Adam, torch.optim.AdamW):
 
 
 def build_optimizer(
-    parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device, blocks: Collection[str] = ()
+    parameters: dict[str, nn.Parameter],
+    settings: Optimizer,
+    device: torch.device,
+    blocks: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of section `[optimizer]`. `gated_step` sets its learning rates at every step.
+    """Build the optimizer of section `[optimizer]`.
 
-    parameters: all of a model, by name. blocks: names of the model's blocks; Muon takes their matrices. Without groups
-    all parameters have one weight decay, norms included, as in Llama 2's and torchtitan's training.
+    `gated_step` sets its learning rates at every step.
 
-    Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses its arguments.
+    parameters: all of a model, by name. blocks: names of the model's blocks; Muon takes their
+    matrices. Without groups all parameters have one weight decay, norms included, as in Llama 2's
+    and torchtitan's training.
+
+    Raises TypeError for an object that is no optimizer, and ConfigError for a class that refuses
+    its arguments.
     """
     if is_dotted(settings.name):
         maker, is_class = load_optimizer(settings.name, settings.args)
@@ -52,7 +62,10 @@ def build_optimizer(
         else:
             optimizer = maker(parameters, settings, device)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch optimizer")
+            raise TypeError(
+                f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch "
+                "optimizer"
+            )
         return keep_ratios(optimizer, settings.peak_lr)
     groups = parameter_groups(parameters, settings, blocks)
     common: dict[str, Any] = {
@@ -63,18 +76,24 @@ def build_optimizer(
     }
     if settings.name == "AdamW8bit":
         dtype = getattr(torch, settings.compensation_dtype)
-        ours: torch.optim.Optimizer = AdamW8bit(groups, **common, kahan=settings.kahan, compensation_dtype=dtype)
+        ours: torch.optim.Optimizer = AdamW8bit(
+            groups, **common, kahan=settings.kahan, compensation_dtype=dtype
+        )
         return keep_ratios(ours, settings.peak_lr)
     if settings.name == "AnyPrecisionAdamW":
         dtypes = {name: getattr(torch, getattr(settings, name)) for name in _STATE_DTYPES}
-        return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.peak_lr)
+        return keep_ratios(
+            AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.peak_lr
+        )
     if settings.name == "Muon":
         from titanlite.optim.muon import Muon
 
         return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.peak_lr)
     kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
-    return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr)
+    return keep_ratios(
+        kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr
+    )
 
 
 def _of_class(
@@ -85,29 +104,43 @@ def _of_class(
     Arrays of the config become tuples, which is what torch's own classes take.
     Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
     """
-    args = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.args.items()}
+    args = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in settings.args.items()
+    }
     try:
         optimizer = maker(groups, lr=settings.lr, **args)
     except (TypeError, ValueError) as error:
-        raise ConfigError([Problem("", "optimizer.args", f"{settings.name!r} refuses them: {error}")]) from error
+        raise ConfigError(
+            [Problem("", "optimizer.args", f"{settings.name!r} refuses them: {error}")]
+        ) from error
     for group in groups:
         if unknown := [name for name in group if name not in ("params", *optimizer.defaults)]:
-            message = f"{settings.name!r} knows no {' and no '.join(unknown)}, which a group of parameters sets"
+            message = (
+                f"{settings.name!r} knows no {' and no '.join(unknown)}, which a group of "
+                "parameters sets"
+            )
             remedy = "remove it from [[optimizer.groups]], or optimizer.no_decay_on_norms"
             raise ConfigError([Problem("", "optimizer.groups", message, remedy)])
     return optimizer
 
 
 def state_bytes(
-    parameters: dict[str, nn.Parameter], settings: Optimizer, dtype: torch.dtype, blocks: Collection[str] = ()
+    parameters: dict[str, nn.Parameter],
+    settings: Optimizer,
+    dtype: torch.dtype,
+    blocks: Collection[str] = (),
 ) -> float | None:
-    """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for a dotted path.
+    """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for a dotted
+    path.
 
     dtype: of the weights, whatever that of `parameters`.
     """
     if is_dotted(settings.name):
         return None
-    momentum, variance, rest = (getattr(torch, getattr(settings, name)).itemsize for name in _STATE_DTYPES)
+    momentum, variance, rest = (
+        getattr(torch, getattr(settings, name)).itemsize for name in _STATE_DTYPES
+    )
     rest *= settings.kahan
 
     def each(parameter: nn.Parameter, muon: bool) -> float:
@@ -130,16 +163,25 @@ _STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")
 def parameter_groups(
     parameters: dict[str, nn.Parameter], settings: Optimizer, blocks: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Divide parameters into the groups of `[[optimizer.groups]]`, and one more group of all others.
+    """Divide parameters into the groups of `[[optimizer.groups]]`, and one more group of all
+    others.
 
-    The first pattern that is found in a name decides. Groups without parameters on this rank are left out.
+    The first pattern that is found in a name decides. Groups without parameters on this rank are
+    left out.
     """
     found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         plain = plain_name(name)
-        index = next((i for i, g in enumerate(settings.groups) if re.search(g.pattern, plain)), len(settings.groups))
+        index = next(
+            (i for i, g in enumerate(settings.groups) if re.search(g.pattern, plain)),
+            len(settings.groups),
+        )
         vector = settings.no_decay_on_norms and parameter.ndim < 2
-        matrix = settings.name == "Muon" and parameter.ndim > 1 and plain.startswith(tuple(f"{b}." for b in blocks))
+        matrix = (
+            settings.name == "Muon"
+            and parameter.ndim > 1
+            and plain.startswith(tuple(f"{b}." for b in blocks))
+        )
         found.setdefault((index, vector, matrix), []).append(parameter)
     return [
         {"params": members} | _options(settings, index, vector) | ({"muon": True} if matrix else {})
@@ -152,7 +194,11 @@ def _options(settings: Optimizer, index: int, vector: bool) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if index < len(settings.groups):
         group = settings.groups[index]
-        options |= {key: v for key in ("lr", "weight_decay", "eps") if (v := getattr(group, key)) is not None}
+        options |= {
+            key: v
+            for key in ("lr", "weight_decay", "eps")
+            if (v := getattr(group, key)) is not None
+        }
         if group.beta1 is not None or group.beta2 is not None:
             beta1 = settings.beta1 if group.beta1 is None else group.beta1
             options["betas"] = (beta1, settings.beta2 if group.beta2 is None else group.beta2)
@@ -165,9 +211,11 @@ def plain_name(name: str) -> str:
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:
-    """Note in each parameter group as `lr_scale` the ratio of its learning rate to `base`, unless it has one.
+    """Note in each parameter group as `lr_scale` the ratio of its learning rate to `base`, unless
+    it has one.
 
-    The ratios belong to the configuration, as all hyper-parameters: a resumed run has those of its own optimizer.
+    The ratios belong to the configuration, as all hyper-parameters: a resumed run has those of its
+    own optimizer.
     """
     for group in optimizer.param_groups:
         group.setdefault("lr_scale", group["lr"] / base if base else 1.0)
@@ -181,7 +229,9 @@ def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `gated_step` can divide this optimizer's gradients, which saves a pass over them."""
+    """Return whether `gated_step` can divide this optimizer's gradients, which saves a pass over
+    them.
+    """
     return isinstance(optimizer, Adam) and _selects(optimizer)
 
 
@@ -201,16 +251,21 @@ def to_host(norm: torch.Tensor, ok: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def gated_step(
-    optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float, divisor: torch.Tensor | None = None
+    optimizer: torch.optim.Optimizer,
+    ok: torch.Tensor,
+    lr: float,
+    divisor: torch.Tensor | None = None,
 ) -> None:
-    """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else change nothing.
+    """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else
+    change nothing.
 
-    A parameter group with `lr_scale` steps at `lr * lr_scale`. Fused kernels of torch's select on the device, so the
-    host does not wait (`found_inf` is the protocol that gradient scalers use). The other optimizers have no such
-    selection: the host reads the flag, which costs nothing on a CPU and one synchronization on a GPU.
+    A parameter group with `lr_scale` steps at `lr * lr_scale`. Fused kernels of torch's select on
+    the device, so the host does not wait (`found_inf` is the protocol that gradient scalers use).
+    The other optimizers have no such selection: the host reads the flag, which costs nothing on a
+    CPU and one synchronization on a GPU.
 
-    ok and divisor are on the weights' device. divisor: of all gradients (0-dim float32), for an optimizer that
-    `divides_gradients`.
+    ok and divisor are on the weights' device. divisor: of all gradients (0-dim float32), for an
+    optimizer that `divides_gradients`.
     """
     set_rates(optimizer, lr)
     if _selects(optimizer):

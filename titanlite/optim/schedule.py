@@ -1,9 +1,10 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to drift on resume.
 
 Three conventions. "titan" (torchtitan, autumn 2024): with n = step - 1 steps done, the warm-up is
-(n + 1) / (W + 1) and the decay reaches its floor at the schedule's end. "titan-0.2" (torchtitan 0.2.x,
-components/lr_scheduler.py): the same decay after a warm-up of (n + 1) / W. "fsdp" (AWS FSDP samples): with n = step,
-the warm-up is n / W, and W may be a fraction. The decay's progress is (n - W) / T, which stops for the last W
+(n + 1) / (W + 1) and the decay reaches its floor at the schedule's end. "titan-0.2" (torchtitan
+0.2.x, components/lr_scheduler.py): the same decay after a warm-up of (n + 1) / W. "fsdp" (AWS FSDP
+samples): with n = step, the warm-up is n / W, and W may be a fraction. The decay's progress is (n -
+W) / T, which stops for the last W
 steps, or (n - W - P) / (T - W - P) after a plateau of P steps.
 """
 
@@ -39,7 +40,8 @@ def _decay(kind: str, progress: float, floor: float) -> float:
     if kind == "constant":
         return 1.0
     if kind == "exponential":
-        # With a floor it decays geometrically to the floor; without one it halves (as the AWS samples do).
+        # With a floor it decays geometrically to the floor; without one it halves (as the AWS
+        # samples do).
         return (floor if floor > 0 else 0.5) ** progress
     shape = {
         "linear": 1.0 - progress,
@@ -52,7 +54,9 @@ def _decay(kind: str, progress: float, floor: float) -> float:
 def lr_factor(schedule: Schedule, step: int) -> float:
     """Return the share of the peak learning rate at step `step`, counted from 1."""
     if schedule.total_steps is None:
-        raise ValueError("the length of the schedule is not known yet: derive it with the length of the text")
+        raise ValueError(
+            "the length of the schedule is not known yet: derive it with the length of the text"
+        )
     total, warmup = schedule.total_steps, schedule.warmup_steps
     if schedule.style == "fsdp":
         if step <= warmup:
@@ -73,11 +77,15 @@ def lr_factor(schedule: Schedule, step: int) -> float:
     start = total - decay_steps
     if done < start or decay_steps <= 0:
         return 1.0 if done < total else _decay(schedule.decay_type, 1.0, schedule.min_lr_factor)
-    return _decay(schedule.decay_type, min((done - start) / decay_steps, 1.0), schedule.min_lr_factor)
+    return _decay(
+        schedule.decay_type, min((done - start) / decay_steps, 1.0), schedule.min_lr_factor
+    )
 
 
 def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
-    """Return the learning rate of step `step`, counted from 1; after the warm-up at least `schedule.min_lr`."""
+    """Return the learning rate of step `step`, counted from 1; after the warm-up at least
+    `schedule.min_lr`.
+    """
     rate = peak * lr_factor(schedule, step)
     if schedule.min_lr is not None and step > schedule.warmup_steps:
         return max(rate, schedule.min_lr)
@@ -88,8 +96,8 @@ def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
 class LearningRate:
     """`rate(step)` is the learning rate of a step, counted from 1.
 
-    peak: the rate that factors of the schedule scale. began: steps done when the schedule began. phases: first step and
-    factor of each `[[data.phase]]`, in order.
+    peak: the rate that factors of the schedule scale. began: steps done when the schedule began.
+    phases: first step and factor of each `[[data.phase]]`, in order.
     """
 
     schedule: Schedule
@@ -107,7 +115,9 @@ class LearningRate:
             self.schedule = replace(self.schedule, total_steps=steps)
 
     def record(self) -> dict[str, Any]:
-        """Return all numbers that rates follow from, for a checkpoint: `with_record` makes the same rates of them."""
+        """Return all numbers that rates follow from, for a checkpoint: `with_record` makes the same
+        rates of them.
+        """
         phases = {"phases": [list(phase) for phase in self.phases]} if self.phases else {}
         return {**asdict(self.schedule), "peak": self.peak, **phases}
 
@@ -115,4 +125,9 @@ class LearningRate:
         """Return a copy with the numbers of `record`."""
         own = {name: value for name, value in record.items() if name not in ("peak", "phases")}
         phases = tuple((int(first), float(factor)) for first, factor in record.get("phases", ()))
-        return replace(self, schedule=replace(self.schedule, **own), peak=record.get("peak", self.peak), phases=phases)
+        return replace(
+            self,
+            schedule=replace(self.schedule, **own),
+            peak=record.get("peak", self.peak),
+            phases=phases,
+        )

@@ -1,8 +1,9 @@
 """Keep saved activations in host memory until their backward.
 
-Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (checkpoint policies offload only under
-`torch.compile`). Unlike `torch.autograd.graph.save_on_cpu` they leave weights and tables on the device, move a tensor
-once that several operators save, and copy beside the computation.
+Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (checkpoint policies
+offload only under `torch.compile`). Unlike `torch.autograd.graph.save_on_cpu` they leave weights
+and tables on the device, move a tensor once that several operators save, and copy beside the
+computation.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Smaller tensors stay: a copy costs some microseconds whatever its size.
 LEAST_BYTES = 1 << 16
-#: Copies to the host under way at once: their sources stay on the device, and the computation waits for the oldest.
+#: Copies to the host under way at once: their sources stay on the device, and the computation waits
+#: for the oldest.
 MOST_LEAVING = 2
 
 
 class HostMemory:
-    """Page-locked memory beside a CUDA device, reached over a stream of its own: copies run beside the computation.
+    """Page-locked memory beside a CUDA device, reached over a stream of its own: copies run beside
+    the computation.
 
-    A fetch also begins to copy back the tensor that was sent before, which a backward needs next. Device memory on both
-    ends belongs to the computation's stream, which waits for the other one. With `Tensor.record_stream` instead, the
-    allocator would take new memory as far as the host runs ahead of the device.
+    A fetch also begins to copy back the tensor that was sent before, which a backward needs next.
+    Device memory on both ends belongs to the computation's stream, which waits for the other one.
+    With `Tensor.record_stream` instead, the allocator would take new memory as far as the host runs
+    ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +52,9 @@ class HostMemory:
         return offloaded
 
     def let_go(self, most: int) -> None:
-        """Hold no more than `most` tensors for their copy to the host; later computation waits for those copies."""
+        """Hold no more than `most` tensors for their copy to the host; later computation waits for
+        those copies.
+        """
         current = torch.cuda.current_stream(self.device)
         while len(self._leaving) > most:
             current.wait_event(self._leaving[0][1])
@@ -58,7 +64,9 @@ class HostMemory:
 class OffloadedTensor:
     """A tensor whose values are in host memory."""
 
-    def __init__(self, host: HostMemory, tensor: Tensor, before: weakref.ref[OffloadedTensor] | None) -> None:
+    def __init__(
+        self, host: HostMemory, tensor: Tensor, before: weakref.ref[OffloadedTensor] | None
+    ) -> None:
         self._copy: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self.host, self._before = host, before
@@ -74,7 +82,9 @@ class OffloadedTensor:
             return
         stream, device = self.host.stream, self.host.device
         self._copy = torch.empty_like(self.held, device=device)
-        stream.wait_stream(torch.cuda.current_stream(device))  # which may still use what was in this memory before
+        stream.wait_stream(
+            torch.cuda.current_stream(device)
+        )  # which may still use what was in this memory before
         with torch.cuda.stream(stream):
             self._copy.copy_(self.held, non_blocking=True)
         self._arrived = stream.record_event()
@@ -97,16 +107,20 @@ class OffloadedTensor:
 
     def __del__(self) -> None:
         if self._copy is not None and self._arrived is not None:
-            # Begun, but no backward needed it: its memory must not be used again before the copy is done.
+            # Begun, but no backward needed it: its memory must not be used again before the copy is
+            # done.
             torch.cuda.current_stream(self.host.device).wait_event(self._arrived)
 
 
-def offload(block: nn.Module, host: HostMemory, model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """Let `host` hold the tensors that calls of `block` save for their backward, in place; names stay as they are.
+def offload(
+    block: nn.Module, host: HostMemory, model: nn.Module, least_bytes: int = LEAST_BYTES
+) -> None:
+    """Let `host` hold the tensors that calls of `block` save for their backward, in place; names
+    stay as they are.
 
-    Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share) stay on the device.
-    The hooks surround the block's call, so they also work on a block that is compiled or checkpointed, whose saved
-    tensors are then its inputs.
+    Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share)
+    stay on the device. The hooks surround the block's call, so they also work on a block that is
+    compiled or checkpointed, whose saved tensors are then its inputs.
     """
     object.__setattr__(block, "_offload", (host, model.buffers, least_bytes))
     cls: Any = type(block)
@@ -137,17 +151,29 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
             shared = [a for a in arguments if isinstance(a, Tensor) and not a.requires_grad]
             stay.update(_storage(_local(t)) for t in (*block.parameters(), *buffers(), *shared))
         local = _local(tensor)
-        # A tensor made of others is torchao's: a weight gathered in float8, or an input cast to float8.
+        # A tensor made of others is torchao's: a weight gathered in float8, or an input cast to
+        # float8.
         if is_traceable_wrapper_subclass(local):
             return lambda: tensor
-        if local.device.type != host.device.type or local.nbytes < least_bytes or _storage(local) in stay:
+        if (
+            local.device.type != host.device.type
+            or local.nbytes < least_bytes
+            or _storage(local) in stay
+        ):
             return lambda: tensor
         layout = (local.shape, local.stride(), local.storage_offset())
         whole = local.nbytes == local.untyped_storage().nbytes()
         if whole:
             # As one flat tensor: views of it in other shapes are then sent once.
             local = local.as_strided((local.numel(),), (1,), 0)
-        key = (_storage(local), local.storage_offset(), local.shape, local.stride(), local.dtype, local._version)
+        key = (
+            _storage(local),
+            local.storage_offset(),
+            local.shape,
+            local.stride(),
+            local.dtype,
+            local._version,
+        )
         if key not in sent:
             sent[key] = local, host.send(local)
         offloaded = sent[key][1]
@@ -166,8 +192,15 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
 
 
 def _fetch_sharded(fetch: Callable[[], Tensor], tensor: DTensor) -> Callable[[], Tensor]:
-    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return lambda: DTensor.from_local(fetch(), mesh, placements, run_check=False, shape=shape, stride=stride).detach()
+    mesh, placements, shape, stride = (
+        tensor.device_mesh,
+        tensor.placements,
+        tensor.shape,
+        tensor.stride(),
+    )
+    return lambda: DTensor.from_local(
+        fetch(), mesh, placements, run_check=False, shape=shape, stride=stride
+    ).detach()
 
 
 def _local(tensor: Tensor) -> Tensor:

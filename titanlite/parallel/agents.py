@@ -1,7 +1,7 @@
 """Ends of torchrun on several machines: the one that serves the rendezvous leaves last.
 
-torchrun closes its rendezvous at the end. Where the store of another machine is gone by then, torch prints C++ stacks,
-also after a good end.
+torchrun closes its rendezvous at the end. Where the store of another machine is gone by then, torch
+prints C++ stacks, also after a good end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-#: Seconds for which the machine that serves the store waits for the others. After a good end all of them leave now.
+#: Seconds for which the machine that serves the store waits for the others. After a good end all of
+#: them leave now.
 GOOD_SECONDS = 60.0
 #: After a failure another machine may be lost, and a new start must not meet this store.
 BAD_SECONDS = 3.0
@@ -66,7 +67,10 @@ class Farewell:
         return noted_meet
 
     def _watch_stores(self) -> None:
-        """Note the store that torchrun opens. A torch that opens it in another way leaves as it likes."""
+        """Note the store that torchrun opens.
+
+        A torch that opens it in another way leaves as it likes.
+        """
         for name in ("c10d_rendezvous_backend", "static_tcp_rendezvous"):
             module: Any = import_module(f"{_RENDEZVOUS}.{name}")
             if hasattr(module, "TCPStore"):
@@ -85,9 +89,11 @@ class Farewell:
         return noted_store
 
     def leave(self, good: bool) -> None:
-        """Tell the machine that serves the store that this one needs it no more; on that one, wait for the others.
+        """Tell the machine that serves the store that this one needs it no more; on that one, wait
+        for the others.
 
-        good: torchrun has ended without an error. It takes `GOOD_SECONDS` at most, or `BAD_SECONDS`.
+        good: torchrun has ended without an error. It takes `GOOD_SECONDS` at most, or
+        `BAD_SECONDS`.
         """
         if self._machines < 2 or self._store is None:
             return
@@ -95,7 +101,9 @@ class Farewell:
             return
         limit = GOOD_SECONDS if good else BAD_SECONDS
         # In a thread, because an operation of a store that cannot be reached may take minutes.
-        thread = threading.Thread(target=self._say_goodbye, args=(limit,), name="farewell", daemon=True)
+        thread = threading.Thread(
+            target=self._say_goodbye, args=(limit,), name="farewell", daemon=True
+        )
         thread.start()
         thread.join(limit)
 
@@ -106,5 +114,7 @@ class Farewell:
             while self._serves and left < self._machines and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
                 left = self._store.add(_KEY, 0)
-        except RuntimeError:  # torch's DistError: the other machine is gone, and there is nothing to wait for
+        except (
+            RuntimeError
+        ):  # torch's DistError: the other machine is gone, and there is nothing to wait for
             return

@@ -10,34 +10,43 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.parallel import ParallelismError
 
-#: Options of `torch.compile` under which inductor splits a product so that its parts overlap with their traffic.
+#: Options of `torch.compile` under which inductor splits a product so that its parts overlap with
+#: their traffic.
 ASYNC_OPTIONS = {"_micro_pipeline_tp": True}
 
 
 def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:
-    """Raise ParallelismError unless tensor-parallel ranks can write to each other's memory, which async TP needs.
+    """Raise ParallelismError unless tensor-parallel ranks can write to each other's memory, which
+    async TP needs.
 
     tp: their number. ranks_per_node: ranks on this machine, neighbours in the mesh.
     """
     if device_type != "cuda":
         raise ParallelismError(
-            "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is on a CPU"
+            "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is "
+            "on a CPU"
         )
     if ranks_per_node % tp:
         raise ParallelismError(
-            f"needs the {tp} ranks of tensor parallelism on one node, and there are {ranks_per_node} on each"
+            f"needs the {tp} ranks of tensor parallelism on one node, and there are "
+            f"{ranks_per_node} on each"
         )
     # Neighbouring ranks share a product, and the local rank is the number of the GPU.
     for a, b in itertools.permutations(range(ranks_per_node), 2):
         if a // tp == b // tp and not torch.cuda.can_device_access_peer(a, b):
-            raise ParallelismError(f"needs GPUs that reach each other's memory; GPU {a} does not reach GPU {b}")
+            raise ParallelismError(
+                f"needs GPUs that reach each other's memory; GPU {a} does not reach GPU {b}"
+            )
 
 
 def enable_async(mesh: DeviceMesh) -> None:
-    """Give the ranks of a one-dimensional CUDA mesh the shared memory that compiled overlap needs."""
+    """Give the ranks of a one-dimensional CUDA mesh the shared memory that compiled overlap
+    needs.
+    """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
-        # The warning says that the call is not needed; but inductor fuses only for groups that had it.
+        # The warning says that the call is not needed; but inductor fuses only for groups that had
+        # it.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)

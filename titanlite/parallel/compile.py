@@ -1,4 +1,5 @@
-"""`torch.compile` of a model's modules and of the loss: each one graph, and equal modules one compilation.
+"""`torch.compile` of a model's modules and of the loss: each one graph, and equal modules one
+compilation.
 
 prepare_compile("inductor", "cuda")     # before anything is compiled, best before any process group
 apply_compile(blocks, "inductor")       # after activation checkpointing, before `fully_shard`
@@ -41,10 +42,13 @@ class CompileError(RuntimeError):
     exit_code = exit_codes.CONFIG
 
 
-def prepare_compile(backend: str, device_type: str | None = None, cache_dir: str | None = None) -> None:
+def prepare_compile(
+    backend: str, device_type: str | None = None, cache_dir: str | None = None
+) -> None:
     """Check that the backend can work on this machine, and set the folder of compiled code.
 
-    device_type: "cpu" or "cuda"; by default CUDA when this machine has it. cache_dir: see `use_cache_folder`.
+    device_type: "cpu" or "cuda"; by default CUDA when this machine has it. cache_dir: see
+    `use_cache_folder`.
     Raises ParallelismError.
     """
     check_backend(backend, device_type)
@@ -53,18 +57,23 @@ def prepare_compile(backend: str, device_type: str | None = None, cache_dir: str
 
 
 def check_backend(backend: str, device_type: str | None = None) -> None:
-    """Raise ParallelismError unless torch knows `backend` and this machine has its tools for the device."""
+    """Raise ParallelismError unless torch knows `backend` and this machine has its tools for the
+    device.
+    """
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
         close = f"nearest: {', '.join(found)}; " if (found := nearest(backend, known, 3)) else ""
         usual = ", ".join(torch._dynamo.list_backends())
         raise ParallelismError(
-            f'torch has no backend "{backend}"; {close}there are {usual}; for debugging eager and aot_eager'
+            f'torch has no backend "{backend}"; {close}there are {usual}; for debugging eager and '
+            "aot_eager"
         )
     cuda = device_type == "cuda" if device_type else torch.cuda.is_available()
     missing = _missing_tool(cuda) if backend == "inductor" else None
     if missing is not None:
-        raise ParallelismError(f'"inductor" makes code that has to be built on this machine, and {missing}')
+        raise ParallelismError(
+            f'"inductor" makes code that has to be built on this machine, and {missing}'
+        )
 
 
 def _missing_tool(cuda: bool) -> str | None:
@@ -79,16 +88,22 @@ def _missing_tool(cuda: bool) -> str | None:
         return f"there is no compiler {' or '.join(names)}{given}: {advice}"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
-        return f"there is no {header}: install Python's headers (Debian and Ubuntu: apt-get install python3-dev)"
+        return (
+            f"there is no {header}: install Python's headers (Debian and Ubuntu: apt-get install "
+            "python3-dev)"
+        )
     return None
 
 
 def use_cache_folder(cache_dir: str | None) -> str:
-    """Choose the folder of this process's compiled code, and return it. Call it before anything is compiled.
+    """Choose the folder of this process's compiled code, and return it.
 
-    cache_dir: the folder; None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR, else `titanlite/inductor`
-    in the user's cache folder ($XDG_CACHE_HOME or ~/.cache). Unlike torch's own default below /tmp, that survives a
-    restart of the machine. Where the user's cache cannot be written, torch's default stays.
+    Call it before anything is compiled.
+
+    cache_dir: the folder; None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR, else
+    `titanlite/inductor` in the user's cache folder ($XDG_CACHE_HOME or ~/.cache). Unlike torch's
+    own default below /tmp, that survives a restart of the machine. Where the user's cache cannot be
+    written, torch's default stays.
     Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -107,44 +122,62 @@ def use_cache_folder(cache_dir: str | None) -> str:
             return os.environ.setdefault(CACHE_VARIABLE, default_cache_dir())
         variable = f" ({CACHE_VARIABLE})" if cache_dir is None else ""
         advice = "name a folder that you may write to"
-        raise ParallelismError(f'cannot write to "{folder}"{variable}: {error.strerror}; {advice}') from None
+        raise ParallelismError(
+            f'cannot write to "{folder}"{variable}: {error.strerror}; {advice}'
+        ) from None
     os.environ[CACHE_VARIABLE] = str(folder)
     return str(folder)
 
 
 def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let this rank find in the cache only graphs of ranks with the same part of each tensor and the same device.
+    """Let this rank find in the cache only graphs of ranks with the same part of each tensor and
+    the same device.
 
-    torch 2.13 names a graph of DTensors by their mesh and global shapes alone (pytorch issue 188390). So a rank of
-    tensor parallelism would run another rank's graph after a restart, and get a wrong loss without an error.
+    torch 2.13 names a graph of DTensors by their mesh and global shapes alone (pytorch issue
+    188390). So a rank of tensor parallelism would run another rank's graph after a restart, and get
+    a wrong loss without an error.
     """
     given = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     apart = mesh["tp"].size() > 1
-    torch.compiler.config.cache_key_tag = f"{given} {device} of tp {mesh.get_local_rank('tp')}" if apart else given
+    torch.compiler.config.cache_key_tag = (
+        f"{given} {device} of tp {mesh.get_local_rank('tp')}" if apart else given
+    )
 
 
 def apply_compile(
-    modules: Mapping[str, nn.Module], backend: Backend = "inductor", options: Mapping[str, Any] | None = None
+    modules: Mapping[str, nn.Module],
+    backend: Backend = "inductor",
+    options: Mapping[str, Any] | None = None,
 ) -> None:
     """Compile each module in place, as one graph, when it first runs.
 
-    modules: by name in the model. Modules of one class, with the same shapes and settings, share one compilation.
-    Under tensor parallelism see `ModelBuilder.compiled_names`: some whole blocks get wrong gradients without an error.
+    modules: by name in the model. Modules of one class, with the same shapes and settings, share
+    one compilation. Under tensor parallelism see `ModelBuilder.compiled_names`: some whole blocks
+    get wrong gradients without an error.
 
     options: settings of inductor for these modules alone.
 
-    Call it after activation checkpointing, which becomes a part of the graph, and before `fully_shard`, whose
-    collectives do not. A module that is no single graph raises CompileError with its name when it first runs.
+    Call it after activation checkpointing, which becomes a part of the graph, and before
+    `fully_shard`, whose collectives do not. A module that is no single graph raises CompileError
+    with its name when it first runs.
     """
     for name, module in modules.items():
-        # Shapes are constants of a run. With symbolic shapes one new shape would make slower code for all.
-        module.compile(backend=backend, fullgraph=True, dynamic=False, options=dict(options) if options else None)
+        # Shapes are constants of a run. With symbolic shapes one new shape would make slower code
+        # for all.
+        module.compile(
+            backend=backend,
+            fullgraph=True,
+            dynamic=False,
+            options=dict(options) if options else None,
+        )
         module._compiled_call_impl = _with_name(name, module._compiled_call_impl)
 
 
 def compile_loss(loss: LossFunction, backend: Backend = "inductor") -> LossFunction:
     """Return `loss` as one graph, made when it first runs."""
-    return _with_name("the loss", torch.compile(loss, backend=backend, fullgraph=True, dynamic=False))
+    return _with_name(
+        "the loss", torch.compile(loss, backend=backend, fullgraph=True, dynamic=False)
+    )
 
 
 def _with_name(name: str, compiled: Any) -> Any:
@@ -156,7 +189,11 @@ def _with_name(name: str, compiled: Any) -> Any:
             return compiled(*args, **kwargs)
         except exc.TorchDynamoException as error:
             failed = isinstance(error, exc.BackendCompilerFailed)
-            what = f"the backend failed to compile {name}" if failed else f"{name} cannot be compiled as one graph"
+            what = (
+                f"the backend failed to compile {name}"
+                if failed
+                else f"{name} cannot be compiled as one graph"
+            )
             raise CompileError(f"{what}: {_why_not(error)}") from error
 
     return call
@@ -176,7 +213,9 @@ _FOR_DEVELOPERS = (
 
 
 def _why_not(error: Exception) -> str:
-    """Return the reason of a failed compilation: torch's own lines, without advice for torch's developers."""
+    """Return the reason of a failed compilation: torch's own lines, without advice for torch's
+    developers.
+    """
     inner = getattr(error, "inner_exception", None)
     text = str(error) if inner is None else f"{type(inner).__name__}: {inner}"
     lines = []
@@ -191,15 +230,20 @@ def _why_not(error: Exception) -> str:
 
 
 class CompileWatch:
-    """Logs what is compiled and for how long, and after the warm-up what is compiled *again*, with the reason.
+    """Logs what is compiled and for how long, and after the warm-up what is compiled *again*, with
+    the reason.
 
-    The warm-up is the first step and the first validation: only one of them records gradients, so each needs graphs of
-    its own.
+    The warm-up is the first step and the first validation: only one of them records gradients, so
+    each needs graphs of its own.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str) -> None:
+    def __init__(
+        self, modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str
+    ) -> None:
         """modules, functions: the arguments of `apply_compile` and `compile_loss`."""
-        named: list[tuple[str, Any]] = [(type(m).__name__.removeprefix("FSDP"), m.forward) for m in modules]
+        named: list[tuple[str, Any]] = [
+            (type(m).__name__.removeprefix("FSDP"), m.forward) for m in modules
+        ]
         named += [(function.__name__, function) for function in functions]
         #: Where a function begins → its name in messages.
         self._names: dict[tuple[str, int], str] = {}
@@ -207,7 +251,9 @@ class CompileWatch:
             code = inspect.unwrap(function).__code__
             place = code.co_filename, code.co_firstlineno
             # Modules of several classes may run the same code, as under tensor parallelism.
-            self._names[place] = "/".join(dict.fromkeys([*self._names.get(place, name).split("/"), name]))
+            self._names[place] = "/".join(
+                dict.fromkeys([*self._names.get(place, name).split("/"), name])
+            )
         self._backend = backend
         self._warm: set[str] = set()
         self._reported: set[tuple[str, str]] = set()
@@ -222,7 +268,9 @@ class CompileWatch:
         names = " and ".join(dict.fromkeys(self._names.values()))
         patience = ""
         if self._backend == "inductor":
-            patience = f": up to minutes, seconds where {os.environ[CACHE_VARIABLE]} has the code already"
+            patience = (
+                f": up to minutes, seconds where {os.environ[CACHE_VARIABLE]} has the code already"
+            )
         logger.info(f"the first step compiles {names} with {self._backend}{patience}")
 
     def after(self, step: int, phase: Literal["training", "validation"]) -> None:
@@ -230,10 +278,15 @@ class CompileWatch:
 
         It warns of a recompilation, once per function and failed guard.
         """
-        entries = [m for m in torch._dynamo.utils.get_compilation_metrics() if (m.start_time_us or 0) >= self._since]
+        entries = [
+            m
+            for m in torch._dynamo.utils.get_compilation_metrics()
+            if (m.start_time_us or 0) >= self._since
+        ]
         self._since = time.time_ns() // 1000
         failures = self._new_failures()
-        # Entries without a function are backward passes, which are compiled later; their time counts.
+        # Entries without a function are backward passes, which are compiled later; their time
+        # counts.
         graphs = [m for m in entries if m.co_name is not None]
         if phase not in self._warm:
             self._warm.add(phase)
@@ -253,7 +306,10 @@ class CompileWatch:
                 # Ranks compile alike: the others write to their own log only.
                 first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
                 log = logger.warning if first else logger.info
-                log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
+                log(
+                    f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: "
+                    f"{reason}"
+                )
 
     def _new_failures(self) -> dict[tuple[str, int], list[str]]:
         """Return by function why, since the last call, none of its graphs could be used."""
@@ -267,9 +323,12 @@ class CompileWatch:
 def _reason(failures: list[str]) -> str:
     """Return the guards that failed.
 
-    Training's and validation's graphs always fail each other's guard on grad mode: that is the reason only if there is
-    no other.
+    Training's and validation's graphs always fail each other's guard on grad mode: that is the
+    reason only if there is no other.
     """
     # "0/1: tensor 'x' size mismatch …": drop the number of the graph.
     reasons = list(dict.fromkeys(text.split(": ", 1)[-1].strip() for text in failures))
-    return "; ".join([r for r in reasons if "grad_mode" not in r] or reasons) or "it had not run before"
+    return (
+        "; ".join([r for r in reasons if "grad_mode" not in r] or reasons)
+        or "it had not run before"
+    )

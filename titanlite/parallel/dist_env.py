@@ -1,7 +1,9 @@
 """The processes of a run: device, store, default process group, mesh, timeouts.
 
-One path serves one CPU process and many GPUs: `fully_shard` and the collectives also run at world size 1.
-This module imports torch inside its functions, since a config check reads some of its names without torch.
+One path serves one CPU process and many GPUs: `fully_shard` and the collectives also run at world
+size 1.
+This module imports torch inside its functions, since a config check reads some of its names without
+torch.
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
-    """Connect to the key-value store of the run, through which the ranks find each other; None for a single process.
+    """Connect to the key-value store of the run, through which the ranks find each other; None for
+    a single process.
 
-    Call it as soon as the process is up, so that the others know that this rank is coming. Raises ParallelismError
-    when the environment is wrong or the process may open too few files, else as `rendezvous.register`.
+    Call it as soon as the process is up, so that the others know that this rank is coming. Raises
+    ParallelismError when the environment is wrong or the process may open too few files, else as
+    `rendezvous.register`.
     """
     import torch.distributed as dist
 
@@ -58,8 +62,8 @@ def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
 class DistEnv:
     """The ranks of a run and the device of this one.
 
-    `DistEnv.open` is a context manager. It joins a default process group that exists and leaves it alone at its end;
-    it destroys one that it creates.
+    `DistEnv.open` is a context manager. It joins a default process group that exists and leaves it
+    alone at its end; it destroys one that it creates.
     """
 
     rank: int
@@ -80,18 +84,27 @@ class DistEnv:
         trace_buf_size: int = 20_000,
         trace_folder: str = "",
     ) -> AbstractContextManager[DistEnv]:
-        """Enter the process group that the environment (torchrun's variables) describes; one process without them.
+        """Enter the process group that the environment (torchrun's variables) describes; one
+        process without them.
 
-        device_type: "cpu" or "cuda"; by default CUDA when this machine has it. store: from `connect_store`.
-        init_timeout_seconds: of collectives until `set_timeouts`. rendezvous_seconds: the longest wait for the others.
-        trace_buf_size, trace_folder: see `flight_recorder.recording`.
-        Raises ParallelismError when the environment is wrong, RendezvousError when another rank does not come in time
-        or cannot be reached.
+        device_type: "cpu" or "cuda"; by default CUDA when this machine has it. store: from
+        `connect_store`. init_timeout_seconds: of collectives until `set_timeouts`.
+        rendezvous_seconds: the longest wait for the others. trace_buf_size, trace_folder: see
+        `flight_recorder.recording`.
+        Raises ParallelismError when the environment is wrong, RendezvousError when another rank
+        does not come in time or cannot be reached.
 
         A process that ends without leaving it, as a notebook's, leaves it at its end.
         """
         return _LeftAtExit(
-            cls._opened(device_type, store, init_timeout_seconds, rendezvous_seconds, trace_buf_size, trace_folder)
+            cls._opened(
+                device_type,
+                store,
+                init_timeout_seconds,
+                rendezvous_seconds,
+                trace_buf_size,
+                trace_folder,
+            )
         )
 
     @classmethod
@@ -118,13 +131,14 @@ class DistEnv:
             gpus = torch.cuda.device_count()
             if env.local_world_size > gpus:
                 raise ParallelismError(
-                    f"{env.local_world_size} ranks on {socket.gethostname()}, which shows {gpus} GPUs: each rank needs "
-                    "one of its own. Start fewer ranks per node"
+                    f"{env.local_world_size} ranks on {socket.gethostname()}, which shows {gpus} "
+                    "GPUs: each rank needs one of its own. Start fewer ranks per node"
                 )
             device = torch.device("cuda", env.local_rank)
             torch.cuda.set_device(device)
             if not any(name in os.environ for name in ALLOCATOR):
-                # Segments of fixed sizes do not fit the next tensors: it frees and allocates them again in each step.
+                # Segments of fixed sizes do not fit the next tensors: it frees and allocates them
+                # again in each step.
                 torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         if dist.is_initialized():
             with kernel_order(device_type):
@@ -134,7 +148,8 @@ class DistEnv:
         with recording(trace_folder, trace_buf_size, device, size), kernel_order(device_type):
             store = store or connect_store(rendezvous_seconds) or dist.HashStore()
             barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
-            # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs too.
+            # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs
+            # too.
             backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
             connect(backend, store, rank, size, rendezvous_seconds)
             store.set_timeout(timeout)
@@ -142,8 +157,8 @@ class DistEnv:
             try:
                 yield cls(rank, env.local_rank, size, device, timeout)
             except BaseException:
-                # A single process cleans up for later code. With peers, leave at once: they may be stuck in a
-                # collective, and only the death of this rank lets the launcher end them.
+                # A single process cleans up for later code. With peers, leave at once: they may be
+                # stuck in a collective, and only the death of this rank lets the launcher end them.
                 if size == 1:
                     dist.destroy_process_group()
                 raise
@@ -162,21 +177,31 @@ class DistEnv:
 
         degrees = (pp, dp_replicate, dp_shard, cp, tp)
         if math.prod(degrees) != self.size:
-            parts = [f"{name} {degree}" for name, degree in zip(MESH_DIMS, degrees, strict=True) if degree != 1]
+            parts = [
+                f"{name} {degree}"
+                for name, degree in zip(MESH_DIMS, degrees, strict=True)
+                if degree != 1
+            ]
             equation = " x ".join(parts or ["all degrees 1"])
-            raise ParallelismError(f"{equation} = {math.prod(degrees)}, but there are {self.size} ranks")
+            raise ParallelismError(
+                f"{equation} = {math.prod(degrees)}, but there are {self.size} ranks"
+            )
         meet()
         mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=MESH_DIMS)
         self.apply_timeout()
         return mesh
 
     def apply_timeout(self) -> None:
-        """Give new groups the timeout of the start: groups of a mesh do not take that of the default group."""
+        """Give new groups the timeout of the start: groups of a mesh do not take that of the
+        default group.
+        """
         if self.timeout is not None:
             _set_timeout(self.timeout)
 
     def broadcast(self, value: object) -> object:
-        """Return rank 0's `value` on every rank (any picklable object; through gloo, on the host)."""
+        """Return rank 0's `value` on every rank (any picklable object; through gloo, on the
+        host).
+        """
         import torch
         import torch.distributed as dist
 
@@ -186,7 +211,9 @@ class DistEnv:
 
 
 class _LeftAtExit(AbstractContextManager[DistEnv]):
-    """Leaves a context at the end of the process if nobody has: later, Python has no modules to do it with."""
+    """Leaves a context at the end of the process if nobody has: later, Python has no modules to do
+    it with.
+    """
 
     def __init__(self, context: AbstractContextManager[DistEnv]) -> None:
         self._context = context
@@ -207,9 +234,11 @@ class _LeftAtExit(AbstractContextManager[DistEnv]):
 
 
 def meet() -> None:
-    """Wait for all ranks by a collective on the host, which fails at once when one of them has ended.
+    """Wait for all ranks by a collective on the host, which fails at once when one of them has
+    ended.
 
-    Call it before process groups are made: those wait for a rank that has ended as long as their timeout is.
+    Call it before process groups are made: those wait for a rank that has ended as long as their
+    timeout is.
     """
     import torch
     import torch.distributed as dist
@@ -230,7 +259,8 @@ def set_timeouts(seconds: float) -> None:
 
 @contextmanager
 def patience(seconds: float, usual: float) -> Iterator[None]:
-    """Let collectives take `seconds` inside (a save to a slow disk), and `usual` seconds again afterwards.
+    """Let collectives take `seconds` inside (a save to a slow disk), and `usual` seconds again
+    afterwards.
 
     All ranks must leave it together.
     """
@@ -244,7 +274,8 @@ def patience(seconds: float, usual: float) -> Iterator[None]:
 def _set_timeout(timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-    # All groups that torch knows: FSDP makes groups of its own, for a partial reshard one per group of weights.
+    # All groups that torch knows: FSDP makes groups of its own, for a partial reshard one per group
+    # of weights.
     for group in list(_world.pg_map):
         if group.group_desc != KEEPS_TIMEOUT:
             _set_pg_timeout(timeout, group)

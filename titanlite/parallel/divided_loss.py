@@ -1,7 +1,8 @@
 """Cross-entropy of logits that tensor-parallel ranks divide by vocabulary, computed in place.
 
-torch's `loss_parallel` makes four tensors in float32 of the logits' size in its backward. This function makes one, and
-gives it up for the gradient: 4 bytes a logit beside the logits, and later beside their gradient.
+torch's `loss_parallel` makes four tensors in float32 of the logits' size in its backward. This
+function makes one, and gives it up for the gradient: 4 bytes a logit beside the logits, and later
+beside their gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from titanlite.loss import Objective
 
 
 def divided_cross_entropy(logits: DTensor, labels: Tensor, objective: Objective) -> Tensor:
-    """Return the sum over valid tokens of -log p(label), with the gradient of `objective`; a plain scalar in float32.
+    """Return the sum over valid tokens of -log p(label), with the gradient of `objective`; a plain
+    scalar in float32.
 
-    logits: [..., vocab], on a one-dimensional mesh whose ranks hold equal parts of the vocabulary. labels: [...] int64
-    of the whole vocabulary, `IGNORE` where there is no target; the same on every rank. Every rank of the mesh calls it.
+    logits: [..., vocab], on a one-dimensional mesh whose ranks hold equal parts of the vocabulary.
+    labels: [...] int64 of the whole vocabulary, `IGNORE` where there is no target; the same on
+    every rank. Every rank of the mesh calls it.
     """
     loss: Tensor = _DividedCrossEntropy.apply(logits, labels, objective)
     return loss
 
 
 class _DividedCrossEntropy(torch.autograd.Function):
-    """Keeps the exponentials of the shifted logits in float32; its backward turns them into the gradient."""
+    """Keeps the exponentials of the shifted logits in float32; its backward turns them into the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: DTensor, labels: Tensor, objective: Objective) -> Tensor:

@@ -1,13 +1,15 @@
-"""Expert parallelism: ranks that share the experts of a mixture, without dropped tokens (Lepikhin et al. 2020).
+"""Expert parallelism: ranks that share the experts of a mixture, without dropped tokens (Lepikhin
+et al. 2020).
 
     experts = expert_mesh(mesh, 4)
-    apply_ep(model, experts["ep"])                         # on the meta device, before everything that wraps modules
+    apply_ep(model, experts["ep"])  # on the meta device, before everything that wraps modules
     apply_fsdp(model, groups, mesh, experts=experts)
 
-These ranks are a factor of the ranks that share the weights, and each reads its own text. It holds some of the experts,
-sends each row to the rank of its expert, and gets the result back. A layer costs five all-to-alls in a step: one of
-counts, two of rows, and two of gradients; recomputation repeats the first three. The host reads the number of rows,
-which the size of the tensors depends on: once per layer and forward pass it waits for the device.
+These ranks are a factor of the ranks that share the weights, and each reads its own text. It holds
+some of the experts, sends each row to the rank of its expert, and gets the result back. A layer
+costs five all-to-alls in a step: one of counts, two of rows, and two of gradients; recomputation
+repeats the first three. The host reads the number of rows, which the size of the tensors depends
+on: once per layer and forward pass it waits for the device.
 """
 
 from __future__ import annotations
@@ -27,29 +29,37 @@ from titanlite.parallel.fsdp import fsdp_mesh
 
 
 def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
-    """Divide the ranks that share the weights: return [expert_shard, ep], or with replicas one dimension before them.
+    """Divide the ranks that share the weights: return [expert_shard, ep], or with replicas one
+    dimension before them.
 
-    mesh: from `DistEnv.build_mesh`. ranks: those that share the experts, neighbours in the mesh. Ranks of
-    `expert_shard` hold the same experts and shard them. It makes process groups: call it once.
+    mesh: from `DistEnv.build_mesh`. ranks: those that share the experts, neighbours in the mesh.
+    Ranks of `expert_shard` hold the same experts and shard them. It makes process groups: call it
+    once.
     """
     weights = fsdp_mesh(mesh)
     if weights.size(-1) % ranks:
-        raise ParallelismError(f"{ranks} ranks cannot share the experts: they do not divide {weights.size(-1)}")
-    return weights._unflatten(weights.ndim - 1, (weights.size(-1) // ranks, ranks), ("expert_shard", "ep"))
+        raise ParallelismError(
+            f"{ranks} ranks cannot share the experts: they do not divide {weights.size(-1)}"
+        )
+    return weights._unflatten(
+        weights.ndim - 1, (weights.size(-1) // ranks, ranks), ("expert_shard", "ep")
+    )
 
 
 def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the experts of `model` over the ranks of `mesh` (one-dimensional), in place.
 
-    Experts are modules with an attribute `exchange`, whose parameters [experts, …] they divide along the first
-    dimension. The attribute becomes an `Exchange`. A pipeline stage may have none.
+    Experts are modules with an attribute `exchange`, whose parameters [experts, …] they divide
+    along the first dimension. The attribute becomes an `Exchange`. A pipeline stage may have none.
     """
     for name, module in model.named_modules():
         if not hasattr(module, "exchange"):
             continue
         for key, parameter in list(module.named_parameters(recurse=False)):
             if len(parameter) % mesh.size():
-                raise ParallelismError(f"{mesh.size()} ranks cannot share the {len(parameter)} experts of {name}")
+                raise ParallelismError(
+                    f"{mesh.size()} ranks cannot share the {len(parameter)} experts of {name}"
+                )
             divided = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             setattr(module, key, nn.Parameter(divided, requires_grad=parameter.requires_grad))
         module.exchange = Exchange(mesh)
@@ -74,11 +84,15 @@ class Route(NamedTuple):
     def move(self, rows: Tensor, there: bool) -> Tensor:
         """Move rows [rows, dim] to the ranks of their experts, or back to those of their tokens."""
         if there:
-            return _all_to_all(rows, self.received, self.sent, self.group).index_select(0, self.order)
+            return _all_to_all(rows, self.received, self.sent, self.group).index_select(
+                0, self.order
+            )
         return _all_to_all(rows.index_select(0, self.inverse), self.sent, self.received, self.group)
 
 
-def _all_to_all(rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(
+    rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
     # As an operator that a policy of activation checkpointing can name.
     return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, group))
 
@@ -97,7 +111,10 @@ class _Move(torch.autograd.Function):
 
 
 class Exchange:
-    """Moves rows between the ranks of their tokens and those of their experts. All ranks call it together."""
+    """Moves rows between the ranks of their tokens and those of their experts.
+
+    All ranks call it together.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.ranks = mesh.get_group(), mesh.size()
@@ -106,27 +123,36 @@ class Exchange:
     def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Send rows to the ranks of their experts.
 
-        rows: [rows, dim], sorted by expert. counts: [experts] int64, of this rank's rows. Returns the rows for this
-        rank's experts, sorted by expert, their counts [local experts], and the route for `combine`.
+        rows: [rows, dim], sorted by expert. counts: [experts] int64, of this rank's rows. Returns
+        the rows for this rank's experts, sorted by expert, their counts [local experts], and the
+        route for `combine`.
         """
         sent = counts.view(self.ranks, -1)
         received = _all_to_all(counts, None, None, self.group).view_as(sent)
-        outward, inward = torch.stack((sent.sum(1), received.sum(1))).tolist()  # waits for the device
+        outward, inward = torch.stack(
+            (sent.sum(1), received.sum(1))
+        ).tolist()  # waits for the device
         experts = torch.arange(sent.size(1), device=counts.device).repeat(self.ranks)
-        order = experts.repeat_interleave(received.flatten(), output_size=sum(inward)).argsort(stable=True)
+        order = experts.repeat_interleave(received.flatten(), output_size=sum(inward)).argsort(
+            stable=True
+        )
         route = Route(outward, inward, order, order.argsort(), self.group)
         return _Move.apply(rows, route, True), received.sum(0), route
 
     @torch._disable_dynamo
     def combine(self, rows: Tensor, route: Route) -> Tensor:
-        """Return the experts' results [rows, dim], in the order in which `dispatch` took their rows."""
+        """Return the experts' results [rows, dim], in the order in which `dispatch` took their
+        rows.
+        """
         return _Move.apply(rows, route, False)
 
 
 def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
-    """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension, others as usual.
+    """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension,
+    others as usual.
 
-    One group then gathers weights of both kinds, so the exchange's wait for the host delays no all-gather.
+    One group then gathers weights of both kinds, so the exchange's wait for the host delays no
+    all-gather.
     """
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
@@ -134,17 +160,24 @@ def expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     except ImportError:
         raise ParallelismError("expert parallelism needs torch 2.12 or later") from None
     assert mesh.mesh_dim_names is not None
-    info = cast(Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]]))  # one object for all parameters, as torch asks
+    info = cast(
+        Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]])
+    )  # one object for all parameters, as torch asks
     ranks = mesh.size(-2)
 
     def place(parameter: nn.Parameter) -> Any:
         if not isinstance(parameter, DTensor):
             return None
-        # The ranks of `ep` divide dimension 0. Two divisions of one dimension interleave, which few operators know.
-        dim = next((dim for dim in range(1, parameter.ndim) if parameter.size(dim) % ranks == 0), None)
+        # The ranks of `ep` divide dimension 0. Two divisions of one dimension interleave, which few
+        # operators know.
+        dim = next(
+            (dim for dim in range(1, parameter.ndim) if parameter.size(dim) % ranks == 0), None
+        )
         if dim is None:
             shape = " x ".join(map(str, parameter.shape))
-            raise ParallelismError(f"{ranks} ranks cannot share experts [{shape}]: they divide neither of the last two")
+            raise ParallelismError(
+                f"{ranks} ranks cannot share experts [{shape}]: they divide neither of the last two"
+            )
         return ShardPlacementResult(Shard(dim), info)
 
     return place

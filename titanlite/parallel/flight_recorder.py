@@ -1,6 +1,8 @@
-"""torch's flight recorder: the last collectives of each rank, written when one fails, for `torchfrtrace` to compare.
+"""torch's flight recorder: the last collectives of each rank, written when one fails, for
+`torchfrtrace` to compare.
 
-NCCL's watchdog writes the record itself. gloo records too, but nothing writes its record: this module does.
+NCCL's watchdog writes the record itself. gloo records too, but nothing writes its record: this
+module does.
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ _PATIENCE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
-def recording(folder: str, buffer_size: int, device: torch.device, world_size: int) -> Iterator[None]:
-    """Record the last `buffer_size` collectives (0: none). Enter it before process groups, which read the environment.
+def recording(
+    folder: str, buffer_size: int, device: torch.device, world_size: int
+) -> Iterator[None]:
+    """Record the last `buffer_size` collectives (0: none).
 
-    Variables that the user has set stay. When a collective fails inside, this rank writes its record to `folder`, one
-    file per rank; "" leaves torch's place on GPUs, and writes none on CPUs. On GPUs NCCL's watchdog writes, also on
-    ranks that are stuck elsewhere; with gloo a rank that is not in a collective leaves none. Does nothing for one rank.
+    Enter it before process groups, which read the environment.
+
+    Variables that the user has set stay. When a collective fails inside, this rank writes its
+    record to `folder`, one file per rank; "" leaves torch's place on GPUs, and writes none on CPUs.
+    On GPUs NCCL's watchdog writes, also on ranks that are stuck elsewhere; with gloo a rank that is
+    not in a collective leaves none. Does nothing for one rank.
     """
     if world_size == 1:
         yield
@@ -43,15 +50,26 @@ def recording(folder: str, buffer_size: int, device: torch.device, world_size: i
     if buffer_size > 0 and folder:
         wanted |= {_PREFIX: str(Path(folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
         if device.type == "cuda":
-            with contextlib.suppress(OSError):  # a folder that cannot be written to ends the run by other means
+            with contextlib.suppress(
+                OSError
+            ):  # a folder that cannot be written to ends the run by other means
                 Path(folder).mkdir(parents=True, exist_ok=True)  # the watchdog makes none
-    ours = {names[0]: value for names, value in wanted.items() if not any(name in os.environ for name in names)}
+    ours = {
+        names[0]: value
+        for names, value in wanted.items()
+        if not any(name in os.environ for name in names)
+    }
     os.environ.update(ours)
     began = time.time()
     try:
         yield
     except RuntimeError as error:
-        if is_of_collectives(error) and device.type == "cpu" and _PREFIX in wanted and dist.is_initialized():
+        if (
+            is_of_collectives(error)
+            and device.type == "cpu"
+            and _PREFIX in wanted
+            and dist.is_initialized()
+        ):
             _leave_record(since=began)
         raise  # the environment stays: NCCL's watchdog may be about to read it
     for name in ours:
@@ -71,7 +89,11 @@ def write_record(path: Path) -> None:
         known = record["pg_config"].get(name)
         if known is None or not ast.literal_eval(known["ranks"]):
             ranks = sorted(_world.pg_group_ranks[group])
-            record["pg_config"][name] = {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
+            record["pg_config"][name] = {
+                "name": name,
+                "desc": group.group_desc,
+                "ranks": str(ranks),
+            }
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}")  # the launcher may end this process in the middle
     aside.write_bytes(pickle.dumps(record))
@@ -86,9 +108,13 @@ def _leave_record(since: float) -> None:
     except Exception as error:  # report the collective's own error, not this one
         logger.warning(f"the flight recorder's record could not be written to {path}: {error}")
         return
-    logger.error(f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}")
+    logger.error(
+        f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}"
+    )
     # The launcher ends the others as soon as this one is gone; they may be writing theirs.
     everyone = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while time.monotonic() < deadline and not all(p.exists() and p.stat().st_mtime >= since for p in everyone):
+    while time.monotonic() < deadline and not all(
+        p.exists() and p.stat().st_mtime >= since for p in everyone
+    ):
         time.sleep(0.1)

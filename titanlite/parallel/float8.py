@@ -1,6 +1,7 @@
 """Linears in float8, by torchao: between the pipeline's cut and `fully_shard`.
 
-    apply_float8(model, names, "tensorwise")    # on the meta device, before tensor parallelism and everything else
+    # on the meta device, before tensor parallelism and everything else
+    apply_float8(model, names, "tensorwise")
     apply_tp(model, plan, mesh)                 # recognises converted linears
     after_update = ScalePrecompute(model, mesh) # for `train_step`, with all_gather
 
@@ -36,13 +37,15 @@ from titanlite.parallel.pipeline import PipelineModel
 
 #: The first with float8 products: Ada and Hopper.
 _CAPABILITY = (8, 9)
-#: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the forward and has them
-#: in the backward: with a scale per row losses become NaN (pytorch issue 150859).
+#: By the first word of a recipe: inductor's options. It leaves out RMSNorm's casts to bf16 in the
+#: forward and has them in the backward: with a scale per row losses become NaN (pytorch issue
+#: 150859).
 COMPILE_OPTIONS = {"rowwise": {"emulate_precision_casts": True}}
 
 
 def check_float8() -> None:
-    """Raise ParallelismError unless this machine has float8 products and packages that store them right.
+    """Raise ParallelismError unless this machine has float8 products and packages that store them
+    right.
 
     It needs no process group.
     """
@@ -51,13 +54,15 @@ def check_float8() -> None:
     capability = torch.cuda.get_device_capability()
     if torch.version.hip is None and capability < _CAPABILITY:
         version, name = ".".join(map(str, capability)), torch.cuda.get_device_name()
-        raise ParallelismError(f"{name} has compute capability {version}, and float8 products need 8.9")
+        raise ParallelismError(
+            f"{name} has compute capability {version}, and float8 products need 8.9"
+        )
     torch_, torchao_ = (metadata.version(name) for name in ("torch", "torchao"))
     if _release(torch_) >= (2, 14) and _release(torchao_) < (0, 18):
         # triton issue 11111: inductor of torch 2.14 meets it, and torchao 0.18 avoids it.
         raise ParallelismError(
-            f"torch {torch_} stores compiled float8 values wrong, and torchao {torchao_} does not prevent it: "
-            "pip install 'torchao>=0.18'"
+            f"torch {torch_} stores compiled float8 values wrong, and torchao {torchao_} does not "
+            "prevent it: pip install 'torchao>=0.18'"
         )
 
 
@@ -67,7 +72,9 @@ def _release(version: str) -> tuple[int, ...]:
 
 @functools.cache
 def torchao() -> Any:
-    """Import `torchao.float8` without its log lines and warnings, which are mostly about kernels for other devices."""
+    """Import `torchao.float8` without its log lines and warnings, which are mostly about kernels
+    for other devices.
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
@@ -79,22 +86,34 @@ def torchao() -> Any:
 
 
 def apply_float8(
-    model: nn.Module, names: Sequence[str], recipe: str, *, all_gather: bool = False, emulate: bool = False
+    model: nn.Module,
+    names: Sequence[str],
+    recipe: str,
+    *,
+    all_gather: bool = False,
+    emulate: bool = False,
 ) -> list[str]:
-    """Let the linears of these names compute in float8, in place. Return the names that this model has.
+    """Let the linears of these names compute in float8, in place.
 
-    model: on the meta device. Names of other pipeline stages are skipped. Names and shapes of parameters stay as they
-    are, and so do the weights, which are in high precision.
-    recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (weights' gradients in high precision). all_gather: FSDP
-    gathers weights in float8. emulate: the same rounded numbers, multiplied in float32.
+    Return the names that this model has.
+
+    model: on the meta device. Names of other pipeline stages are skipped. Names and shapes of
+    parameters stay as they are, and so do the weights, which are in high precision.
+    recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (weights' gradients in high precision).
+    all_gather: FSDP gathers weights in float8. emulate: the same rounded numbers, multiplied in
+    float32.
     """
     float8 = torchao()
     config = replace(
-        float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=all_gather
+        float8.Float8LinearConfig.from_recipe_name(recipe),
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=all_gather,
     )
     modules = dict(model.named_modules())
     wanted = {name for name in names if name in modules}
-    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in wanted)
+    float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name in wanted
+    )
     for linear in float8_linears(model):
         linear.__class__ = _linear_class()
     return [name for name in names if name in wanted]
@@ -132,23 +151,34 @@ def _wrapper(tensor: Tensor) -> Any:
     """Return torchao's wrapper of a weight that is gathered in float8, or None."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     module = sys.modules.get("torchao.float8.fsdp_utils")
-    return local if module is not None and isinstance(local, module.WeightWithDynamicFloat8CastTensor) else None
+    return (
+        local
+        if module is not None and isinstance(local, module.WeightWithDynamicFloat8CastTensor)
+        else None
+    )
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a weight without torchao's wrapper around it, on the same memory; any other tensor as it is."""
+    """Return a weight without torchao's wrapper around it, on the same memory; any other tensor as
+    it is.
+    """
     wrapper = _wrapper(tensor)
     if wrapper is None:
         return tensor
     inner = wrapper._tensor.detach()
     # Keep the placements: `from_local` does not take those of tensor parallelism under FSDP.
-    return DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
+    return (
+        DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
+    )
 
 
 class ScalePrecompute:
-    """Computes the scales of all weights that are gathered in float8, with one all-reduce. Call it after each update.
+    """Computes the scales of all weights that are gathered in float8, with one all-reduce.
 
-    Without it each weight has an all-reduce of its own, whenever it is gathered. The scales are the same.
+    Call it after each update.
+
+    Without it each weight has an all-reduce of its own, whenever it is gathered. The scales are the
+    same.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -159,7 +189,9 @@ class ScalePrecompute:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        wrappers = [w for w in (_wrapper(linear.weight) for linear in self._linears) if w is not None]
+        wrappers = [
+            w for w in (_wrapper(linear.weight) for linear in self._linears) if w is not None
+        ]
         if not wrappers:
             return
         float8 = torchao()
@@ -181,10 +213,11 @@ def forget_scales(model: nn.Module) -> None:
 
 @contextmanager
 def high_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let converted linears compute in `dtype` inside, where compiled code and backward passes do not run.
+    """Let converted linears compute in `dtype` inside, where compiled code and backward passes do
+    not run.
 
-    All ranks enter it together, with no module of `fully_shard` between its forward and its backward. A weight that is
-    gathered in float8 is gathered once more in `dtype`.
+    All ranks enter it together, with no module of `fully_shard` between its forward and its
+    backward. A weight that is gathered in float8 is gathered once more in `dtype`.
     """
     linears = float8_linears(model)
     _free(model)
@@ -212,11 +245,14 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, DTensor)
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     placements = dict(zip(names, weight.placements, strict=True))
-    # FSDP's ranks hold equal numbers of rows (`titanlite.fit` refuses others); tensor parallelism's part stays divided.
+    # FSDP's ranks hold equal numbers of rows (`titanlite.fit` refuses others); tensor parallelism's
+    # part stays divided.
     over = [name for name in names if name != "tp"][-1]
     parts = DTensor.from_local(weight.to_local().to(dtype), mesh[over], [Shard(0)])
     whole = parts.full_tensor()
-    return DTensor.from_local(whole, mesh["tp"], [placements["tp"]]) if "tp" in placements else whole
+    return (
+        DTensor.from_local(whole, mesh["tp"], [placements["tp"]]) if "tp" in placements else whole
+    )
 
 
 def _free(model: nn.Module) -> None:
@@ -226,7 +262,9 @@ def _free(model: nn.Module) -> None:
 
 
 def sends_float8(mesh: DeviceMesh) -> bool:
-    """Whether ranks can send each other float8 tensors. gloo cannot: there tensors are cast after they were sent.
+    """Whether ranks can send each other float8 tensors.
+
+    gloo cannot: there tensors are cast after they were sent.
 
     The numbers are the same: the scale of a tensor is that of all its parts, before and after.
     """
@@ -243,7 +281,11 @@ def gather_as_bytes(model: nn.Module) -> None:
 
     class GatherBytes(DefaultAllGather):
         def __call__(
-            self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+            self,
+            output_tensor: Tensor,
+            input_tensor: Tensor,
+            group: dist.ProcessGroup,
+            async_op: bool = False,
         ) -> dist.Work | None:
             if input_tensor.dtype.itemsize == 1:
                 output_tensor = output_tensor.view(torch.uint8)
@@ -277,18 +319,24 @@ def _styles(sends: bool) -> dict[str, Any]:
 
     class Colwise(colwise):
         @staticmethod
-        def _prepare_input_fn(input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        def _prepare_input_fn(
+            input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any
+        ) -> Any:
             style: Any = colwise if module.exact is None else ColwiseParallel
             return style._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
 
     class Rowwise(rowwise):
         @staticmethod
-        def _prepare_input_fn(input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+        def _prepare_input_fn(
+            input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: Any
+        ) -> Any:
             style: Any = rowwise if module.exact is None else RowwiseParallel
             return style._prepare_input_fn(input_layouts, desired, module, inputs, mesh)
 
         @staticmethod
-        def _prepare_output_fn(output_layouts: Any, use_local: Any, module: Any, outputs: Any, mesh: Any) -> Any:
+        def _prepare_output_fn(
+            output_layouts: Any, use_local: Any, module: Any, outputs: Any, mesh: Any
+        ) -> Any:
             # In the backward torchao casts the gradient and then gathers it.
             style: Any = rowwise if sends else RowwiseParallel
             return style._prepare_output_fn(output_layouts, use_local, module, outputs, mesh)
@@ -297,13 +345,18 @@ def _styles(sends: bool) -> dict[str, Any]:
 
 
 def input_cast() -> Callable[[Tensor, Any], Tensor]:
-    """Return a function (x, linear) → x in float8, as `linear` and others of its recipe would cast it.
+    """Return a function (x, linear) → x in float8, as `linear` and others of its recipe would cast
+    it.
 
-    A cast before the all-gather halves its bytes, and happens once for all linears with the same input.
+    A cast before the all-gather halves its bytes, and happens once for all linears with the same
+    input.
     """
     # Outside of compiled code, which cannot import.
     float8 = torchao()
-    to_float8, role = float8.float8_scaling_utils.hp_tensor_to_float8_dynamic, float8.GemmInputRole.INPUT
+    to_float8, role = (
+        float8.float8_scaling_utils.hp_tensor_to_float8_dynamic,
+        float8.GemmInputRole.INPUT,
+    )
 
     def to_input(x: Tensor, linear: Any) -> Tensor:
         if linear.exact is not None:

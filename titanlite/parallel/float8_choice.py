@@ -15,9 +15,12 @@ MULTIPLE = 16
 
 _LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
 
-#: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are torchao's, measured on
-#: H100s (its `_auto_filter_for_recipe`; a test compares). inf: any size.
-SMALL_SIZES = {"tensorwise": ((4096, 1024),), "rowwise": ((math.inf, 2048), (1024, math.inf), (2048, 4096))}
+#: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are
+#: torchao's, measured on H100s (its `_auto_filter_for_recipe`; a test compares). inf: any size.
+SMALL_SIZES = {
+    "tensorwise": ((4096, 1024),),
+    "rowwise": ((math.inf, 2048), (1024, math.inf), (2048, 4096)),
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ def choose_linears(
 ) -> list[Float8Choice]:
     """Decide for each linear of a model, by kind and in its order.
 
-    linears: name → size, of the whole model. tp_plan: name → how tensor parallelism divides it over `tp` ranks (see
-    `titanlite.parallel.tensor.apply_tp`). head: it stays; its outputs are the logits, and every recipe changes the loss
-    when they are rounded.
+    linears: name → size, of the whole model. tp_plan: name → how tensor parallelism divides it over
+    `tp` ranks (see `titanlite.parallel.tensor.apply_tp`). head: it stays; its outputs are the
+    logits, and every recipe changes the loss when they are rounded.
     """
     found: dict[tuple[str, Size, str], list[str]] = {}
     for name, size in linears.items():
@@ -59,14 +62,21 @@ def choose_linears(
         )
         reason = "the head" if name == head else _reason(name, size, local, settings)
         found.setdefault((_LAYER.sub("", name), local, reason), []).append(name)
-    return [Float8Choice(kind, tuple(names), size, reason) for (kind, size, reason), names in found.items()]
+    return [
+        Float8Choice(kind, tuple(names), size, reason)
+        for (kind, size, reason), names in found.items()
+    ]
 
 
 def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
     # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
     if matching := [part for part in settings.filter_fqns if part != AUTO_FILTER and part in name]:
         return f"filter_fqns: {', '.join(matching)}"
-    odd = [f"{which} = {n}" for which, n in (("K", local.in_features), ("N", local.out_features)) if n % MULTIPLE]
+    odd = [
+        f"{which} = {n}"
+        for which, n in (("K", local.in_features), ("N", local.out_features))
+        if n % MULTIPLE
+    ]
     if odd:
         return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
     if min(size.in_features, size.out_features) < settings.min_features:
@@ -77,7 +87,10 @@ def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
 
 
 def too_small(size: Size, recipe: str) -> bool:
-    """Whether float8 costs a linear more than it saves. Raises KeyError for a recipe without measured sizes."""
+    """Whether float8 costs a linear more than it saves.
+
+    Raises KeyError for a recipe without measured sizes.
+    """
     return any(size.in_features <= k and size.out_features <= n for k, n in SMALL_SIZES[recipe])
 
 

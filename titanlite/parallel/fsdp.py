@@ -8,7 +8,13 @@ from typing import cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from titanlite.parallel import ParallelismError
@@ -30,28 +36,33 @@ def apply_fsdp(
     average: bool = False,
     experts: DeviceMesh | None = None,
 ) -> None:
-    """Apply `fully_shard` to each group (names of modules gathered together), then to the root, in place.
+    """Apply `fully_shard` to each group (names of modules gathered together), then to the root, in
+    place.
 
-    groups: in the order they last run (`titanlite.parallel.wrapping`); tied modules must be in one group, since a
-    parameter belongs to one only. Modules in no group belong to the root.
-    mesh: from `DistEnv.build_mesh`. DistEnv size 1 is sharded too, so mixed precision is the same everywhere.
-    reshard_after_forward: free gathered weights after forward. None: all but the last two groups. A number: keep them
-    sharded over so many ranks.
+    groups: in the order they last run (`titanlite.parallel.wrapping`); tied modules must be in one
+    group, since a parameter belongs to one only. Modules in no group belong to the root.
+    mesh: from `DistEnv.build_mesh`. DistEnv size 1 is sharded too, so mixed precision is the same
+    everywhere. reshard_after_forward: free gathered weights after forward. None: all but the last
+    two groups. A number: keep them sharded over so many ranks.
     prefetch: groups whose all-gathers start before the one that computes; 0: torch's own choice.
-    cpu_offload: keep parameters, gradients and optimizer state in host memory; without effect on a CPU.
-    average: reduce gradients to their mean over the ranks of `fsdp_mesh`, as DDP does. By default they are summed,
-    which `train_step` needs: its loss is already divided by the number of valid tokens on all ranks. With a loss that
-    each rank averages over its own tokens, the sum is as many times too large as there are ranks.
-    experts: of `titanlite.parallel.expert.expert_mesh`, with experts that `apply_ep` has divided. Their gradients are
-    sums over ranks that `average` does not know, so the two exclude each other.
+    cpu_offload: keep parameters, gradients and optimizer state in host memory; without effect on a
+    CPU.
+    average: reduce gradients to their mean over the ranks of `fsdp_mesh`, as DDP does. By default
+    they are summed, which `train_step` needs: its loss is already divided by the number of valid
+    tokens on all ranks. With a loss that each rank averages over its own tokens, the sum is as many
+    times too large as there are ranks.
+    experts: of `titanlite.parallel.expert.expert_mesh`, with experts that `apply_ep` has divided.
+    Their gradients are sums over ranks that `average` does not know, so the two exclude each other.
     """
     if average and experts is not None:
-        raise ParallelismError("gradients of experts that ranks share are summed, and average = True asks for a mean")
+        raise ParallelismError(
+            "gradients of experts that ranks share are summed, and average = True asks for a mean"
+        )
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
-        # The embedding's output already has the parameters' dtype; a cast of every floating-point input would round
-        # the fp32 RoPE tables that blocks receive.
+        # The embedding's output already has the parameters' dtype; a cast of every floating-point
+        # input would round the fp32 RoPE tables that blocks receive.
         cast_forward_inputs=False,
     )
     dp_mesh = fsdp_mesh(mesh)
@@ -61,19 +72,25 @@ def apply_fsdp(
 
         place = expert_placement(experts)
     wrapped = [[model.get_submodule(name) for name in group] for group in groups]
-    in_groups = {parameter for group in wrapped for module in group for parameter in module.parameters()}
+    in_groups = {
+        parameter for group in wrapped for module in group for parameter in module.parameters()
+    }
     if any(parameter not in in_groups for parameter in model.parameters()):
         wrapped.append([model])
     for index, group in enumerate(wrapped):
-        # The backward needs the last block and the head first: to free them only to gather them again at once would
-        # cost two all-gathers and save nothing at the memory peak.
+        # The backward needs the last block and the head first: to free them only to gather them
+        # again at once would cost two all-gathers and save nothing at the memory peak.
         default = index < len(wrapped) - 2
         fully_shard(
             group if len(group) > 1 else group[0],
             mesh=dp_mesh,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy() if offloads(cpu_offload, mesh.device_type) else OffloadPolicy(),
-            reshard_after_forward=default if reshard_after_forward is None else reshard_after_forward,
+            offload_policy=CPUOffloadPolicy()
+            if offloads(cpu_offload, mesh.device_type)
+            else OffloadPolicy(),
+            reshard_after_forward=default
+            if reshard_after_forward is None
+            else reshard_after_forward,
             shard_placement_fn=place,
         )
     if not isinstance(model, FSDPModule):
@@ -81,11 +98,14 @@ def apply_fsdp(
     if prefetch and dp_mesh.size(-1) > 1:
         _set_prefetch(model, wrapped, prefetch)
     state = model._get_fsdp_state()  # type: ignore[operator]
-    if dp_mesh.size() == 1 and hasattr(state, "_fsdp_param_groups"):  # torch 2.11 has another layout
+    if dp_mesh.size() == 1 and hasattr(
+        state, "_fsdp_param_groups"
+    ):  # torch 2.11 has another layout
         reduce_in_place(model)
         avoid_copies(model)
     if dp_mesh.size() == 1 or average:
-        return  # one rank reduces nothing, and a division by 1.0 would copy every gradient once more
+        # one rank reduces nothing, and a division by 1.0 would copy every gradient once more
+        return
     # gloo has no pre-multiplied sum, which a divide factor alone would need.
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -94,7 +114,8 @@ def apply_fsdp(
 
 
 def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks over which each weight is sharded: [shard], or with replicas [replicate, shard].
+    """Return the ranks over which each weight is sharded: [shard], or with replicas [replicate,
+    shard].
 
     Ranks that share a sequence hold the same weights too, so weights are sharded over them as well.
     """
@@ -110,7 +131,8 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are cut in each matrix.
+    """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are
+    cut in each matrix.
 
     Of 8 experts on 16 ranks torch would give each to one rank, and nothing to the others.
     """
@@ -118,20 +140,30 @@ def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     def place(parameter: nn.Parameter) -> Shard | None:
         if parameter.ndim < 3 or len(parameter) % ranks == 0:
             return None
-        divided = [p.dim for p in getattr(parameter, "placements", ()) if isinstance(p, Shard)]  # by tensor parallelism
-        dims = (dim for dim in range(1, parameter.ndim) if dim not in divided and parameter.size(dim) % ranks == 0)
+        divided = [
+            p.dim for p in getattr(parameter, "placements", ()) if isinstance(p, Shard)
+        ]  # by tensor parallelism
+        dims = (
+            dim
+            for dim in range(1, parameter.ndim)
+            if dim not in divided and parameter.size(dim) % ranks == 0
+        )
         return next(map(Shard, dims), None)
 
     return place
 
 
 def offloads(cpu_offload: bool, device_type: str) -> bool:
-    """Whether parameters, gradients and optimizer state are kept in host memory. On a CPU they are there already."""
+    """Whether parameters, gradients and optimizer state are kept in host memory.
+
+    On a CPU they are there already.
+    """
     return cpu_offload and device_type != "cpu"
 
 
 def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead: int) -> None:
-    """Let each group start the all-gathers of the `ahead` groups after it before it computes, forward and backward.
+    """Let each group start the all-gathers of the `ahead` groups after it before it computes,
+    forward and backward.
 
     groups: modules of each group, in the order they last run; backward takes them from the end.
     """
@@ -141,17 +173,22 @@ def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead
         return [cast(FSDPModule, group[0]) for group in groups]
 
     # Tied modules run early and late: in forward the first use of a group counts.
-    forward = first_modules(sorted(groups, key=lambda group: min(position[module] for module in group)))
+    forward = first_modules(
+        sorted(groups, key=lambda group: min(position[module] for module in group))
+    )
     backward = first_modules(groups)[::-1]
     for index in range(len(groups)):
         forward[index].set_modules_to_forward_prefetch(list(forward[index + 1 : index + 1 + ahead]))
-        backward[index].set_modules_to_backward_prefetch(list(backward[index + 1 : index + 1 + ahead]))
+        backward[index].set_modules_to_backward_prefetch(
+            list(backward[index + 1 : index + 1 + ahead])
+        )
 
 
 def free_gathered(model: nn.Module) -> None:
     """Free gathered weights, so that the model's parameters are the sharded ones.
 
-    A forward pass without a backward leaves some in other forms, which an optimizer or `full_tensor` must not take.
+    A forward pass without a backward leaves some in other forms, which an optimizer or
+    `full_tensor` must not take.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

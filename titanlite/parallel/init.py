@@ -1,9 +1,10 @@
 """Initial weights that do not depend on how the model is sharded.
 
-Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed, parameter name, block). A
-rank draws only the blocks that its shard touches: the same weights on any mesh, with no full tensor in memory. (Plain
-`nn.init` on DTensors gives every CPU rank the same shard.) Weights differ between CPUs and GPUs, as torch's generators
-do, and not between models of GPU.
+Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed,
+parameter name, block). A rank draws only the blocks that its shard touches: the same weights on any
+mesh, with no full tensor in memory. (Plain `nn.init` on DTensors gives every CPU rank the same
+shard.) Weights differ between CPUs and GPUs, as torch's generators do, and not between models of
+GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from titanlite.models.spec import Init
 
 #: Rows per block. Changing it changes every model's initial weights.
 ROWS = 128
-#: Values that a CUDA kernel draws at once. The values of a larger draw depend on the number of multiprocessors. Every
-#: data-center GPU since 2017 holds the threads of 32.
+#: Values that a CUDA kernel draws at once. The values of a larger draw depend on the number of
+#: multiprocessors. Every data-center GPU since 2017 holds the threads of 32.
 PIECE = 32 * 1024
 
 
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's own generators on this rank, for random numbers while a model trains (dropout, for example).
+    """Seed torch's own generators on this rank, for random numbers while a model trains (dropout,
+    for example).
 
-    Ranks that share each product (`tp`) hold parts of the same activations and draw the same numbers, as DTensor's
-    random operators require. All other ranks have other tokens or other layers, and draw other numbers.
+    Ranks that share each product (`tp`) hold parts of the same activations and draw the same
+    numbers, as DTensor's random operators require. All other ranks have other tokens or other
+    layers, and draw other numbers.
 
     mesh: from `DistEnv.build_mesh`.
     """
@@ -49,20 +52,30 @@ def _block_seed(seed: int, name: str, block: int) -> int:
     return int.from_bytes(digest, "big") >> 1  # torch takes signed 64 bits
 
 
-def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator) -> torch.Tensor:
+def _draw(
+    shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator
+) -> torch.Tensor:
     """Draw one block [rows, ...] in float32."""
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
     cut, cuda = init.kind == "trunc_normal", block.device.type == "cuda"
     if cut and not cuda and (init.bound < init.std or torch.__version__ < "2.13"):
-        return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
-    if cut and not cuda:  # the values of torch 2.13, without its passes over all of them after each draw
-        flat, spare = block.normal_(0.0, init.std, generator=generator).view(-1).numpy(), torch.empty_like(block)
+        return nn.init.trunc_normal_(
+            block, 0.0, init.std, -init.bound, init.bound, generator=generator
+        )
+    if (
+        cut and not cuda
+    ):  # the values of torch 2.13, without its passes over all of them after each draw
+        flat, spare = (
+            block.normal_(0.0, init.std, generator=generator).view(-1).numpy(),
+            torch.empty_like(block),
+        )
         wrong = np.flatnonzero(np.abs(flat) > init.bound)
         while wrong.size:
             flat[wrong] = spare.normal_(0.0, init.std, generator=generator).view(-1).numpy()[wrong]
             wrong = wrong[np.abs(flat[wrong]) > init.bound]
         return block
-    # torch draws values outside of the bounds again, with a host sync each time: here they are never drawn.
+    # torch draws values outside of the bounds again, with a host sync each time: here they are
+    # never drawn.
     scale = math.sqrt(2) * init.std
     # Below 1, whose inverse is infinite: a wide bound rounds to 1.
     bound = min(math.erf(init.bound / scale), 1 - 2**-23) if cut else init.bound
@@ -92,7 +105,9 @@ def fill(
     """
     if local.numel() == 0:
         return
-    if len(shape) > 2:  # a stack of matrices: each by itself, so that no rank draws all of them at once
+    if (
+        len(shape) > 2
+    ):  # a stack of matrices: each by itself, so that no rank draws all of them at once
         for index, matrix in enumerate(local, offset[0]):
             fill(matrix, offset[1:], shape[1:], f"{name}.{index}", init, seed, device)
         return
@@ -112,16 +127,20 @@ def fill(
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int, device: torch.device | None = None) -> None:
+def init_weights(
+    model: nn.Module, rule: Callable[[str], Init], seed: int, device: torch.device | None = None
+) -> None:
     """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
 
-    rule: full parameter name → Init. device: where to draw the values, if not where the parameters are: weights in host
-    memory then start as those on the device.
+    rule: full parameter name → Init. device: where to draw the values, if not where the parameters
+    are: weights in host memory then start as those on the device.
     """
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         if isinstance(parameter, DTensor):
-            _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            _, offset = compute_local_shape_and_global_offset(
+                shape, parameter.device_mesh, parameter.placements
+            )
             local = parameter.to_local()
         else:
             offset, local = (0,) * len(shape), parameter
@@ -129,15 +148,22 @@ def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int, devic
 
 
 def fix_workspace() -> None:
-    """Fix cuBLAS' workspace, without which it is not deterministic. Call it before the first product."""
+    """Fix cuBLAS' workspace, without which it is not deterministic.
+
+    Call it before the first product.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def use_deterministic(warn_only: bool = False) -> None:
-    """Let torch use deterministic algorithms. warn_only: warn where there is none, instead of an error."""
+    """Let torch use deterministic algorithms.
+
+    warn_only: warn where there is none, instead of an error.
+    """
     fix_workspace()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    # Else each new tensor is filled with NaN before it is written: another kernel, for faults of torch's operations.
+    # Else each new tensor is filled with NaN before it is written: another kernel, for faults of
+    # torch's operations.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -148,10 +174,13 @@ def materialize(
     initialize: Callable[[nn.Module], None],
     parameters_on: torch.device | None = None,
 ) -> None:
-    """Give a meta-device model memory and values. parameters_on: where parameters live, if not on `device`.
+    """Give a meta-device model memory and values.
 
-    `to_empty` leaves garbage in tensors that are not written afterwards. So this sets all of them to NaN first, whole
-    numbers to one that no model has, and raises RuntimeError for a parameter or buffer that is so after `initialize`.
+    parameters_on: where parameters live, if not on `device`.
+
+    `to_empty` leaves garbage in tensors that are not written afterwards. So this sets all of them
+    to NaN first, whole numbers to one that no model has, and raises RuntimeError for a parameter or
+    buffer that is so after `initialize`.
     """
     model.to_empty(device=parameters_on or device)
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -1,7 +1,9 @@
-"""`torch._dynamo` without its import, for runs that compile nothing: it takes a quarter of a rank's start.
+"""`torch._dynamo` without its import, for runs that compile nothing: it takes a quarter of a rank's
+start.
 
-Each DTensor, FSDP hook and optimizer step of torch calls `torch._dynamo.disable` or `graph_break`. While dynamo is not
-loaded it traces nothing, so there is nothing to disable. Any other use loads it.
+Each DTensor, FSDP hook and optimizer step of torch calls `torch._dynamo.disable` or `graph_break`.
+While dynamo is not loaded it traces nothing, so there is nothing to disable. Any other use loads
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ NAME = "torch._dynamo"
 
 
 class _Deferred(ModuleType):
-    """Stands for `torch._dynamo`, and becomes it at the first use of another name than those below."""
+    """Stands for `torch._dynamo`, and becomes it at the first use of another name than
+    those below.
+    """
 
     def __getattr__(self, name: str) -> Any:
         _load(self)
@@ -48,13 +52,18 @@ def defer_dynamo() -> None:
     if NAME in sys.modules or (spec := importlib.util.find_spec(NAME)) is None:
         return
     module = _Deferred(NAME)
-    # Without a path: the import of any part but its settings, which `FakeTensorMode` reads, loads all of it.
+    # Without a path: the import of any part but its settings, which `FakeTensorMode` reads, loads
+    # all of it.
     module.__spec__, module.__file__, module.__package__ = spec, spec.origin, NAME
 
-    def disable(function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any) -> Any:
+    def disable(
+        function: Callable[..., Any] | None = None, recursive: bool = True, **options: Any
+    ) -> Any:
         if function is None:
             return functools.partial(disable, recursive=recursive, **options)
-        if not isinstance(function, (FunctionType, MethodType)):  # a module would lose its parameters
+        if not isinstance(
+            function, (FunctionType, MethodType)
+        ):  # a module would lose its parameters
             _load(module)
             return module.disable(function, recursive, **options)
         disabled: Callable[..., Any] | None = None
@@ -62,7 +71,9 @@ def defer_dynamo() -> None:
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
             nonlocal disabled
-            if isinstance(module, _Deferred) or module.disable is disable:  # it is not loaded, or not to the end
+            if (
+                isinstance(module, _Deferred) or module.disable is disable
+            ):  # it is not loaded, or not to the end
                 return function(*arguments, **named)
             disabled = disabled or module.disable(function, recursive, **options)
             return disabled(*arguments, **named)

@@ -1,4 +1,6 @@
-"""Weights and gradients that one rank holds whole: `fully_shard` without its copies, and with the same numbers."""
+"""Weights and gradients that one rank holds whole: `fully_shard` without its copies, and with the
+same numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ from torch.distributed.tensor import DTensor
 
 
 def avoid_copies(model: nn.Module) -> None:
-    """Let the modules of one rank compute with the sharded weights themselves, or with one cast of them; in place.
+    """Let the modules of one rank compute with the sharded weights themselves, or with one cast of
+    them; in place.
 
-    Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two, also on one rank.
-    Weights in host memory (`CPUOffloadPolicy`) and those that define an all-gather (float8) stay torch's.
+    Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two,
+    also on one rank. Weights in host memory (`CPUOffloadPolicy`) and those that define an
+    all-gather (float8) stay torch's.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -35,7 +39,9 @@ class _WholeParam(FSDPParam):
     def all_gather_inputs(self) -> list[torch.Tensor]:
         return [self._sharded_param_data]  # not cast: the copy into `all_gather_outputs` casts
 
-    def init_all_gather_outputs(self, numels: list[int], dtypes: list[torch.dtype], *rest: Any) -> None:
+    def init_all_gather_outputs(
+        self, numels: list[int], dtypes: list[torch.dtype], *rest: Any
+    ) -> None:
         data = self._sharded_param_data
         # torch sets the size of the output's storage, which must not be one of several tensors.
         if self.param_dtype is None and data.untyped_storage().nbytes() == data.nbytes:
@@ -54,11 +60,14 @@ class _WholeParam(FSDPParam):
             del self._unsharded_param  # it is made anew, of the new weights
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Add the gradient of a backward pass to the sharded gradient, so that torch finds nothing to reduce."""
+        """Add the gradient of a backward pass to the sharded gradient, so that torch finds nothing
+        to reduce.
+        """
         whole = getattr(self, "_unsharded_param", None)
         if whole is None or whole.grad is None:
             return
-        # torch's way sums micro-batches in `reduce_dtype`, and casts a group's gradients by one kernel on a GPU.
+        # torch's way sums micro-batches in `reduce_dtype`, and casts a group's gradients by one
+        # kernel on a GPU.
         casts = self.device.type != "cpu" and whole.grad.dtype != self.orig_dtype
         if casts or (self.reduce_dtype or whole.grad.dtype) != self.orig_dtype:
             return super().accumulate_unsharded_grad_if_needed()
@@ -75,11 +84,15 @@ class _WholeParam(FSDPParam):
 
 
 class _OneBuffer(ReduceScatter):
-    """Gives `fully_shard` one tensor as input and output of a reduction, so one rank copies nothing."""
+    """Gives `fully_shard` one tensor as input and output of a reduction, so one rank copies
+    nothing.
+    """
 
     _given: torch.Tensor | None = None
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         given, self._given = self._given, None
         if given is None:  # asked for the input; the output is asked for next
             given = self._given = torch.empty(*size, dtype=dtype, device=device)
@@ -90,10 +103,11 @@ class _OneBuffer(ReduceScatter):
 
 
 def reduce_in_place(model: nn.Module) -> None:
-    """Let one rank alone make its sharded gradients without a copy, and in the stream that computes.
+    """Let one rank alone make its sharded gradients without a copy, and in the stream that
+    computes.
 
-    A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory of all gradients
-    would lie idle during the forward pass: 30 GiB of an 8B model.
+    A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory
+    of all gradients would lie idle during the forward pass: 30 GiB of an 8B model.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,11 +1,13 @@
-"""The recipe from a model's arguments to this rank's part of it: the features, their order and their settings.
+"""The recipe from a model's arguments to this rank's part of it: the features, their order and
+their settings.
 
     builder = ModelBuilder(spec, args, mesh, device, training=Training(compile=True))
     model = builder.build(seed=0)
     loss = builder.loss()
 
-Order: model on the meta device → pipeline stages → loss in chunks → float8 → tensor, context and expert parallelism →
-activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights.
+Order: model on the meta device → pipeline stages → loss in chunks → float8 → tensor, context and
+expert parallelism → activation checkpointing → `torch.compile` → `fully_shard` → memory → initial
+weights.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regulariz
 from titanlite.loss_chunks import chunk_head
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError, compiles_halves
-from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
+from titanlite.parallel.activation_checkpoint import (
+    ActivationStats,
+    apply_ac,
+    is_by_op,
+    trace_block,
+)
 from titanlite.parallel.async_tp import ASYNC_OPTIONS
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
@@ -61,7 +68,8 @@ class ModelBuilder:
     ep: int = 1
 
     def build(self, seed: int) -> nn.Module:
-        """Build the sharded model on the device with its initial weights; no rank ever holds a full copy.
+        """Build the sharded model on the device with its initial weights; no rank ever holds a full
+        copy.
 
         With pipeline ranks: this rank's stages, in a `PipelineModel`.
         """
@@ -74,11 +82,15 @@ class ModelBuilder:
 
         offload = offloads(self.training.enable_cpu_offload, self.device.type)
         for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
-            materialize(part, self.device, initialize, torch.device("cpu") if offload else self.device)
+            materialize(
+                part, self.device, initialize, torch.device("cpu") if offload else self.device
+            )
         return model
 
     def build_on_meta(self) -> nn.Module:
-        """Build the model as `build` does, divided and sharded, but on the meta device: without memory or weights."""
+        """Build the model as `build` does, divided and sharded, but on the meta device: without
+        memory or weights.
+        """
 
         def whole() -> nn.Module:
             return self.spec.build_on_meta(self.args)
@@ -89,13 +101,17 @@ class ModelBuilder:
         if self.pp == 1:
             return self.parallelize(whole(), groups)
         costs = self.offered("pipeline_costs")(self.args, self.args.max_seq_len)
-        layout = split_stages(costs, self.pp, self.schedule, self.experimental.pipeline_parallel_split_points)
+        layout = split_stages(
+            costs, self.pp, self.schedule, self.experimental.pipeline_parallel_split_points
+        )
         stages = cut_stages(whole, layout, self.mesh.get_local_rank("pp"))
         parts = {number: self.parallelize(stage, groups) for number, stage in stages.items()}
         return PipelineModel(parts, layout, self.mesh)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
-        """Apply every feature to a model or pipeline stage on the meta device, in place, in the order that works."""
+        """Apply every feature to a model or pipeline stage on the meta device, in place, in the
+        order that works.
+        """
         t, blocks = self.training, self.spec.block_names(self.args)
         if (dtype := DTYPES[t.dtype]) != torch.float32:
             for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
@@ -113,8 +129,11 @@ class ModelBuilder:
             apply_ep(model, self.expert_mesh["ep"])
             mixtures = select(model, self.offered("experts")(self.args))
             if whole := [name for name, module in mixtures.items() if not has_exchange(module)]:
-                raise ParallelismError(f"ranks cannot share experts without an `exchange`: {', '.join(whole)}")
-        # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
+                raise ParallelismError(
+                    f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
+                )
+        # Graphs hide their operators from a policy by operator, so that one is applied inside of
+        # them.
         inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
         apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
         separate_cache(self.mesh, self.device)
@@ -137,12 +156,22 @@ class ModelBuilder:
 
     def apply_float8(self, model: nn.Module, all_gather: bool) -> None:
         if names := converted_names(self.float8_choices()):
-            apply_float8(model, names, self.float8.recipe_name, all_gather=all_gather, emulate=self.float8.emulate)
+            apply_float8(
+                model,
+                names,
+                self.float8.recipe_name,
+                all_gather=all_gather,
+                emulate=self.float8.emulate,
+            )
 
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
         separate_cache(self.mesh, self.device)
-        loss = compile_loss(self.plain_loss, self.compile.backend) if self.compiles("loss") else self.plain_loss
+        loss = (
+            compile_loss(self.plain_loss, self.compile.backend)
+            if self.compiles("loss")
+            else self.plain_loss
+        )
         return tensor_loss(loss) if self.tp > 1 else loss
 
     @cached_property
@@ -153,22 +182,33 @@ class ModelBuilder:
         return of_tokens(self.own_loss)
 
     def pipeline(
-        self, model: PipelineModel, loss: LossFunction, *, batch_size: int, seq_len: int, accumulation: int
+        self,
+        model: PipelineModel,
+        loss: LossFunction,
+        *,
+        batch_size: int,
+        seq_len: int,
+        accumulation: int,
     ) -> Pipeline:
         """Build the runner of a `PipelineModel`.
 
-        batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches per step.
+        batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches
+        per step.
         """
         rows, length = batch_size // self.microbatches, seq_len // self.cp
         args, cp = self.args, self.cp
-        shape = MicroBatchShape(rows, length, length // self.tp, args.dim, args.vocab_size, self.param_dtype)
+        shape = MicroBatchShape(
+            rows, length, length // self.tp, args.dim, args.vocab_size, self.param_dtype
+        )
 
         def positions(seq_len: int) -> torch.Tensor:
             everywhere = torch.arange(seq_len * cp, device=self.device)
             return everywhere if cp == 1 else CPRank.of(self.mesh).part(everywhere, 0)
 
         given = positions if self.tp > 1 else None
-        return Pipeline(model, self.schedule, shape, self.microbatches, accumulation, self.device, loss, given)
+        return Pipeline(
+            model, self.schedule, shape, self.microbatches, accumulation, self.device, loss, given
+        )
 
     # What was applied
 
@@ -177,18 +217,28 @@ class ModelBuilder:
         if not self.float8.enable_float8_linear:
             return []
         plan = self.offered("tensor_plan")(self.args) if self.tp > 1 else {}
-        return choose_linears(self.offered("linears")(self.args), self.float8, plan, self.tp, self.spec.head)
+        return choose_linears(
+            self.offered("linears")(self.args), self.float8, plan, self.tp, self.spec.head
+        )
 
     def offered(self, feature: str) -> Callable[..., Any]:
-        """Return a function of the spec. Raises ParallelismError if the model does not offer this feature."""
+        """Return a function of the spec.
+
+        Raises ParallelismError if the model does not offer this feature.
+        """
         if (found := getattr(self.spec, feature)) is None:
-            raise ParallelismError(f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}")
+            raise ParallelismError(
+                f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}"
+            )
         return cast("Callable[..., Any]", found)
 
-    def trace_activations(self, *, batch_size: int, seq_len: int, masked: bool = False) -> ActivationStats:
+    def trace_activations(
+        self, *, batch_size: int, seq_len: int, masked: bool = False
+    ) -> ActivationStats:
         """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
 
-        batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at documents.
+        batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at
+        documents.
         """
         model = self.spec.build_on_meta(self.args)
         self.apply_float8(model, all_gather=False)  # the trace gathers nothing
@@ -197,13 +247,17 @@ class ModelBuilder:
         tokens = batch_size // self.microbatches, seq_len // self.cp
         names = self.spec.block_names(self.args)
         whole = seq_len if masked else None
-        return trace_block(model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype, whole)
+        return trace_block(
+            model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype, whole
+        )
 
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""
         modules = self.compiled_modules(model).values()
         functions = [self.plain_loss] if self.compiles("loss") else []
-        return CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
+        return (
+            CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
+        )
 
     def compiles(self, component: str) -> bool:
         """Whether `torch.compile` is applied to "model" or to "loss"."""
@@ -213,9 +267,10 @@ class ModelBuilder:
     def compiled_names(self) -> list[str]:
         """The modules of the whole model that `torch.compile` makes one graph each.
 
-        Where ranks share experts, the host reads a number in the middle of a block. Where they share each product,
-        whole blocks have wrong gradients before torch 2.13. With full recomputation torch cannot divide their graph:
-        it puts a device mesh among the saved tensors.
+        Where ranks share experts, the host reads a number in the middle of a block. Where they
+        share each product, whole blocks have wrong gradients before torch 2.13. With full
+        recomputation torch cannot divide their graph: it puts a device mesh among the saved
+        tensors.
         """
         if not self.compiles("model"):
             return []
@@ -225,8 +280,14 @@ class ModelBuilder:
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return those of `compiled_names` in this model or pipeline stage, without the experts that ranks share."""
-        return {name: module for name, module in select(model, self.compiled_names).items() if not has_exchange(module)}
+        """Return those of `compiled_names` in this model or pipeline stage, without the experts
+        that ranks share.
+        """
+        return {
+            name: module
+            for name, module in select(model, self.compiled_names).items()
+            if not has_exchange(module)
+        }
 
     # Values that follow from the sections and the mesh
 
@@ -264,7 +325,9 @@ class ModelBuilder:
         """A name of `SCHEDULES`."""
         name = self.experimental.pipeline_parallel_schedule
         if (schedule := find_schedule(name)) is None:
-            raise ParallelismError(f"no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}")
+            raise ParallelismError(
+                f"no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}"
+            )
         return schedule
 
     @property
@@ -274,16 +337,25 @@ class ModelBuilder:
 
     @property
     def reshard_after_forward(self) -> bool | int | None:
-        """The argument of `apply_fsdp`. Pipeline stages keep weights gathered between micro-batches by default.
+        """The argument of `apply_fsdp`.
 
-        Raises ParallelismError if they should not, and the schedule splits the backward: weights that are gathered
-        anew between its two halves are new tensors, and get no gradient without an error.
+        Pipeline stages keep weights gathered between micro-batches by default.
+
+        Raises ParallelismError if they should not, and the schedule splits the backward: weights
+        that are gathered anew between its two halves are new tensors, and get no gradient without
+        an error.
         """
-        named: dict[Any, bool | None] = {"default": None if self.pp == 1 else False, "always": True, "never": False}
+        named: dict[Any, bool | None] = {
+            "default": None if self.pp == 1 else False,
+            "always": True,
+            "never": False,
+        }
         given = self.training.reshard_after_forward
         reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
         if self.pp > 1 and reshard is not False and SCHEDULES[self.schedule].splits_backward:
-            raise ParallelismError(f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False")
+            raise ParallelismError(
+                f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False"
+            )
         return reshard
 
 

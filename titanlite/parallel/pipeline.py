@@ -1,11 +1,13 @@
 """Pipeline parallelism by `torch.distributed.pipelining`: each rank holds some of the layers.
 
-    stages = cut_stages(build, layout, rank)           # on the meta device, before everything that wraps modules
+    # on the meta device, before everything that wraps modules
+    stages = cut_stages(build, layout, rank)
     model = PipelineModel(stages, layout, mesh)        # when each stage has its memory and weights
     pipeline = Pipeline(model, "1F1B", shape, microbatches, accumulation, device, loss)
     share = pipeline.forward_backward(micro_batches, tokens)
 
-`titanlite.parallel.parallelize` does the first two (`build_model`) and the third (`build_pipeline`).
+`titanlite.parallel.parallelize` does the first two (`build_model`) and the third
+(`build_pipeline`).
 """
 
 from __future__ import annotations
@@ -30,17 +32,22 @@ if TYPE_CHECKING:
     from titanlite.data.loader import Batch
 
 
-def cut_stages(build: Callable[[], nn.Module], layout: StageLayout, rank: int) -> dict[int, nn.Module]:
-    """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are None or gone.
+def cut_stages(
+    build: Callable[[], nn.Module], layout: StageLayout, rank: int
+) -> dict[int, nn.Module]:
+    """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are
+    None or gone.
 
-    build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for a parameter outside
-    of all stages: each stage would train one of its own.
+    build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for
+    a parameter outside of all stages: each stage would train one of its own.
     """
     return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
 
 
 def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Module:
-    for name in (name for other, names in enumerate(layout.stages) if other != stage for name in names):
+    for name in (
+        name for other, names in enumerate(layout.stages) if other != stage for name in names
+    ):
         parent, _, leaf = name.rpartition(".")
         holder = model.get_submodule(parent)
         if isinstance(holder, nn.ModuleDict):
@@ -49,17 +56,22 @@ def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Mod
             setattr(holder, leaf, None)
     own = tuple(f"{name}." for name in layout.stages[stage])
     if left := [name for name, _ in model.named_parameters() if not name.startswith(own)]:
-        raise ParallelismError(f"no stage of the pipeline has {', '.join(left)}: pipeline_costs must name its module")
+        raise ParallelismError(
+            f"no stage of the pipeline has {', '.join(left)}: pipeline_costs must name its module"
+        )
     return model
 
 
 class PipelineModel(nn.Module):
-    """The stages of this rank as one module, in which every parameter has its name of the whole model.
+    """The stages of this rank as one module, in which every parameter has its name of the whole
+    model.
 
     It serves the optimizer, norms and checkpoints. It cannot be called; `Pipeline` runs the stages.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh
+    ) -> None:
         """mesh: from `DistEnv.build_mesh`."""
         super().__init__()
         #: By number. In a dictionary of Python's, so that no parameter has a second name.
@@ -74,13 +86,17 @@ class PipelineModel(nn.Module):
                     if name not in self._modules:
                         self.add_module(name, nn.ModuleDict())
                     cast(nn.ModuleDict, self.get_submodule(name)).update(dict(child.items()))
-                elif name not in self._modules:  # all stages have the RoPE tables: register them once
+                elif (
+                    name not in self._modules
+                ):  # all stages have the RoPE tables: register them once
                     self.add_module(name, child)
         held = set(self.parameters())
         every = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
         if left := [name for name, parameter in every if parameter not in held]:
             shown = ", ".join(left[:3])
-            raise ParallelismError(f"two stages of a rank share the module around {shown}: make it an nn.ModuleDict")
+            raise ParallelismError(
+                f"two stages of a rank share the module around {shown}: make it an nn.ModuleDict"
+            )
 
     def train(self, mode: bool = True) -> PipelineModel:
         for stage in self.stages.values():
@@ -96,7 +112,8 @@ class MicroBatchShape:
     rows: int
     #: Tokens of each sequence at the input of the first stage.
     seq_len: int
-    #: Positions of each sequence in the hidden states between stages: fewer where ranks share a sequence.
+    #: Positions of each sequence in the hidden states between stages: fewer where ranks share a
+    #: sequence.
     hidden_len: int
     dim: int
     vocab: int
@@ -104,13 +121,18 @@ class MicroBatchShape:
     dtype: torch.dtype
 
     def hidden(self, rows: int, seq_len: int, device: torch.device | str) -> Tensor:
-        """Return an empty tensor for the hidden states of `rows` sequences of `seq_len` tokens between stages."""
+        """Return an empty tensor for the hidden states of `rows` sequences of `seq_len` tokens
+        between stages.
+        """
         length = seq_len * self.hidden_len // self.seq_len
         return torch.empty(rows, length, self.dim, dtype=self.dtype, device=device)
 
 
 class Pipeline:
-    """Runs the stages of a `PipelineModel` by a schedule. All ranks of the pipeline call the same methods."""
+    """Runs the stages of a `PipelineModel` by a schedule.
+
+    All ranks of the pipeline call the same methods.
+    """
 
     def __init__(
         self,
@@ -125,12 +147,15 @@ class Pipeline:
     ) -> None:
         """schedule: a name of `titanlite.parallel.pipeline_split.SCHEDULES`.
 
-        microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces of a step go through
-        one run of the schedule, so ranks wait once per step for the pipeline to fill and to drain.
-        loss: summed over tokens. positions: tokens per sequence on this rank → their places in it, [that many] int64;
-        needed where hidden states have another length.
+        microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces
+        of a step go through one run of the schedule, so ranks wait once per step for the pipeline
+        to fill and to drain.
+        loss: summed over tokens. positions: tokens per sequence on this rank → their places in it,
+        [that many] int64; needed where hidden states have another length.
         """
-        from torch.distributed.pipelining.schedules import get_schedule_class  # it loads the compiler
+        from torch.distributed.pipelining.schedules import (
+            get_schedule_class,
+        )  # it loads the compiler
 
         self._model, self._shape, self._device, self._loss = model, shape, device, loss
         self._microbatches = microbatches
@@ -145,7 +170,8 @@ class Pipeline:
             stages[0] if SCHEDULES[schedule].stages == "one" else stages,
             microbatches * accumulation,
             loss_fn=self._loss_share,
-            # Each piece's loss is divided by the tokens of the whole step, so gradients add up as they are.
+            # Each piece's loss is divided by the tokens of the whole step, so gradients add up as
+            # they are.
             scale_grads=False,
         )
 
@@ -176,13 +202,18 @@ class Pipeline:
         return output if self._chunked else self._loss(output, labels)
 
     def forward_backward(
-        self, micro_batches: Sequence[Batch], tokens: Tensor, phase: Callable[[str], object] = lambda _: None
+        self,
+        micro_batches: Sequence[Batch],
+        tokens: Tensor,
+        phase: Callable[[str], object] = lambda _: None,
     ) -> Tensor:
-        """Accumulate gradients of the step's loss. Return this rank's share of it (0-dim, detached).
+        """Accumulate gradients of the step's loss.
 
-        Only the last stage has a loss: the shares of other ranks are zero. tokens: valid tokens of the whole step over
-        all data-parallel ranks, so that shares simply add up. Gradients are reduced over ranks once, at the end.
-        phase: is told that "pipeline" begins.
+        Return this rank's share of it (0-dim, detached).
+
+        Only the last stage has a loss: the shares of other ranks are zero. tokens: valid tokens of
+        the whole step over all data-parallel ranks, so that shares simply add up. Gradients are
+        reduced over ranks once, at the end. phase: is told that "pipeline" begins.
         """
         phase("pipeline")
         self._tokens = tokens
@@ -191,13 +222,18 @@ class Pipeline:
         losses: list[Tensor] | None = [] if self._has_last else None
         rows = sum(len(b.tokens) for b in micro_batches)
         documents = [b.documents for b in micro_batches if b.documents is not None]
-        keywords = self._keywords(rows, self._shape.seq_len, labels, torch.cat(documents) if documents else None)
+        keywords = self._keywords(
+            rows, self._shape.seq_len, labels, torch.cat(documents) if documents else None
+        )
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
+        return (
+            torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
+        )
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
-        """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks without the last stage.
+        """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks
+        without the last stage.
 
         batch: any number of sequences, on the device; the same on all ranks of the pipeline.
         """
@@ -218,7 +254,9 @@ class Pipeline:
                     local.append(out)
                 else:
                     out = out.contiguous()
-                    sent.append((dist.isend(out, self._rank_of(number + 1), self._model.group), out))
+                    sent.append(
+                        (dist.isend(out, self._rank_of(number + 1), self._model.group), out)
+                    )
         for work, _ in sent:
             if work is not None:
                 work.wait()
@@ -226,14 +264,17 @@ class Pipeline:
             free_gathered(stage)  # no backward comes that would free the weights
         return total
 
-    def _inputs(self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]) -> Iterator[Tensor]:
+    def _inputs(
+        self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]
+    ) -> Iterator[Tensor]:
         """Yield the inputs of a stage, piece by piece; wait for each when it is needed."""
         if number == 0:
             yield from tokens
         elif number - 1 in self._model.stages:
             yield from local
         else:
-            # Post all receives before the stage's first send: ranks that each wait in a send would deadlock.
+            # Post all receives before the stage's first send: ranks that each wait in a send would
+            # deadlock.
             buffers = [self._shape.hidden(len(t), t.size(1), self._device) for t in tokens]
             source, group = self._rank_of(number - 1), self._model.group
             for work, buffer in [(dist.irecv(buffer, source, group), buffer) for buffer in buffers]:
@@ -245,8 +286,12 @@ class Pipeline:
         """Return the global rank that holds a stage."""
         return dist.get_global_rank(self._model.group, self._model.layout.ranks[number])
 
-    def _keywords(self, rows: int, seq_len: int, labels: Tensor | None, documents: Tensor | None) -> dict[str, Any]:
-        """Return the keyword arguments for all stages of this rank; only the last one uses the labels."""
+    def _keywords(
+        self, rows: int, seq_len: int, labels: Tensor | None, documents: Tensor | None
+    ) -> dict[str, Any]:
+        """Return the keyword arguments for all stages of this rank; only the last one uses the
+        labels.
+        """
         keywords: dict[str, Any] = {"labels": labels, "loss": self._loss} if self._chunked else {}
         if documents is not None:
             keywords["doc_ids"] = documents  # they tell positions too

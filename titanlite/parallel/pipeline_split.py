@@ -1,4 +1,6 @@
-"""The schedules of a pipeline, and where it is cut: modules and rank of each stage. This module imports no torch.
+"""The schedules of a pipeline, and where it is cut: modules and rank of each stage.
+
+This module imports no torch.
 
     layout = split_stages(spec.pipeline_costs(args, seq_len), degree, "1F1B")
     layout.stages[0]        # ("tok_embeddings", "layers.0", …)
@@ -24,10 +26,11 @@ from titanlite.parallel import ParallelismError
 class PipelineSchedule:
     """One schedule of `torch.distributed.pipelining`."""
 
-    #: "one": a stage per rank. "loop": several, stage i on rank i modulo their number. "v": two, the second half of the
-    #: stages in reverse order of ranks.
+    #: "one": a stage per rank. "loop": several, stage i on rank i modulo their number. "v": two,
+    #: the second half of the stages in reverse order of ranks.
     stages: Literal["one", "loop", "v"]
-    #: Splits each backward into one for inputs and one for weights, which fills the time that ranks would wait.
+    #: Splits each backward into one for inputs and one for weights, which fills the time that ranks
+    #: would wait.
     splits_backward: bool = False
 
 
@@ -47,7 +50,9 @@ def find_schedule(name: str) -> str | None:
 
 
 def stage_count(schedule: str, degree: int, split_points: Sequence[str]) -> int:
-    """Return the stages of the whole pipeline: as the split points make them, else one per rank, or two."""
+    """Return the stages of the whole pipeline: as the split points make them, else one per rank, or
+    two.
+    """
     if split_points:
         return len(split_points) + 1
     return degree * (1 if SCHEDULES[schedule].stages == "one" else 2)
@@ -79,17 +84,24 @@ def split_stages(
 ) -> StageLayout:
     """Divide a model into the stages of `schedule` on `degree` ranks.
 
-    costs: the modules before which a pipeline may be cut, in the order they run. split_points: modules that start a
-    stage, all but the first; empty: stages of even cost. Raises ParallelismError.
+    costs: the modules before which a pipeline may be cut, in the order they run. split_points:
+    modules that start a stage, all but the first; empty: stages of even cost. Raises
+    ParallelismError.
     """
     names = list(costs)
     count = stage_count(schedule, degree, split_points)
-    cuts = _named_cuts(names, split_points) if split_points else balance_stages(list(costs.values()), count)
+    cuts = (
+        _named_cuts(names, split_points)
+        if split_points
+        else balance_stages(list(costs.values()), count)
+    )
     bounds = [0, *cuts, len(names)]
     stages = tuple(tuple(names[first:last]) for first, last in itertools.pairwise(bounds))
     for stage in stages:
         if not any(costs[name].parameters for name in stage):
-            raise ParallelismError(f"a stage of {' and '.join(stage)} alone has no parameters: nothing to train")
+            raise ParallelismError(
+                f"a stage of {' and '.join(stage)} alone has no parameters: nothing to train"
+            )
     if SCHEDULES[schedule].stages == "v":
         ranks = tuple(min(stage, len(stages) - 1 - stage) for stage in range(len(stages)))
     else:
@@ -103,14 +115,18 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
         if point not in names:
             close = "".join(f" (did you mean {name}?)" for name in nearest(point, names))
             raise ParallelismError(
-                f"no stage can start at {point!r}{close}: the model's pieces are {names[0]}, {names[1]} to "
-                f"{names[-3]}, {', '.join(names[-2:])}"
+                f"no stage can start at {point!r}{close}: the model's pieces are {names[0]}, "
+                f"{names[1]} to {names[-3]}, {', '.join(names[-2:])}"
             )
         cut = names.index(point)
         if cut == 0:
-            raise ParallelismError(f"the first stage starts at {point} anyway: name the modules that start the others")
+            raise ParallelismError(
+                f"the first stage starts at {point} anyway: name the modules that start the others"
+            )
         if cuts and cut <= cuts[-1]:
-            raise ParallelismError(f"{point} comes after {names[cuts[-1]]}, but the model runs it before: sort them")
+            raise ParallelismError(
+                f"{point} comes after {names[cuts[-1]]}, but the model runs it before: sort them"
+            )
         cuts.append(cut)
     return cuts
 
@@ -118,17 +134,20 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
 def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     """Return where each stage but the first begins, for stages of the most even cost.
 
-    The largest number of FLOPs of a stage is as small as possible: all others wait for that stage. Among such divisions
-    it takes the one whose largest stage has the fewest parameters: the embedding costs memory alone.
+    The largest number of FLOPs of a stage is as small as possible: all others wait for that stage.
+    Among such divisions it takes the one whose largest stage has the fewest parameters: the
+    embedding costs memory alone.
 
-    costs: of the embedding, the blocks, the last norm and the head. Each stage has at least one block;
-    ParallelismError if there are too few.
+    costs: of the embedding, the blocks, the last norm and the head. Each stage has at least one
+    block; ParallelismError if there are too few.
     """
     blocks = range(1, len(costs) - 2)
     if len(blocks) < stages:
-        raise ParallelismError(f"{len(blocks)} blocks cannot be divided into {stages} stages: each needs one at least")
-    # A stage begins with a block: modules before the first block belong to the first stage, those after the last block
-    # to the last stage.
+        raise ParallelismError(
+            f"{len(blocks)} blocks cannot be divided into {stages} stages: each needs one at least"
+        )
+    # A stage begins with a block: modules before the first block belong to the first stage, those
+    # after the last block to the last stage.
     pieces = [range(start, end) for start, end in itertools.pairwise([*blocks, len(costs)])]
     pieces[0] = range(pieces[0].stop)
     flops = tuple(sum(costs[i].flops for i in piece) for piece in pieces)
@@ -142,7 +161,8 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
 def _smallest_maximum(
     sizes: tuple[int, ...], limited: tuple[int, ...], stages: int, limit: float = math.inf
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the smallest possible largest sum of `sizes` over contiguous stages, and where each but the first begins.
+    """Return the smallest possible largest sum of `sizes` over contiguous stages, and where each
+    but the first begins.
 
     limited, limit: no stage's sum of `limited` may be above it.
     """

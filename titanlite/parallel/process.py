@@ -10,12 +10,16 @@ from contextlib import AbstractContextManager, nullcontext
 
 from titanlite.parallel import ParallelismError
 
-#: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves. Other files.
+#: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves.
+#: Other files.
 _GROUPS, _FILES = 4, 256
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Let this process and its children open so many files, or as many as the hard limit allows. Return the limit."""
+    """Let this process and its children open so many files, or as many as the hard limit allows.
+
+    Return the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # systems have further limits
@@ -25,21 +29,26 @@ def raise_file_limit(wanted: int) -> int:
 
 
 def allow_files(ranks: int) -> None:
-    """Raise the limit of open files for a run on so many ranks: gloo has a socket per rank in each group.
+    """Raise the limit of open files for a run on so many ranks: gloo has a socket per rank in each
+    group.
 
     Raises ParallelismError where the hard limit is too low.
     """
     needed = _FILES + _GROUPS * ranks
-    limit = raise_file_limit(2 * needed)  # the process that serves the store has connections to all as well
+    limit = raise_file_limit(
+        2 * needed
+    )  # the process that serves the store has connections to all as well
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ParallelismError(
-            f"a process on {socket.gethostname()} may open {limit:,} files, but {ranks:,} ranks need {needed:,}: gloo "
-            f"connects each to all others in {_GROUPS} groups. Raise the hard limit (ulimit -Hn): LimitNOFILE in the "
-            "service of slurmd or containerd, /etc/security/limits.conf, or docker run --ulimit nofile"
+            f"a process on {socket.gethostname()} may open {limit:,} files, but {ranks:,} ranks "
+            f"need {needed:,}: gloo connects each to all others in {_GROUPS} groups. Raise the "
+            "hard limit (ulimit -Hn): LimitNOFILE in the service of slurmd or containerd, "
+            "/etc/security/limits.conf, or docker run --ulimit nofile"
         )
 
 
-#: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of `SDPBackend`.
+#: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of
+#: `SDPBackend`.
 KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
@@ -53,10 +62,12 @@ def kernel_order(device_type: str) -> AbstractContextManager[object]:
     return sdpa_kernel([getattr(SDPBackend, name) for name in KERNELS], set_priority=True)
 
 
-#: For GLIBC_TUNABLES. They do as `keep_freed_memory`, and cache no small blocks: these lie in the remainders of aligned
-#: requests, and holes between them are too small for the next tensor. Huge pages: 3 s of a start for 2 % speed.
+#: For GLIBC_TUNABLES. They do as `keep_freed_memory`, and cache no small blocks: these lie in the
+#: remainders of aligned requests, and holes between them are too small for the next tensor. Huge
+#: pages: 3 s of a start for 2 % speed.
 TUNABLES = ":".join(
-    f"glibc.malloc.{setting}" for setting in ("mmap_max=0", f"trim_threshold={2**62}", "mxfast=0", "tcache_count=0")
+    f"glibc.malloc.{setting}"
+    for setting in ("mmap_max=0", f"trim_threshold={2**62}", "mxfast=0", "tcache_count=0")
 )
 
 
@@ -66,11 +77,14 @@ def chose_malloc() -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory for the next step, for the rest of the process. Return whether that was possible.
+    """Let malloc keep freed memory for the next step, for the rest of the process.
 
-    glibc gives large blocks back to the system when they are freed and asks for them again, a page fault for every
-    4 KiB: hundreds of thousands in a step of a small model on a CPU. The next step needs as much memory as this one.
-    Does nothing without glibc, or where `chose_malloc`.
+    Return whether that was possible.
+
+    glibc gives large blocks back to the system when they are freed and asks for them again, a page
+    fault for every
+    4 KiB: hundreds of thousands in a step of a small model on a CPU. The next step needs as much
+    memory as this one. Does nothing without glibc, or where `chose_malloc`.
     """
     import ctypes
 
@@ -81,5 +95,6 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError, TypeError):  # macOS, musl, Windows
         return False
     trim_threshold, mmap_max = -1, -4  # options of mallopt(3) in glibc's malloc.h
-    # Without blocks of their own from mmap, large tensors come from the heap, whose end is not trimmed.
+    # Without blocks of their own from mmap, large tensors come from the heap, whose end is not
+    # trimmed.
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))

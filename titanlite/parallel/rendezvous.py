@@ -1,9 +1,11 @@
-"""How the ranks of a run find each other: within a minute all are there, or a message names the missing ones.
+"""How the ranks of a run find each other: within a minute all are there, or a message names the
+missing ones.
 
 store = register(rank, size, address)             # as soon as the process is up
-with report_failure(store, rank, size):           # an error before the barrier ends the other ranks too
+with report_failure(store, rank, size):           # an error before the barrier ends the other ranks
+too
     share_from_rank_0(store, rank, size, "lock", take_lock, patience=300)
-    ...                                           # read the text, which may take longer on one node than on another
+    ...  # read the text, which may take longer on one node than on another
     barrier(store, rank, size, patience=300)      # all ranks are ready for collectives
 """
 
@@ -31,7 +33,8 @@ from titanlite.utils import logger
 
 T = TypeVar("T")
 
-#: The longest that a failing rank waits until the others have read its error: it may be the one that serves the store.
+#: The longest that a failing rank waits until the others have read its error: it may be the one
+#: that serves the store.
 _REPORT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 #: Variables that choose interfaces of the network.
@@ -49,25 +52,33 @@ class RendezvousError(RuntimeError):
 
 
 def register(
-    rank: int, size: int, address: tuple[str, int], is_master: bool = False, limit: float = RENDEZVOUS_SECONDS
+    rank: int,
+    size: int,
+    address: tuple[str, int],
+    is_master: bool = False,
+    limit: float = RENDEZVOUS_SECONDS,
 ) -> dist.Store:
     """Connect to the run's TCP store, and note there that this process is up.
 
-    address: host and port of the store. is_master: this process serves it. limit: seconds until something must listen
-    there, and as many until it must answer. Raises RendezvousError; ParallelismError when this process should serve
-    the store and the port is taken.
+    address: host and port of the store. is_master: this process serves it. limit: seconds until
+    something must listen there, and as many until it must answer. Raises RendezvousError;
+    ParallelismError when this process should serve the store and the port is taken.
     """
     tcp = _open_store(rank, size, address, is_master, limit)
-    # torchrun's store survives a restart of the workers, so each attempt needs keys of its own: without the prefix a
-    # restarted attempt reads the dead one's addresses and hangs.
-    run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    # torchrun's store survives a restart of the workers, so each attempt needs keys of its own:
+    # without the prefix a restarted attempt reads the dead one's addresses and hangs.
+    run, attempt = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")
+    )
     store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
     store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("up", 1)
     return store
 
 
-def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool, limit: float) -> dist.TCPStore:
+def _open_store(
+    rank: int, size: int, address: tuple[str, int], is_master: bool, limit: float
+) -> dist.TCPStore:
     host, port = address
     who = f"rank {rank} on {socket.gethostname()}"
     made: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
@@ -75,7 +86,9 @@ def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool,
     def make() -> None:
         try:
             seconds = timedelta(seconds=limit)
-            made.put(dist.TCPStore(host, port, size, is_master, timeout=seconds, wait_for_workers=False))
+            made.put(
+                dist.TCPStore(host, port, size, is_master, timeout=seconds, wait_for_workers=False)
+            )
         except Exception as error:
             made.put(error)
 
@@ -85,20 +98,25 @@ def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool,
         # In a thread, because torch waits forever for the answer of a listener that is no store.
         threading.Thread(target=make, name="store", daemon=True).start()
         store = made.get(timeout=limit)
-    except (OSError, UnicodeError, queue.Empty) as error:  # UnicodeError: no host can have that name
+    except (
+        OSError,
+        UnicodeError,
+        queue.Empty,
+    ) as error:  # UnicodeError: no host can have that name
         store = error
     if not isinstance(store, Exception):
         return store
     reason = _first_line(store)
     if "failed to listen" in reason:
         raise ParallelismError(
-            f"{who} cannot open port {port} (MASTER_PORT) for the other ranks: {reason.rpartition('message: ')[2]}. "
-            "If another program or run listens there, end it, or set another MASTER_PORT on all ranks"
+            f"{who} cannot open port {port} (MASTER_PORT) for the other ranks: "
+            f"{reason.rpartition('message: ')[2]}. If another program or run listens there, end "
+            "it, or set another MASTER_PORT on all ranks"
         ) from None
     raise RendezvousError(
-        f"{who} cannot reach the store of the run at {host}:{port} (MASTER_ADDR, MASTER_PORT) within {limit:.0f} s: "
-        "rank 0 has not started or has ended, the name means another host here, a firewall is between, or another "
-        f"program listens there ({reason or 'no answer'})"
+        f"{who} cannot reach the store of the run at {host}:{port} (MASTER_ADDR, MASTER_PORT) "
+        f"within {limit:.0f} s: rank 0 has not started or has ended, the name means another host "
+        f"here, a firewall is between, or another program listens there ({reason or 'no answer'})"
     ) from None
 
 
@@ -116,18 +134,23 @@ def _await_listener(address: tuple[str, int], limit: float) -> None:
         time.sleep(_RETRY_SECONDS)
 
 
-def barrier(store: dist.Store, rank: int, size: int, patience: float, limit: float = RENDEZVOUS_SECONDS) -> None:
+def barrier(
+    store: dist.Store, rank: int, size: int, patience: float, limit: float = RENDEZVOUS_SECONDS
+) -> None:
     """Wait until all ranks call this.
 
-    Raises RendezvousError when a process is not up within `limit` seconds, when one that is up is not ready within
-    `patience` seconds, and at once when one has ended (`report_failure`).
+    Raises RendezvousError when a process is not up within `limit` seconds, when one that is up is
+    not ready within `patience` seconds, and at once when one has ended (`report_failure`).
     """
 
     def late() -> str:
         ranks = [other for other in range(size) if not store.check([f"ready/{other}"])]
         if not ranks:  # the last one came while this was asked
             return "the last rank has just become ready"
-        return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not ready ({_process(store, ranks[0])})"
+        return (
+            f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not ready "
+            f"({_process(store, ranks[0])})"
+        )
 
     with _explain_store_errors(rank):
         store.set(f"ready/{rank}", "")
@@ -137,12 +160,19 @@ def barrier(store: dist.Store, rank: int, size: int, patience: float, limit: flo
 
 
 def share_from_rank_0(
-    store: dist.Store | None, rank: int, size: int, name: str, make: Callable[[], T], patience: float
+    store: dist.Store | None,
+    rank: int,
+    size: int,
+    name: str,
+    make: Callable[[], T],
+    patience: float,
 ) -> T:
-    """Return on all ranks what `make` returns on rank 0, before a process group exists. name: of the key in the store.
+    """Return on all ranks what `make` returns on rank 0, before a process group exists.
 
-    Rank 0 does not wait for the others. store: None for a single process. Raises RendezvousError as `barrier` does; on
-    rank 0 what `make` raises.
+    name: of the key in the store.
+
+    Rank 0 does not wait for the others. store: None for a single process. Raises RendezvousError as
+    `barrier` does; on rank 0 what `make` raises.
     """
     made = make() if rank == 0 or store is None else None
     if store is not None:
@@ -150,21 +180,36 @@ def share_from_rank_0(
             if rank == 0:
                 store.set(name, base64.b64encode(pickle.dumps(made)).decode())
             else:
-                _wait(store, rank, size, name, lambda: f"rank 0 does not have {name}", patience, RENDEZVOUS_SECONDS)
-                made = pickle.loads(base64.b64decode(store.get(name)))  # from a process of the same run
+                _wait(
+                    store,
+                    rank,
+                    size,
+                    name,
+                    lambda: f"rank 0 does not have {name}",
+                    patience,
+                    RENDEZVOUS_SECONDS,
+                )
+                made = pickle.loads(
+                    base64.b64decode(store.get(name))
+                )  # from a process of the same run
     return cast(T, made)
 
 
 @contextlib.contextmanager
 def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
-    """Around all code before `barrier`: an error that this rank raises there also ends the others, with its text.
+    """Around all code before `barrier`: an error that this rank raises there also ends the others,
+    with its text.
 
     Once the process group exists, the watchdog does that. store: None for a single process.
     """
     try:
         yield
     except BaseException as error:
-        if store is not None and not isinstance(error, RendezvousError) and not dist.is_initialized():
+        if (
+            store is not None
+            and not isinstance(error, RendezvousError)
+            and not dist.is_initialized()
+        ):
             reason = str(error) or type(error).__name__
             # A signal leaves no time to wait for others; most likely it has reached them as well.
             until = time.monotonic() + (_REPORT_SECONDS if isinstance(error, Exception) else 0.0)
@@ -182,31 +227,45 @@ def _explain_store_errors(rank: int) -> Iterator[None]:
         yield
     except dist.DistError as error:
         raise RendezvousError(
-            f"rank {rank} on {socket.gethostname()} lost the store of the run while it waited for the others: the "
-            f"process that serves it (rank 0, or the first torchrun) has ended, see its output ({_first_line(error)})"
+            f"rank {rank} on {socket.gethostname()} lost the store of the run while it waited for "
+            "the others: the process that serves it (rank 0, or the first torchrun) has ended, "
+            f"see its output ({_first_line(error)})"
         ) from None
 
 
 def _wait(
-    store: dist.Store, rank: int, size: int, key: str, late: Callable[[], str], patience: float, limit: float
+    store: dist.Store,
+    rank: int,
+    size: int,
+    key: str,
+    late: Callable[[], str],
+    patience: float,
+    limit: float,
 ) -> None:
-    """Wait for a key of the store. late: tells who is missing. Each wait costs the store two reads."""
+    """Wait for a key of the store. late: tells who is missing. Each wait costs the store
+    two reads.
+    """
     began = reported = time.monotonic()
     while not store.check([key]) and not store.check(["failure"]):
         now = time.monotonic()
         if now - began > limit and store.add("up", 0) < size:
             missing = [other for other in range(size) if not store.check([f"up/{other}"])]
-            there = {_process(store, other).partition(",")[0] for other in range(size) if other not in missing}
+            there = {
+                _process(store, other).partition(",")[0]
+                for other in range(size)
+                if other not in missing
+            }
             have = "has" if len(missing) == 1 else "have"
             raise RendezvousError(
-                f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others are on "
-                f"{', '.join(sorted(there)[:_MOST_NAMED])}. The missing were not started, have ended, or cannot reach "
-                "the store of the run (another MASTER_ADDR or MASTER_PORT, a firewall): see their output"
+                f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others "
+                f"are on {', '.join(sorted(there)[:_MOST_NAMED])}. The missing were not started, "
+                "have ended, or cannot reach the store of the run (another MASTER_ADDR or "
+                "MASTER_PORT, a firewall): see their output"
             )
         if now - began > patience:
             raise RendezvousError(
-                f"{late()} after {patience:.0f} s (init_timeout_seconds): still reading its text, or ended since it "
-                "came; see its output"
+                f"{late()} after {patience:.0f} s (init_timeout_seconds): still reading its text, "
+                "or ended since it came; see its output"
             )
         if rank == 0 and now - reported > limit:
             reported = now
@@ -217,55 +276,76 @@ def _wait(
         raise RendezvousError(store.get("failure").decode())
 
 
-def connect(backend: str, store: dist.Store, rank: int, size: int, limit: float = RENDEZVOUS_SECONDS) -> None:
-    """Make the default process group of ranks that are all up. Its collectives have `limit` seconds too.
+def connect(
+    backend: str, store: dist.Store, rank: int, size: int, limit: float = RENDEZVOUS_SECONDS
+) -> None:
+    """Make the default process group of ranks that are all up.
+
+    Its collectives have `limit` seconds too.
 
     Raises RendezvousError when the ranks cannot connect to each other.
     """
     seconds = timedelta(seconds=limit)
     store.set_timeout(seconds)
     try:
-        # No device_id: torch would make a communicator for each dimension of a mesh, used or not, and barriers would go
-        # through NCCL, which does not notice that a peer has ended.
+        # No device_id: torch would make a communicator for each dimension of a mesh, used or not,
+        # and barriers would go through NCCL, which does not notice that a peer has ended.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     except RuntimeError as error:
         raise RendezvousError(
-            f"all {size} ranks are there, but rank {rank} on {socket.gethostname()} could not connect to them within "
-            f"{limit:.0f} s: one has ended since, a firewall is between the hosts, or a network interface is chosen "
-            f"that the others cannot reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({_first_line(error)})"
-            + "".join(f"\nOn this host {text}" for text in map(interface_problem, INTERFACES) if text)
+            f"all {size} ranks are there, but rank {rank} on {socket.gethostname()} could not "
+            f"connect to them within {limit:.0f} s: one has ended since, a firewall is between "
+            "the hosts, or a network interface is chosen that the others cannot reach "
+            f"(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({_first_line(error)})"
+            + "".join(
+                f"\nOn this host {text}" for text in map(interface_problem, INTERFACES) if text
+            )
         ) from error
 
 
 def interface_problem(variable: str) -> str:
-    """Return what keeps other hosts from this one by the interfaces in `variable`, one of `INTERFACES`; empty: nothing.
+    """Return what keeps other hosts from this one by the interfaces in `variable`, one of
+    `INTERFACES`; empty: nothing.
 
-    Without the variable gloo takes the address of the host's name, NCCL one that is not local, if there is one.
+    Without the variable gloo takes the address of the host's name, NCCL one that is not local, if
+    there is one.
     """
     try:
         have = [name for _, name in socket.if_nameindex()]
     except OSError:  # a sandbox may forbid it
         return ""
     reachable = [name for name in have if not _LOCAL_INTERFACE.fullmatch(name)]
-    advice = f"set {variable} to one of {', '.join(reachable) or 'the interfaces between the hosts'}"
+    advice = (
+        f"set {variable} to one of {', '.join(reachable) or 'the interfaces between the hosts'}"
+    )
     value = os.environ.get(variable, "")
     if not value and variable == "GLOO_SOCKET_IFNAME":
         with contextlib.suppress(OSError):
             address = socket.gethostbyname(socket.gethostname())
             if address.startswith("127."):
                 return (
-                    f"the host's name means {address}, which other hosts cannot reach: {advice}, or correct /etc/hosts"
+                    f"the host's name means {address}, which other hosts cannot reach: {advice}, "
+                    "or correct /etc/hosts"
                 )
         return ""
     # NCCL's forms: a list of prefixes, "=" before exact names, "^" before names to leave out.
     exact, exclude = variable == "GLOO_SOCKET_IFNAME" or "=" in value[:2], value.startswith("^")
     names = tuple(value.lstrip("^=").split(","))
     named = [name for name in have if (name in names if exact else name.startswith(names))]
-    taken = [name for name in have if name not in named] if exclude else named if value else reachable or have
+    taken = (
+        [name for name in have if name not in named]
+        if exclude
+        else named
+        if value
+        else reachable or have
+    )
     if not taken:
         return f"{variable} is {value!r}, but the interfaces are {', '.join(have)}: {advice}"
     if not set(taken) & set(reachable):
-        return f"{variable} is {value!r} and means {', '.join(taken)}, which other hosts cannot reach: {advice}"
+        return (
+            f"{variable} is {value!r} and means {', '.join(taken)}, which other hosts cannot "
+            f"reach: {advice}"
+        )
     return ""
 
 

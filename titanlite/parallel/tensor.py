@@ -1,11 +1,14 @@
-"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), by torch's styles.
+"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), by
+torch's styles.
 
-    apply_tp(model, spec.tensor_plan(args), mesh["tp"])  # on the meta device, before everything that wraps modules
+    # on the meta device, before everything that wraps modules
+    apply_tp(model, spec.tensor_plan(args), mesh["tp"])
     loss = tensor_loss(cross_entropy_sum)                # for the logits of that model
 
-Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the products each rank
-would do the same work on the same activations, so the sequence is divided there instead: an all-gather before and a
-reduce-scatter after attention and feed-forward move as many bytes as one all-reduce.
+Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the
+products each rank would do the same work on the same activations, so the sequence is divided there
+instead: an all-gather before and a reduce-scatter after attention and feed-forward move as many
+bytes as one all-reduce.
 """
 
 from __future__ import annotations
@@ -37,23 +40,32 @@ from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends
 _SEQUENCE = Shard(1)
 
 
-def apply_tp(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_logits: bool = True) -> None:
-    """Divide the weights of `model` over the ranks of `mesh` in place, and its activations with them.
+def apply_tp(
+    model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_logits: bool = True
+) -> None:
+    """Divide the weights of `model` over the ranks of `mesh` in place, and its activations with
+    them.
 
-    plan: name of a module, in the order they run → how it is divided; names of other pipeline stages are skipped.
+    plan: name of a module, in the order they run → how it is divided; names of other pipeline
+    stages are skipped.
         embedding: rows of the table; tokens whole, output divided by sequence.
-        sequence:  a normalisation; weights whole, input and output divided by sequence, the output a DTensor. It is
-                   plain if it is the model's last module, since a pipeline stage sends plain tensors.
-        heads:     a normalisation of each head; weights whole, input and output this rank's heads, plain tensors.
-        gather:    no weights of its own; the first argument comes from a `sequence` module and is made whole.
+        sequence:  a normalisation; weights whole, input and output divided by sequence, the output
+                   a DTensor. It is plain if it is the model's last module, since a pipeline stage
+                   sends plain tensors.
+        heads:     a normalisation of each head; weights whole, input and output this rank's heads,
+                   plain tensors.
+        gather:    no weights of its own; the first argument comes from a `sequence` module and is
+                   made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
-        head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`; a head that
-                   computes the loss itself (`titanlite.loss_chunks.chunk_head`) passes them on to it.
-    mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all of them.
+        head:      as colwise, from an input divided by sequence to logits, a DTensor for
+                   `tensor_loss`; a head that computes the loss itself
+                   (`titanlite.loss_chunks.chunk_head`) passes them on to it.
+    mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all
+    of them.
 
-    Modules that shared a parameter still do. Raises ParallelismError for an unknown kind, or for a parameter that no
-    module of the plan covers.
+    Modules that shared a parameter still do. Raises ParallelismError for an unknown kind, or for a
+    parameter that no module of the plan covers.
     """
     shared = _shared_parameters(model)
     modules = dict(model.named_modules())
@@ -71,23 +83,38 @@ def apply_tp(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_
         module = modules[name]
         if kind == "gather":
             cls: Any = type(module)
-            takers = [other for other, way in kinds.items() if way == "colwise" and other.startswith(f"{name}.")]
+            takers = [
+                other
+                for other, way in kinds.items()
+                if way == "colwise" and other.startswith(f"{name}.")
+            ]
             # Cast before the all-gather, if all products that take it are in float8.
-            cast = bool(takers) and all(is_float8(modules[taker]) for taker in takers) and sends_float8(mesh)
+            cast = (
+                bool(takers)
+                and all(is_float8(modules[taker]) for taker in takers)
+                and sends_float8(mesh)
+            )
             module.__class__ = _gathering(cls, takers[0].removeprefix(f"{name}.") if cast else "")
         elif kind == "embedding" or (kind == "sequence" and name == last):
-            # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that return views.
+            # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
+            # return views.
             module.register_forward_hook(lambda module, args, output: output.clone())
     for first, *others in shared:
         for name in others:
             _tie(model, first, name)
-    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    left = [
+        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
+    ]
     if left:
-        raise ParallelismError(f"the plan of tensor parallelism covers no module with {', '.join(left)}")
+        raise ParallelismError(
+            f"the plan of tensor parallelism covers no module with {', '.join(left)}"
+        )
 
 
 class _ChunkedHead(ColwiseParallel):
-    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by chunk."""
+    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by
+    chunk.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (module.logits,) = self.output_layouts  # type: ignore[assignment]
@@ -99,26 +126,33 @@ def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> Parallel
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE),
         "sequence": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last),
-        # It works on rows, and the rows of another rank are other heads: as if the batch were divided.
+        # It works on rows, and the rows of another rank are other heads: as if the batch were
+        # divided.
         "heads": SequenceParallel(sequence_dim=0, use_local_output=True),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=_SEQUENCE),
         "head": _ChunkedHead(output_layouts=logits)
         if chunked
-        else ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=logits, use_local_output=False),
+        else ColwiseParallel(
+            input_layouts=_SEQUENCE, output_layouts=logits, use_local_output=False
+        ),
     }
     if kind not in styles:
         known = ", ".join(["gather", *styles])
-        raise ParallelismError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")
+        raise ParallelismError(
+            f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}"
+        )
     return styles[kind]
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
 def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
-    """Return a subclass that gathers its first argument. float8: a linear inside, by whose rules it is cast before.
+    """Return a subclass that gathers its first argument.
 
-    A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A hook is compiled
-    apart, and then an all-reduce of the gradient replaces the reduce-scatter.
+    float8: a linear inside, by whose rules it is cast before.
+
+    A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A
+    hook is compiled apart, and then an all-reduce of the gradient replaces the reduce-scatter.
     """
 
     cast = input_cast() if float8 else None
@@ -127,7 +161,8 @@ def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
         def forward(self, x: DTensor, *args: Any, **kwargs: Any) -> Any:
             if cast is not None:
                 x = cast(x, self.get_submodule(float8))  # type: ignore[assignment]  # a DTensor still
-            # Still a DTensor: with plain copies each product would reduce its own gradient over the ranks.
+            # Still a DTensor: with plain copies each product would reduce its own gradient over the
+            # ranks.
             return super().forward(x.redistribute(placements=[Replicate()]), *args, **kwargs)
 
     Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
@@ -143,27 +178,36 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, first: str, name: str) -> None:
-    """Make parameter `name` be parameter `first` again: each module has got a divided one of its own."""
+    """Make parameter `name` be parameter `first` again: each module has got a divided one of its
+    own.
+    """
     source, parameter = model.get_parameter(first), model.get_parameter(name)
     ways = [getattr(p, "placements", "undivided") for p in (source, parameter)]
     if ways[0] != ways[1]:
-        raise ParallelismError(f"{first} and {name} are one parameter, but the plan divides them as {ways}")
+        raise ParallelismError(
+            f"{first} and {name} are one parameter, but the plan divides them as {ways}"
+        )
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, source)
 
 
 def tensor_loss(loss: LossFunction) -> LossFunction:
-    """Return `loss` for logits [batch, seq, vocab] that are a DTensor. Logits divided by vocabulary are never gathered.
+    """Return `loss` for logits [batch, seq, vocab] that are a DTensor.
 
-    loss: `cross_entropy_sum` or a result of `regularized`, which `divided_cross_entropy` computes in place. Or another
-    function made of `cross_entropy`, also a compiled one, by the operators of torch's `loss_parallel`.
+    Logits divided by vocabulary are never gathered.
+
+    loss: `cross_entropy_sum` or a result of `regularized`, which `divided_cross_entropy` computes
+    in place. Or another function made of `cross_entropy`, also a compiled one, by the operators of
+    torch's `loss_parallel`.
     The result is a plain scalar, the same on every rank of the mesh.
     """
     objective = objective_of(loss)
 
     def divided(logits: Tensor, labels: Tensor) -> Tensor:
         if not isinstance(logits, DTensor):
-            raise TypeError("logits of a model under tensor parallelism are a DTensor, these are a plain tensor")
+            raise TypeError(
+                "logits of a model under tensor parallelism are a DTensor, these are a plain tensor"
+            )
         if all(placement.is_replicate() for placement in logits.placements):
             return loss(logits.to_local(), labels)
         if objective is not None:
@@ -174,7 +218,9 @@ def tensor_loss(loss: LossFunction) -> LossFunction:
 
 
 class _ShardedLoss(torch.autograd.Function):
-    """Enters torch's `loss_parallel`, which replaces operators, around one loss function's forward and backward."""
+    """Enters torch's `loss_parallel`, which replaces operators, around one loss function's forward
+    and backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
@@ -191,7 +237,9 @@ class _ShardedLoss(torch.autograd.Function):
         inner, result = ctx.inner, ctx.result
         del ctx.inner, ctx.result  # the graph inside holds the probabilities
         if isinstance(result, DTensor):
-            gradient = DTensor.from_local(gradient, result.device_mesh, [Replicate()], run_check=False)
+            gradient = DTensor.from_local(
+                gradient, result.device_mesh, [Replicate()], run_check=False
+            )
         with loss_parallel():
             (of_logits,) = torch.autograd.grad(result, inner, gradient)
         return of_logits, None, None

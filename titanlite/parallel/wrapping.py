@@ -2,9 +2,10 @@
 
     apply_fsdp(model, groups_by_class(model, ["DecoderLayer"]), mesh)
 
-An FSDP group is a tuple of module names. Parameters in no group belong to the root, which is gathered first and freed
-last. Groups are listed in the order they last run, and a nested group before the one around it. The order in which a
-model registers its modules is taken for the order in which it runs them.
+An FSDP group is a tuple of module names. Parameters in no group belong to the root, which is
+gathered first and freed last. Groups are listed in the order they last run, and a nested group
+before the one around it. The order in which a model registers its modules is taken for the order in
+which it runs them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def choose_groups(
 ) -> list[FSDPGroup]:
     """Return the FSDP groups of a policy. Call it before modules are wrapped: it goes by classes.
 
-    policy: "block" (`blocks`, the groups that the model itself proposes), "root" (the whole model), "size" (at least
-    `min_params` parameters each), or names of classes. Raises ParallelismError.
+    policy: "block" (`blocks`, the groups that the model itself proposes), "root" (the whole model),
+    "size" (at least `min_params` parameters each), or names of classes. Raises ParallelismError.
     """
     if not isinstance(policy, str):
         return groups_by_class(model, policy)
@@ -38,11 +39,17 @@ def choose_groups(
 
 
 def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
-    """Make a group of every module whose class has one of these names; modules that share a parameter stay in the root.
+    """Make a group of every module whose class has one of these names; modules that share a
+    parameter stay in the root.
 
-    Raises ParallelismError, with a list of the classes, for a name that matches no module that can be a group.
+    Raises ParallelismError, with a list of the classes, for a name that matches no module that can
+    be a group.
     """
-    found = {path: type(module).__name__ for path, module in _post_order(model) if _can_be_group(path, module)}
+    found = {
+        path: type(module).__name__
+        for path, module in _post_order(model)
+        if _can_be_group(path, module)
+    }
     wanted = tuple(names)
     missing = [name for name in wanted if name not in found.values()]
     if missing or not wanted:
@@ -50,7 +57,8 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
         there = ", ".join(f"{name} ({number})" for name, number in sorted(count.items())) or "none"
         what = " or ".join(missing) if missing else "an empty list of classes"
         raise ParallelismError(
-            f"no FSDP group can be made of {what}; classes of {type(model).__name__} with parameters: {there}"
+            f"no FSDP group can be made of {what}; classes of {type(model).__name__} with "
+            f"parameters: {there}"
         )
     return _in_order(model, [(path,) for path, name in found.items() if name in wanted])
 
@@ -58,9 +66,10 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
 def groups_by_size(model: nn.Module, min_params: int) -> list[FSDPGroup]:
     """Make groups of at least `min_params` parameters each.
 
-    A module is divided where two modules inside it hold so many each; neighbours that hold fewer join until they do.
-    A remainder joins the neighbours before it. Parameters of divided modules, and modules that share a parameter with
-    others, belong to the root. Raises ParallelismError if that makes no group.
+    A module is divided where two modules inside it hold so many each; neighbours that hold fewer
+    join until they do. A remainder joins the neighbours before it. Parameters of divided modules,
+    and modules that share a parameter with others, belong to the root. Raises ParallelismError if
+    that makes no group.
     """
     groups: list[FSDPGroup] = []
     run: list[str] = []
@@ -81,7 +90,9 @@ def groups_by_size(model: nn.Module, min_params: int) -> list[FSDPGroup]:
         groups[-1] += tuple(run)
     if not groups:
         name, total = type(model).__name__, _count(model)
-        raise ParallelismError(f"no FSDP group has {min_params:,} parameters or more: {name} has {total:,} in all")
+        raise ParallelismError(
+            f"no FSDP group has {min_params:,} parameters or more: {name} has {total:,} in all"
+        )
     return _in_order(model, groups)
 
 
@@ -104,7 +115,9 @@ def _count(module: nn.Module) -> int:
 
 
 def _called_children(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules inside, those of lists and dictionaries too, instead of the list or dictionary."""
+    """Yield the modules inside, those of lists and dictionaries too, instead of the list or
+    dictionary.
+    """
     for name, child in module.named_children():
         if _is_called(child):
             yield _join(path, name), child
@@ -122,7 +135,9 @@ def _can_be_group(path: str, module: nn.Module) -> bool:
 
 
 def _post_order(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield path and module, every module once and after its children: the order in which modules end."""
+    """Yield path and module, every module once and after its children: the order in which modules
+    end.
+    """
     seen: set[nn.Module] = set()
 
     def walk(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -141,10 +156,11 @@ def _join(path: str, name: str) -> str:
 
 
 def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
-    """Return the groups in the order they last run, without those that share a parameter with modules outside.
+    """Return the groups in the order they last run, without those that share a parameter with
+    modules outside.
 
-    A parameter can belong to one group only. So the modules that share it stay in the group around all of them or in
-    the root.
+    A parameter can belong to one group only. So the modules that share it stay in the group around
+    all of them or in the root.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -157,7 +173,12 @@ def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
         outer = {modules[".".join(names[: n + 1])] for n in range(len(names))}
         return {group for group in groups if any(modules[name] in outer for name in group)}
 
-    split = {group for first, *rest in owners.values() for path in rest for group in around(path) ^ around(first)}
+    split = {
+        group
+        for first, *rest in owners.values()
+        for path in rest
+        for group in around(path) ^ around(first)
+    }
     last = {path: index for index, (path, _) in enumerate(_post_order(model))}
     kept = [group for group in groups if group not in split]
     return sorted(kept, key=lambda group: max(last.get(path, 0) for path in group))

@@ -1,7 +1,9 @@
-"""Lifetimes of the tensors inside of a block: bytes kept for the backward, and the peaks of forward and backward.
+"""Lifetimes of the tensors inside of a block: bytes kept for the backward, and the peaks of forward
+and backward.
 
-A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward and backward on sizes
-alone, by the rules of autograd: a saved tensor dies with the last node that saved it, a gradient when its node is done.
+A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward
+and backward on sizes alone, by the rules of autograd: a saved tensor dies with the last node that
+saved it, a gradient when its node is done.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ class Op:
     saves: tuple[str, ...] = ()
     #: More that it keeps, as the logarithms of attention's sums.
     keeps: int = 0
-    #: Temporary tensors at the peak of its forward beside inputs and output, and of its backward beside saved tensors,
-    #: the output's gradient and those of inputs.
+    #: Temporary tensors at the peak of its forward beside inputs and output, and of its backward
+    #: beside saved tensors, the output's gradient and those of inputs.
     forward: int = 0
     backward: int = 0
     #: Gradient of its weight.
@@ -44,7 +46,9 @@ class Op:
 
 
 class Peak(NamedTuple):
-    """Bytes at the moment of a module's peak, beside what it keeps before (backward) or after (forward)."""
+    """Bytes at the moment of a module's peak, beside what it keeps before (backward) or after
+    (forward).
+    """
 
     working: int = 0
     #: Gradients of the module's weights made so far.
@@ -58,7 +62,8 @@ class Peak(NamedTuple):
 class ModuleMemory(NamedTuple):
     """The needs of a module in one micro-batch, in bytes."""
 
-    #: Between forward and backward, its input included, its output not; and that part of it that is in float8.
+    #: Between forward and backward, its input included, its output not; and that part of it that is
+    #: in float8.
     kept: int
     float8: int
     #: Peaks above `kept`.
@@ -68,14 +73,18 @@ class ModuleMemory(NamedTuple):
     weights: int
     #: Its output.
     out: int
-    #: Where gradients of inputs and of weights are made apart: the peak of the first half above `kept`, and what there
-    #: is more after it: gradients of products and norms for the second half, less what only operators after them kept.
+    #: Where gradients of inputs and of weights are made apart: the peak of the first half above
+    #: `kept`, and what there is more after it: gradients of products and norms for the second half,
+    #: less what only operators after them kept.
     split: Peak = Peak()
     pending: int = 0
 
 
 def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> ModuleMemory:
-    """Replay a module. sizes: its inputs → bytes. mode: "none", "full" or "op", how it checkpoints activations."""
+    """Replay a module.
+
+    sizes: its inputs → bytes. mode: "none", "full" or "op", how it checkpoints activations.
+    """
     sizes = sizes | {op.name: op.size for op in ops}
     sizes |= {f"{op.name}'": op.keeps for op in ops}
     inputs = [name for op in ops for name in op.reads if name not in {op.name for op in ops}]
@@ -86,8 +95,13 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
     alive, top = _forward(ops, sizes, held, set(inputs), set())
     forward = Peak(max(top - kept, 0))
     weighted = max((i for i, op in enumerate(ops) if op.weight), default=0) + 1
-    unused = {name for op in ops[weighted:] for name in _saved(op)} - {n for op in ops[:weighted] for n in _saved(op)}
-    first_half, pending = _backward(ops, sizes, saved, kept, split=True), sum(op.size for op in ops if op.weight)
+    unused = {name for op in ops[weighted:] for name in _saved(op)} - {
+        n for op in ops[:weighted] for n in _saved(op)
+    }
+    first_half, pending = (
+        _backward(ops, sizes, saved, kept, split=True),
+        sum(op.size for op in ops if op.weight),
+    )
     if mode == "none":
         peak = _backward(ops, sizes, saved, 0)
     else:
@@ -119,16 +133,26 @@ def _sum(names: Iterable[str], sizes: dict[str, int]) -> int:
 
 
 def _by_policy(ops: Sequence[Op]) -> set[str]:
-    """Return the outputs that `OpPolicy` keeps: attention, and every second matrix product, the first included."""
+    """Return the outputs that `OpPolicy` keeps: attention, and every second matrix product, the
+    first included.
+    """
     products = [op.name for op in ops if op.kind == "matmul"]
     chosen = {*products[::2], *(op.name for op in ops if op.kind in ("attention", "other"))}
     return chosen | {f"{op.name}'" for op in ops if op.kind == "attention" and op.keeps}
 
 
 def _forward(
-    ops: Sequence[Op], sizes: dict[str, int], stay: set[str], alive: set[str], cached: set[str], stops: bool = False
+    ops: Sequence[Op],
+    sizes: dict[str, int],
+    stay: set[str],
+    alive: set[str],
+    cached: set[str],
+    stops: bool = False,
 ) -> tuple[set[str], int]:
-    """Run forward; return what is alive after it, and the peak. cached: outputs that exist already, in `alive`."""
+    """Run forward; return what is alive after it, and the peak.
+
+    cached: outputs that exist already, in `alive`.
+    """
     alive, top = set(alive), 0
     last_use = {name: i for i, op in enumerate(ops) for name in (*op.reads, *op.saves, *op.holds)}
     for i, op in enumerate(ops):
@@ -138,11 +162,17 @@ def _forward(
         work = 0 if op.name in cached else op.forward
         alive |= new
         top = max(top, _sum(alive, sizes) + work)
-        alive -= {name for name in alive if last_use.get(name, -1) <= i and name not in stay and name != op.name}
+        alive -= {
+            name
+            for name in alive
+            if last_use.get(name, -1) <= i and name not in stay and name != op.name
+        }
     return alive, top
 
 
-def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int, split: bool = False) -> Peak:
+def _backward(
+    ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: int, split: bool = False
+) -> Peak:
     """Run backward from a gradient of the output; return the peak above `kept`.
 
     split: make no gradients of weights, and keep all that they need.
@@ -180,7 +210,12 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
             if name in of:  # added up, in place where nobody else holds the first
                 first = of[name]
                 if storages[first][1] > 1:
-                    now = _sum(alive, sizes) + sum(size for size, _ in storages.values()) + sizes[name] - kept
+                    now = (
+                        _sum(alive, sizes)
+                        + sum(size for size, _ in storages.values())
+                        + sizes[name]
+                        - kept
+                    )
                     peak = max(peak, Peak(now, made), key=lambda p: p.total)
                     drop(first)
                     of[name] = storage
@@ -197,7 +232,8 @@ def _backward(ops: Sequence[Op], sizes: dict[str, int], alive: set[str], kept: i
 class Shape:
     """The work of a rank in one micro-batch."""
 
-    #: Tokens of the rank (sequences * tokens of each, without those of other context-parallel ranks).
+    #: Tokens of the rank (sequences * tokens of each, without those of other context-parallel
+    #: ranks).
     tokens: int
     args: LlamaArgs
     #: Bytes of a number in activations and gathered weights: 2 or 4.
@@ -211,7 +247,9 @@ class Shape:
 
     @property
     def hidden(self) -> int:
-        """Bytes of the hidden states between products; tensor-parallel ranks divide the sequence there."""
+        """Bytes of the hidden states between products; tensor-parallel ranks divide the sequence
+        there.
+        """
         return self.tokens // self.tp * self.args.dim * self.size
 
     @property
@@ -219,21 +257,53 @@ class Shape:
         """Bytes of the hidden states of all tokens."""
         return self.tokens * self.args.dim * self.size
 
-    def linear(self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = "") -> Op:
-        """A product of all tokens with a weight [rows, columns], this rank's part of it. key: its name in the block."""
+    def linear(
+        self, name: str, x: str, rows: int, columns: int, holds: tuple[str, ...] = (), key: str = ""
+    ) -> Op:
+        """A product of all tokens with a weight [rows, columns], this rank's part of it.
+
+        key: its name in the block.
+        """
         size, n, m = self.size, self.tokens * columns, self.tokens * rows
         forward = backward = 0
         if key in self.float8:
-            # A cast makes two tensors in float32 and the result; it keeps the input, and casts it once more in the
-            # backward, beside two layouts of the gradient.
-            forward, backward = max(9 * n - m * size, n + rows * columns), max(2 * m + 9 * n, 9 * m - n * size)
+            # A cast makes two tensors in float32 and the result; it keeps the input, and casts it
+            # once more in the backward, beside two layouts of the gradient.
+            forward, backward = (
+                max(9 * n - m * size, n + rows * columns),
+                max(2 * m + 9 * n, 9 * m - n * size),
+            )
             if self.tp > 1:
-                # Its input is cast once: by the linear where it is this rank's part, else before it is gathered.
-                own, backward = n * (key.rpartition(".")[2] in ("wo", "w2")), max(2 * m + n, 9 * m - n * size)
-                return Op(
-                    name, m * size, (x,), (), own, forward, backward, rows * columns * size, "matmul", holds=holds
+                # Its input is cast once: by the linear where it is this rank's part, else before it
+                # is gathered.
+                own, backward = (
+                    n * (key.rpartition(".")[2] in ("wo", "w2")),
+                    max(2 * m + n, 9 * m - n * size),
                 )
-        return Op(name, m * size, (x,), (x,), 0, forward, backward, rows * columns * size, "matmul", holds=holds)
+                return Op(
+                    name,
+                    m * size,
+                    (x,),
+                    (),
+                    own,
+                    forward,
+                    backward,
+                    rows * columns * size,
+                    "matmul",
+                    holds=holds,
+                )
+        return Op(
+            name,
+            m * size,
+            (x,),
+            (x,),
+            0,
+            forward,
+            backward,
+            rows * columns * size,
+            "matmul",
+            holds=holds,
+        )
 
     def norm(self, name: str, x: str, rows: int, width: int) -> Op:
         """`autograd.RMSNorm`: keeps x and one number per row; computes in float32."""
@@ -242,13 +312,16 @@ class Shape:
         return Op(name, n * self.size, (x,), (x,), 4 * rows, forward, backward, width * self.size)
 
     def rotation(self, name: str, x: str, width: int) -> Op:
-        """`rope.Rotation`: keeps nothing, since the tables need no gradient; computes in float32."""
+        """`rope.Rotation`: keeps nothing, since the tables need no gradient; computes in
+        float32.
+        """
         n, low = self.tokens * width, self.size == 2
         forward, backward = (12 * n, 10 * n) if low else (4 * n, 4 * n)
         return Op(name, n * self.size, (x,), (), 0, forward, backward)
 
     def gather(self, name: str, x: str, takers: frozenset[str] = frozenset()) -> list[Op]:
-        """Bring the sequence together: received by rank, then put in order; the gradient goes the way of `scatter`.
+        """Bring the sequence together: received by rank, then put in order; the gradient goes the
+        way of `scatter`.
 
         takers: linears; where all compute in float8, they keep what they share in float8.
         """
@@ -256,7 +329,9 @@ class Shape:
         return [Op(name, self.whole, (x,), (), kept, self.whole, self.whole)]
 
     def scatter(self, name: str, x: str, holds: tuple[str, ...]) -> list[Op]:
-        """Add up the ranks' products, each keeping its part of the sequence: put in order by rank, then reduced."""
+        """Add up the ranks' products, each keeping its part of the sequence: put in order by rank,
+        then reduced.
+        """
         return [Op(name, self.hidden, (x,), (), 0, self.whole, self.whole, 0, "other", holds=holds)]
 
 
@@ -270,17 +345,35 @@ def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
     for name, width in (("q", heads * k), ("k", groups * k), ("v", groups * k)):
         ops.append(s.linear(name, n1, width, a.dim, (), f"attention.w{name}"))
     if a.qk_norm:
-        ops += [s.norm(q := "qn", "q", s.tokens * heads, k), s.norm(key := "kn", "k", s.tokens * groups, k)]
+        ops += [
+            s.norm(q := "qn", "q", s.tokens * heads, k),
+            s.norm(key := "kn", "k", s.tokens * groups, k),
+        ]
     ops += [s.rotation("qr", q, heads * k), s.rotation("kr", key, groups * k)]
     attention: tuple[str, ...] = ("qr", "kr", "v")
     queries, sums = s.tokens * heads * k * s.size, 4 * s.tokens * heads
     if s.cp > 1:
-        # Keys and values side by side, received from all ranks, put in order; gradients likewise, of two calls.
+        # Keys and values side by side, received from all ranks, put in order; gradients likewise,
+        # of two calls.
         own, all_ = 2 * s.tokens * groups * k * s.size, 2 * s.tokens * groups * k * s.size * s.cp
         ops.append(Op("keys", all_, ("kr", "v"), (), 0, own + all_, own + all_))
-        ops.append(Op("parts", queries, ("qr", "keys"), ("qr", "keys", "parts"), sums, 0, all_, kind="attention"))
+        ops.append(
+            Op(
+                "parts",
+                queries,
+                ("qr", "keys"),
+                ("qr", "keys", "parts"),
+                sums,
+                0,
+                all_,
+                kind="attention",
+            )
+        )
         # The results of both calls are joined, and put in wo's order.
-        ops += [Op("joined", queries, ("parts",)), Op("y", queries, ("joined",), holds=("joined", "parts", "keys"))]
+        ops += [
+            Op("joined", queries, ("parts",)),
+            Op("y", queries, ("joined",), holds=("joined", "parts", "keys")),
+        ]
     else:
         ops.append(Op("y", queries, attention, (*attention, "y"), sums, kind="attention"))
     ops.append(s.linear("o", "y", a.dim, heads * k, ("n1", n1, *attention), "attention.wo"))
@@ -293,7 +386,9 @@ def block_ops(s: Shape) -> tuple[list[Op], dict[str, int]]:
 
 
 def feed_forward_ops(s: Shape) -> list[Op]:
-    """Return the operators of SwiGLU or of a mixture of such, from "n2" to the last one's output."""
+    """Return the operators of SwiGLU or of a mixture of such, from "n2" to the last one's
+    output.
+    """
     if isinstance(s.args, MixtralArgs):
         return mixture_ops(s, s.args)
     width, dim, x = s.args.ffn_width // s.tp, s.args.dim, "n2"
@@ -302,7 +397,8 @@ def feed_forward_ops(s: Shape) -> list[Op]:
     ops += [
         s.linear("g", x, width, dim, (), "feed_forward.w1"),
         s.linear("u", x, width, dim, (), "feed_forward.w3"),
-        # Its backward makes both gradients, and each has a second tensor of the same size beside it.
+        # Its backward makes both gradients, and each has a second tensor of the same size beside
+        # it.
         Op("m", s.tokens * width * s.size, ("g", "u"), ("g", "u")),
         s.linear("f", "m", dim, width, ("n2", x), "feed_forward.w2"),
     ]
@@ -320,7 +416,10 @@ def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
     ops = [router, Op("rows", outer, ("n2",), backward=outer)]
     x = "rows"
     if s.ep > 1:  # received, then put in the order of the experts
-        ops += [Op("sent", outer, ("rows",), kind="other", backward=outer), Op(x := "sorted", outer, ("sent",))]
+        ops += [
+            Op("sent", outer, ("rows",), kind="other", backward=outer),
+            Op(x := "sorted", outer, ("sent",)),
+        ]
     ops += [
         Op("g", inner, (x,), (x,), weight=weight, kind="matmul"),
         Op("u", inner, (x,), (x,), weight=weight, kind="matmul"),
@@ -329,9 +428,15 @@ def mixture_ops(s: Shape, a: MixtralArgs) -> list[Op]:
     ]
     y = "e"
     if s.ep > 1:
-        ops += [Op("back", outer, ("e",), backward=outer), Op(y := "returned", outer, ("back",), kind="other")]
-    # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the gradient in float32.
-    ops.append(Op("f", n * size, (y, "gate"), (y,), 0, 8 * n + n * size, 8 * n + n * size, holds=("n2", x)))
+        ops += [
+            Op("back", outer, ("e",), backward=outer),
+            Op(y := "returned", outer, ("back",), kind="other"),
+        ]
+    # Weighted sums in float32, one of the experts at a time; the backward takes a copy of the
+    # gradient in float32.
+    ops.append(
+        Op("f", n * size, (y, "gate"), (y,), 0, 8 * n + n * size, 8 * n + n * size, holds=("n2", x))
+    )
     return ops
 
 
@@ -340,9 +445,9 @@ def embedding(s: Shape) -> ModuleMemory:
     table = s.args.n_vocab // s.tp * s.args.dim * s.size
     if s.tp == 1:
         return ModuleMemory(0, 0, Peak(s.hidden), Peak(s.hidden, table), table, s.hidden)
-    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the result. The backward
-    # gathers the gradient, makes that of the whole table, and copies this rank's rows of it. Of a tied table the sum is
-    # a tensor beside both.
+    # Tensor-parallel ranks look up their rows, put them in order and reduce them, and copy the
+    # result. The backward gathers the gradient, makes that of the whole table, and copies this
+    # rank's rows of it. Of a tied table the sum is a tensor beside both.
     ordered = 2 * s.whole + s.hidden
     backward = max(ordered, table * s.tp + max(s.whole, table))
     return ModuleMemory(0, 0, Peak(ordered), Peak(backward), table, s.hidden)
@@ -354,8 +459,8 @@ class Loss:
 
     #: Pieces of the tokens.
     chunks: int = 1
-    #: How it takes the logits of tensor-parallel ranks: each has all of them, or its part of the vocabulary, whose loss
-    #: works in place, or is a graph of torch's operators.
+    #: How it takes the logits of tensor-parallel ranks: each has all of them, or its part of the
+    #: vocabulary, whose loss works in place, or is a graph of torch's operators.
     divided: Literal["whole", "in place", "compiled"] = "in place"
     #: It has a z-loss or label smoothing.
     penalized: bool = False
@@ -383,7 +488,9 @@ def head_ops(s: Shape, loss: Loss) -> tuple[list[Op], dict[str, int]]:
 
 
 def loss_in_place(s: Shape, loss: Loss) -> Op:
-    """Return `divided_cross_entropy`: a tensor in float32, which becomes the gradient of logits in float32."""
+    """Return `divided_cross_entropy`: a tensor in float32, which becomes the gradient of logits in
+    float32.
+    """
     values = 4 * s.tokens * s.args.n_vocab // s.tp
     saves = ("logits",) if loss.holds_logits else ()
     instead = -values if s.size == 4 else 0
@@ -400,7 +507,8 @@ def loss_of_torch(s: Shape, loss: Loss) -> list[Op]:
     last = given
     if s.size == 2:
         ops.append(Op(last := "float", 4 * logits, (given,)))
-    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of both.
+    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of
+    # both.
     saves = ("p", "logits") if not whole or loss.holds_logits else ("p",)
     ops.append(Op("p", 4 * logits, (last,), saves, passes=not whole))
     if not (loss.penalized and whole):
@@ -422,8 +530,10 @@ def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
         # Probabilities, and one tensor that is the gradient of both; in the end that of the logits.
         logits = part * (s.size + 8 + (s.size if low else 0))
     else:
-        # The copy in float32, or in float32 the logits of all ranks; probabilities, and the gradients of both.
-        # A penalty has its peak in the forward, where one more takes the gradients' place beside the whole logits.
+        # The copy in float32, or in float32 the logits of all ranks; probabilities, and the
+        # gradients of both.
+        # A penalty has its peak in the forward, where one more takes the gradients' place beside
+        # the whole logits.
         penalty = 4 + (s.size if low and s.tp > 1 else 0)
         in_float = rows * s.args.n_vocab * (12 + penalty * loss.penalized)
         logits = in_float + (part * s.size if low or s.tp > 1 else 0)

@@ -1,6 +1,7 @@
 """GPUs, machines and clusters as numbers: the project's only table of peaks. No torch here.
 
-Numbers of a GPU are NVIDIA's data sheets', dense (without sparsity); its memory is the least that torch reports.
+Numbers of a GPU are NVIDIA's data sheets', dense (without sparsity); its memory is the least that
+torch reports.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ class Gpu:
     #: Peak dense FLOPS of matrix products; float8 is None where there is none.
     bf16: float
     float8: float | None
-    #: Bytes per second: of the memory; to the other GPUs of the machine, and to the host, each per direction.
+    #: Bytes per second: of the memory; to the other GPUs of the machine, and to the host, each per
+    #: direction.
     bandwidth: float
     link: float
     pcie: float
     #: Share of `bf16` that large products reach under the power limit; fitted for A100 and H100,
     #: taken for the others (docs/plan.md).
     sustained: float = 0.597
-    #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they compute.
+    #: Share of `bf16` that causal attention kernels reach, counting only the pairs that they
+    #: compute.
     attention: float = 0.278
 
 
@@ -55,9 +58,10 @@ def _gpu(
     return Gpu(key, pattern, int(gib * GIB), bf16 * 1e12, float8 and float8 * 1e12, *speeds, *rest)
 
 
-#: Most specific pattern first. Whole words: A100 is neither A10G nor A1000, H200 not GH200. An H100 whose name gives
-#: neither its form nor its memory stays unknown: its forms differ by 30 %. The H200's PCIe form computes as the H100
-#: NVL. Links: NVLink, or PCIe where a machine's GPUs have no switch between them (of NVL forms only pairs have).
+#: Most specific pattern first. Whole words: A100 is neither A10G nor A1000, H200 not GH200. An H100
+#: whose name gives neither its form nor its memory stays unknown: its forms differ by 30 %. The
+#: H200's PCIe form computes as the H100 NVL. Links: NVLink, or PCIe where a machine's GPUs have no
+#: switch between them (of NVL forms only pairs have).
 GPUS: dict[str, Gpu] = {
     gpu.key: gpu
     for gpu in (
@@ -112,10 +116,18 @@ _G6E_EFA = {"24xlarge": 2, "48xlarge": 4}
 
 def _graphics(name: str, gpu: str, memory: int) -> dict[str, Instance]:
     def efa(size: str) -> int:
-        return 0 if size in ("xlarge", "2xlarge", "4xlarge") else _G6E_EFA.get(size, 1) if name == "g6e" else 1
+        return (
+            0
+            if size in ("xlarge", "2xlarge", "4xlarge")
+            else _G6E_EFA.get(size, 1)
+            if name == "g6e"
+            else 1
+        )
 
     return {
-        f"{name}.{size}": Instance(gpu, gpus, memory, efa(size), network=larger if name == "g6e" else network)
+        f"{name}.{size}": Instance(
+            gpu, gpus, memory, efa(size), network=larger if name == "g6e" else network
+        )
         for size, (gpus, network, larger) in _SIZES.items()
     }
 
@@ -135,8 +147,18 @@ INSTANCES: dict[str, Instance] = {
 
 #: Instance type → GiB of the host's memory; of g types an xlarge has a share.
 HOST_GIB: dict[str, int] = {
-    **{f"{kind}.{s}": gib * int(s[:-6] or 1) for kind, gib in (("g5", 16), ("g6", 16), ("g6e", 32)) for s in _SIZES},
-    **{"p4d.24xlarge": 1152, "p4de.24xlarge": 1152, "p5.48xlarge": 2048, "p5e.48xlarge": 2048, "p5en.48xlarge": 2048},
+    **{
+        f"{kind}.{s}": gib * int(s[:-6] or 1)
+        for kind, gib in (("g5", 16), ("g6", 16), ("g6e", 32))
+        for s in _SIZES
+    },
+    **{
+        "p4d.24xlarge": 1152,
+        "p4de.24xlarge": 1152,
+        "p5.48xlarge": 2048,
+        "p5e.48xlarge": 2048,
+        "p5en.48xlarge": 2048,
+    },
     "p6-b200.48xlarge": 2048,
 }
 
@@ -172,7 +194,8 @@ class Cluster:
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return a GPU by its key, by the start of a single one ("l4"), or by CUDA's name of the device.
+    """Return a GPU by its key, by the start of a single one ("l4"), or by CUDA's name of the
+    device.
 
     Raises ConfigError with the nearest names.
     """
@@ -190,18 +213,25 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     """Return the GPU of CUDA's name of a device; None when it is not known, as for a MIG slice."""
     if re.search(r"\bMIG\b", device_name):
         return None
-    named = (gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.pattern}\b", device_name, re.IGNORECASE))
+    named = (
+        gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.pattern}\b", device_name, re.IGNORECASE)
+    )
     return next(named, None)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak bf16 FLOPS of one device by its CUDA name; None when it is not known, as for a MIG slice."""
+    """Return the peak bf16 FLOPS of one device by its CUDA name; None when it is not known, as for
+    a MIG slice.
+    """
     gpu = gpu_of_device(device_name)
     return gpu.bf16 if gpu else None
 
 
 def find_instance(name: str) -> Instance:
-    """Return an AWS instance type; SageMaker's names begin with "ml.". Raises ConfigError with the nearest names."""
+    """Return an AWS instance type; SageMaker's names begin with "ml.".
+
+    Raises ConfigError with the nearest names.
+    """
     if (found := INSTANCES.get(name.removeprefix("ml."))) is None:
         raise _error("instance", f"no instance type {name!r} is known", names_like(name, INSTANCES))
     return found
@@ -218,20 +248,35 @@ def cluster_of(
 ) -> Cluster:
     """Return the machines of a run: as given, else as section `[launch]` says, for all its ranks.
 
-    gpus: of all machines. Without an instance type a machine has 8 GPUs. Its network is each GPU's share of the slowest
-    at AWS that has 8 of them, else 400 Gbit/s for each.
-    Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's ranks.
+    gpus: of all machines. Without an instance type a machine has 8 GPUs. Its network is each GPU's
+    share of the slowest at AWS that has 8 of them, else 400 Gbit/s for each.
+    Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
+    ranks.
     """
     if gpu and instance:
-        raise _error("gpu", f"both a GPU ({gpu}) and an instance type ({instance}) are given", "give one of them")
+        raise _error(
+            "gpu",
+            f"both a GPU ({gpu}) and an instance type ({instance}) are given",
+            "give one of them",
+        )
     instance = instance or ("" if gpu else run.launch.instance_type)
     if not (gpu or instance):
-        raise _error("gpu", "no GPU is named", "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type")
+        raise _error(
+            "gpu",
+            "no GPU is named",
+            "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type",
+        )
     machine = find_instance(instance) if instance else None
     found = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
-    size = gpus_per_node or (machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE)
+    size = gpus_per_node or (
+        machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
+    )
     total = gpus or (nodes * size if nodes else run.mesh.world_size)
-    alike = [machine] if machine else [m for m in INSTANCES.values() if (m.gpu_key, m.gpus) == (found.key, 8)]
+    alike = (
+        [machine]
+        if machine
+        else [m for m in INSTANCES.values() if (m.gpu_key, m.gpus) == (found.key, 8)]
+    )
     network = min((m.network / 8 * 1e9 / m.gpus for m in alike), default=DEFAULT_NETWORK) * size
     if total < size and nodes in (None, 1):  # a part of one machine
         size = total

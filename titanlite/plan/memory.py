@@ -1,4 +1,6 @@
-"""Memory of a rank by formulas: a training step replayed on sizes, at the grain of FSDP groups. No torch here.
+"""Memory of a rank by formulas: a training step replayed on sizes, at the grain of FSDP groups.
+
+No torch here.
 
 docs/plan.md derives each formula. `titanlite.tools.plan_trace` runs the real code instead.
 """
@@ -18,7 +20,16 @@ from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.pipeline_split import split_stages
-from titanlite.plan.blocks import Loss, ModuleMemory, Peak, Shape, block_ops, embedding, head_ops, measure
+from titanlite.plan.blocks import (
+    Loss,
+    ModuleMemory,
+    Peak,
+    Shape,
+    block_ops,
+    embedding,
+    head_ops,
+    measure,
+)
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
 
@@ -30,20 +41,32 @@ class NoFormula(ValueError):
 
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:
-    """Return the memory of a rank over a step that is not the first, at most two micro-batches of it.
+    """Return the memory of a rank over a step that is not the first, at most two micro-batches of
+    it.
 
-    rank: None for the worst. device: "cuda" or "cpu", the type that the run would have. Raises NoFormula for a model
-    that is no family of `titanlite.models.llama`, and for `training.fsdp_units` that go by classes or sizes.
+    rank: None for the worst. device: "cuda" or "cpu", the type that the run would have. Raises
+    NoFormula for a model that is no family of `titanlite.models.llama`, and for
+    `training.fsdp_units` that go by classes or sizes.
     """
-    if not isinstance(args := run.model_args(), LlamaArgs) or args.norm_type not in ("rmsnorm", "fused_rmsnorm"):
+    if not isinstance(args := run.model_args(), LlamaArgs) or args.norm_type not in (
+        "rmsnorm",
+        "fused_rmsnorm",
+    ):
         raise NoFormula(f"there are no formulas for the memory of this model ({run.model.name})")
     args = replace(args, vocab_size=args.vocab_size or VOCABULARY)
     if run.training.fsdp_units not in ("block", "root"):
-        raise NoFormula(f"there are no formulas for training.fsdp_units = {run.training.fsdp_units!r}")
+        raise NoFormula(
+            f"there are no formulas for training.fsdp_units = {run.training.fsdp_units!r}"
+        )
     if rank is not None:
         return _Step(run, args, rank, device).memory()
-    ranks = range(0, run.mesh.world_size, run.mesh.world_size // run.mesh.pipeline)  # the first of each stage
-    return max((_Step(run, args, rank, device).memory() for rank in ranks), key=lambda memory: memory.peak.total)
+    ranks = range(
+        0, run.mesh.world_size, run.mesh.world_size // run.mesh.pipeline
+    )  # the first of each stage
+    return max(
+        (_Step(run, args, rank, device).memory() for rank in ranks),
+        key=lambda memory: memory.peak.total,
+    )
 
 
 def worst_rank(run: RunConfig, device: str = "cuda") -> int:
@@ -53,13 +76,16 @@ def worst_rank(run: RunConfig, device: str = "cuda") -> int:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter as tensor and expert parallelism leave it on a rank: rows that `fully_shard` divides over ranks."""
+    """A parameter as tensor and expert parallelism leave it on a rank: rows that `fully_shard`
+    divides over ranks.
+    """
 
     rows: int
     #: Numbers in each row.
     width: int
     shards: int
-    #: Of a block, with more than one dimension; and with the last two of this size, where several are stacked.
+    #: Of a block, with more than one dimension; and with the last two of this size, where several
+    #: are stacked.
     matrix: tuple[int, int] | None = None
     #: Gathered in float8.
     float8: bool = False
@@ -110,18 +136,22 @@ class _Step:
         )
         tokens = batch.micro_batch_size // run.pipeline.microbatches * batch.seq_len // mesh.context
         converted = converted_names(self._float8_choices())
-        kinds = frozenset(name.removeprefix("layers.0.") for name in converted if name.startswith("layers.0."))
+        kinds = frozenset(
+            name.removeprefix("layers.0.") for name in converted if name.startswith("layers.0.")
+        )
         self.shape = Shape(tokens, args, self.low, mesh.tensor, mesh.context, mesh.expert, kinds)
         self.offloads = t.enable_cpu_offload and device != "cpu"
         self.moments: list[Moment] = []
         self.state = Counter[str]()
         self.host = Counter[str]()
-        #: Activations in host memory, and those of them that are on the device too; the last one sent.
+        #: Activations in host memory, and those of them that are on the device too; the last one
+        #: sent.
         self.away = self.under_way = self.sent = 0
         #: Whole gradients not yet reduced, of groups that accumulate.
         self.unreduced: dict[Group, int] = {}
         self.gathered: set[Group] = set()
-        #: Parts of gathered weights that stay between forward and backward, where few ranks divide them.
+        #: Parts of gathered weights that stay between forward and backward, where few ranks divide
+        #: them.
         self.divided: dict[Group, int] = {}
         self.has_gradient: set[Group] = set()
         #: Reduced gradients that replicas have summed; torch holds them until the backward ends.
@@ -134,22 +164,30 @@ class _Step:
     # What the run consists of
 
     def _stages(self) -> list[list[str]]:
-        """Return the modules of each of this rank's pipeline stages, in the order they run, without the last norm."""
+        """Return the modules of each of this rank's pipeline stages, in the order they run, without
+        the last norm.
+        """
         costs = list(self.run.spec.pipeline_costs(self.args, self.args.max_seq_len))  # type: ignore[misc]
         pp, e = self.run.mesh.pipeline, self.run.experimental
         stages: list[Sequence[str]] = [costs]
         if pp > 1:
             full = self.run.spec.pipeline_costs(self.args, self.args.max_seq_len)  # type: ignore[misc]
-            layout = split_stages(full, pp, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points)
+            layout = split_stages(
+                full, pp, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points
+            )
             stages = [layout.stages[i] for i in layout.on(self.pipeline_rank)]
-        return [[name for name in stage if name != "norm" or "output" not in stage] for stage in stages]
+        return [
+            [name for name in stage if name != "norm" or "output" not in stage] for stage in stages
+        ]
 
     @property
     def pipeline_rank(self) -> int:
         return self.rank // (self.run.mesh.world_size // self.run.mesh.pipeline)
 
     def _groups(self, mine: set[str]) -> list[Group]:
-        """Return the FSDP groups of these modules in the order they last run, as `ModelSpec.fsdp_units`."""
+        """Return the FSDP groups of these modules in the order they last run, as
+        `ModelSpec.fsdp_units`.
+        """
         units = self.run.spec.fsdp_groups(self.args)
         if self.run.training.fsdp_units == "root":
             units = [sum(units, ())]
@@ -158,7 +196,12 @@ class _Step:
             for unit in units
             if (
                 found := tuple(
-                    n for n in unit if n in mine | {"norm"} and n != "norm" or n == "norm" and mine & {"norm", "output"}
+                    n
+                    for n in unit
+                    if n in mine | {"norm"}
+                    and n != "norm"
+                    or n == "norm"
+                    and mine & {"norm", "output"}
                 )
             )
         ]
@@ -178,7 +221,11 @@ class _Step:
             return [] if a.tied and module == "output" else [Weight(vocab, a.dim, shards)]
         if module == "norm":
             return [Weight(a.dim, 1, shards)]
-        return list(_block_weights(a, mesh, self.shape.float8 if self.run.float8.enable_fsdp_float8_all_gather else ()))
+        return list(
+            _block_weights(
+                a, mesh, self.shape.float8 if self.run.float8.enable_fsdp_float8_all_gather else ()
+            )
+        )
 
     def _float8_choices(self) -> list[Float8Choice]:
         spec, f, tp = self.run.spec, self.run.float8, self.run.mesh.tensor
@@ -193,22 +240,34 @@ class _Step:
         weights = [weight for group in self.groups for weight in group.weights]
         optimizer = self.run.optimizer
         masters = sum(weight.part for weight in weights) * self.master
-        state = sum(state_bytes(weight, optimizer, self.master) * weight.local(self.shard) for weight in weights)
+        state = sum(
+            state_bytes(weight, optimizer, self.master) * weight.local(self.shard)
+            for weight in weights
+        )
         state += 4 * sum(weight.local(self.shard) for weight in weights) * bool(optimizer.ema_decay)
         place = self.host if self.offloads else self.state
         place["parameters"] += masters
         place["optimizer"] += round(state)
         if self.offloads:
             place["gradients"] += masters
-        self.state["parameters"] += 4 * self.args.head_dim * self.args.max_seq_len  # tables of cosines and sines
+        self.state["parameters"] += (
+            4 * self.args.head_dim * self.args.max_seq_len
+        )  # tables of cosines and sines
         if self.run.mesh.pipeline > 1:
             self._pipeline()
         else:
             batches = min(self.run.batch.accumulation, 2)
             for index in range(batches):
                 self._forward(self.stages[0])
-                self._backward(self.stages[0], index == batches - 1 or self.run.training.gradient_sync == "every")
-        temporary = 0 if self.offloads else step_bytes(weights, self.shard, optimizer, self.master, self.device)
+                self._backward(
+                    self.stages[0],
+                    index == batches - 1 or self.run.training.gradient_sync == "every",
+                )
+        temporary = (
+            0
+            if self.offloads
+            else step_bytes(weights, self.shard, optimizer, self.master, self.device)
+        )
         self._emit("optimizer", "", {"working memory": temporary})
         return RankMemory(self.rank, tuple(self.moments), dict(self.host))
 
@@ -219,11 +278,15 @@ class _Step:
         schedule = run.experimental.pipeline_parallel_schedule
         pieces = run.pipeline.microbatches * run.batch.accumulation
         # A rank has receive buffers for each piece: inputs, and gradients of outputs.
-        received = sum(("tok_embeddings" not in stage) + ("output" not in stage) for stage in self.stages)
+        received = sum(
+            ("tok_embeddings" not in stage) + ("output" not in stage) for stage in self.stages
+        )
         self.state["communication"] += pieces * received * self.shape.hidden
         replayed = pieces if schedule in ("GPipe", "LoopedBFS") else min(pieces, 4 * ranks)
         for kind, stage in actions(schedule, ranks, self.pipeline_rank, len(self.stages), replayed):
-            first = "tok_embeddings" in self.stages[stage]  # it has no first half, and all in the second
+            first = (
+                "tok_embeddings" in self.stages[stage]
+            )  # it has no first half, and all in the second
             if kind == "F":
                 self._forward(self.stages[stage])
             elif kind == "I":
@@ -236,7 +299,9 @@ class _Step:
 
     def _emit(self, phase: str, module: str, *more: dict[str, int]) -> None:
         parts = sum(map(Counter, more), self.state.copy())
-        self.moments.append(Moment(phase, module, {name: parts[name] for name in PARTS if parts[name]}))
+        self.moments.append(
+            Moment(phase, module, {name: parts[name] for name in PARTS if parts[name]})
+        )
 
     def _forward(self, modules: list[str]) -> None:
         buffer = 0  # the buffer of an all-gather lives until the next one
@@ -248,14 +313,22 @@ class _Step:
             working = self._working(module, cost.forward.total + cost.kept - kept)
             if module == "output" and self.run.training.loss_chunks == 1:
                 # The loss comes after the model's forward, whose end frees the buffer.
-                logits = self.shape.tokens * (self.args.n_vocab // self.shape.tp + self.args.dim) * self.low
+                logits = (
+                    self.shape.tokens
+                    * (self.args.n_vocab // self.shape.tp + self.args.dim)
+                    * self.low
+                )
                 self._emit("forward", module, {"logits and loss": logits, "communication": buffer})
                 buffer = 0
-            self._emit("forward", module, working, self._kept_parts(module), {"communication": buffer})
+            self._emit(
+                "forward", module, working, self._kept_parts(module), {"communication": buffer}
+            )
             self._keep(module, kept)
             if group.reshards and module == group.modules[-1]:
                 self._free(group)
-                if isinstance(among := self.run.training.reshard_after_forward, int):  # each keeps its part of these
+                if isinstance(
+                    among := self.run.training.reshard_after_forward, int
+                ):  # each keeps its part of these
                     self.divided[group] = self._whole(group) // among
                     self.state["gathered weights"] += self.divided[group]
 
@@ -266,10 +339,15 @@ class _Step:
             self._emit("backward", module, self._working(module, cost.split.working))
             self.state["activations"] += cost.pending
 
-    def _backward(self, modules: list[str], reduces: bool = False, second_half: bool = False) -> None:
+    def _backward(
+        self, modules: list[str], reduces: bool = False, second_half: bool = False
+    ) -> None:
         ahead = reduced = 0
         made = Counter[Group]()
-        order = sorted({self.group_of[name] for name in modules}, key=lambda group: modules.index(group.modules[-1]))
+        order = sorted(
+            {self.group_of[name] for name in modules},
+            key=lambda group: modules.index(group.modules[-1]),
+        )
         for module in reversed(modules):
             group, cost, kept = self.group_of[module], self._cost(module), self._kept(module)
             if second_half:  # frees what gradients of weights need as it makes them, one by one
@@ -279,13 +357,23 @@ class _Step:
                 if group not in self.gathered:
                     self._gather("backward", group, ahead, begun=bool(ahead))
                 following = order[order.index(group) - 1]  # the first has none before it
-                ahead = self._buffer(following) if following is not order[-1] and following not in self.gathered else 0
+                ahead = (
+                    self._buffer(following)
+                    if following is not order[-1] and following not in self.gathered
+                    else 0
+                )
             self._keep(module, -kept)
             # The gradient of a tied weight is added to the other one, outside of both.
             weights = cost.backward.weights + (made[group] if module == "tok_embeddings" else 0)
             communication = ahead + reduced + sum(made.values()) + weights
             working = self._working(module, cost.backward.working + cost.kept - kept)
-            self._emit("backward", module, working, self._kept_parts(module), {"communication": communication})
+            self._emit(
+                "backward",
+                module,
+                working,
+                self._kept_parts(module),
+                {"communication": communication},
+            )
             made[group] += cost.weights if module != "tok_embeddings" or not made[group] else 0
             if module == group.modules[0]:
                 if self.run.mesh.pipeline == 1:
@@ -299,8 +387,14 @@ class _Step:
         buffer, copied = self._buffer(group), self._whole(group, copied=True)
         self.gathered.add(group)
         if not begun:
-            parts = sum(weight.part for weight in group.weights) * (self.low + self.master * self.offloads)
-            self._emit(phase, group.modules[0], {"communication": held + buffer + (parts if self.shards > 1 else 0)})
+            parts = sum(weight.part for weight in group.weights) * (
+                self.low + self.master * self.offloads
+            )
+            self._emit(
+                phase,
+                group.modules[0],
+                {"communication": held + buffer + (parts if self.shards > 1 else 0)},
+            )
         self.state["gathered weights"] += self._whole(group) - self.divided.pop(group, 0)
         self._emit(phase, group.modules[0], {"communication": buffer + copied})
         return buffer
@@ -309,10 +403,18 @@ class _Step:
         return self._whole(group) if self.shards > 1 else 0
 
     def _whole(self, group: Group, copied: bool = False) -> int:
-        """Return the bytes of gathered weights. copied: of those that are put in order by a copy."""
+        """Return the bytes of gathered weights. copied: of those that are put in order by a
+        copy.
+        """
         weights = (weight for weight in group.weights if weight.copied or not copied)
-        if self.run.mesh.world_size == self.run.mesh.tensor and self.master == self.low and not self.offloads:
-            weights = (weight for weight in weights if weight.float8)  # products take the others as they are
+        if (
+            self.run.mesh.world_size == self.run.mesh.tensor
+            and self.master == self.low
+            and not self.offloads
+        ):
+            weights = (
+                weight for weight in weights if weight.float8
+            )  # products take the others as they are
         return sum(weight.padded * (1 if weight.float8 else self.low) for weight in weights)
 
     def _free(self, group: Group) -> None:
@@ -321,7 +423,9 @@ class _Step:
             self.state["gathered weights"] -= self._whole(group)
 
     def _reduce(self, group: Group, made: int, ahead: int, held: int, reduces: bool) -> int:
-        """Reduce a group's gradients; return the size of the buffer, which lives until the next one."""
+        """Reduce a group's gradients; return the size of the buffer, which lives until the next
+        one.
+        """
         numbers = sum(weight.numbers for weight in group.weights)
         module, before = group.modules[0], self.unreduced.pop(group, 0)
         self.state["communication"] -= before
@@ -337,10 +441,15 @@ class _Step:
             self.unreduced[group] = after
             self.state["communication"] += after
             return held
-        padded, part = sum(w.padded for w in group.weights), sum(w.part for w in group.weights) * self.reduce
+        padded, part = (
+            sum(w.padded for w in group.weights),
+            sum(w.part for w in group.weights) * self.reduce,
+        )
         whole, made = padded * self.reduce, before or made
         # Weights divided along another dimension are put in order one by one.
-        ordered = max((weight.numbers * self.low for weight in group.weights if weight.copied), default=0)
+        ordered = max(
+            (weight.numbers * self.low for weight in group.weights if weight.copied), default=0
+        )
         scaled = whole if self.shards == 1 and self.run.mesh.world_size > 1 else 0
         if ordered:
             self._emit("backward", module, {"communication": ahead + made + ordered})
@@ -371,27 +480,40 @@ class _Step:
         return _block(self.shape, self._mode(self._position(module)))
 
     def _kept(self, module: str) -> int:
-        """Return the bytes that a module keeps on the device, without an input that is a buffer of the pipeline."""
+        """Return the bytes that a module keeps on the device, without an input that is a buffer of
+        the pipeline.
+        """
         kept = self._cost(module).kept
         first = any(module == stage[0] for stage in self.stages) and module != "tok_embeddings"
         return kept - self.shape.hidden if first else kept
 
     def _kept_parts(self, module: str) -> Counter[str]:
-        """Return the bytes that a module keeps by part: of the head only the hidden states are activations."""
+        """Return the bytes that a module keeps by part: of the head only the hidden states are
+        activations.
+        """
         kept, loss = self._kept(module), 0
         if module == "output":
             t = self.run.training
-            loss = self._cost(module).kept - self.shape.hidden * (1 + (self.shape.tp == 1 == t.loss_chunks))
+            loss = self._cost(module).kept - self.shape.hidden * (
+                1 + (self.shape.tp == 1 == t.loss_chunks)
+            )
         return Counter({"activations": kept - loss, "logits and loss": loss})
 
     def _keep(self, module: str, size: int) -> None:
-        """Keep a module's tensors until the backward, or (negative) no longer; those of blocks may be offloaded."""
-        if not module.startswith("layers.") or not self.run.activation_checkpoint.offload or self.device == "cpu":
+        """Keep a module's tensors until the backward, or (negative) no longer; those of blocks may
+        be offloaded.
+        """
+        if (
+            not module.startswith("layers.")
+            or not self.run.activation_checkpoint.offload
+            or self.device == "cpu"
+        ):
             for part, bytes_ in self._kept_parts(module).items():
                 self.state[part] += bytes_ if size > 0 else -bytes_
             return
         self.away += size
-        # Two tensors are still on their way in the forward, and one is fetched ahead in the backward.
+        # Two tensors are still on their way in the forward, and one is fetched ahead in the
+        # backward.
         if size < 0:
             under_way = self.shape.hidden * (self.away > 0)
         elif self._mode(self._position(module)) == "none":
@@ -419,7 +541,9 @@ def loss_of(run: RunConfig) -> Loss:
     """Return how the run computes its loss."""
     t = run.training
     divided: Literal["whole", "in place", "compiled"] = "in place"
-    if not t.enable_loss_parallel or t.loss != "cross_entropy":  # a function of the user takes whole logits
+    if (
+        not t.enable_loss_parallel or t.loss != "cross_entropy"
+    ):  # a function of the user takes whole logits
         divided = "whole"
     elif t.compile and "loss" in run.compile.components:
         divided = "compiled"
@@ -428,8 +552,17 @@ def loss_of(run: RunConfig) -> Loss:
 
 def _block_weights(a: LlamaArgs, mesh: MeshSizes, float8: Collection[str]) -> Iterator[Weight]:
     tp, shards = mesh.tensor, mesh.weight_shards
-    heads, groups, width = a.n_heads * a.head_dim // tp, a.kv_heads * a.head_dim // tp, a.ffn_width // tp
-    sizes = {"wq": (heads, a.dim), "wk": (groups, a.dim), "wv": (groups, a.dim), "wo": (a.dim, heads)}
+    heads, groups, width = (
+        a.n_heads * a.head_dim // tp,
+        a.kv_heads * a.head_dim // tp,
+        a.ffn_width // tp,
+    )
+    sizes = {
+        "wq": (heads, a.dim),
+        "wk": (groups, a.dim),
+        "wv": (groups, a.dim),
+        "wo": (a.dim, heads),
+    }
     matrices = {f"attention.{name}": size for name, size in sizes.items()}
     if not isinstance(a, MixtralArgs):
         matrices |= {"feed_forward.w1": (width, a.dim), "feed_forward.w2": (a.dim, width)}
@@ -438,7 +571,8 @@ def _block_weights(a: LlamaArgs, mesh: MeshSizes, float8: Collection[str]) -> It
         matrices["feed_forward.gate"] = (a.n_experts, a.dim)
         held, over = a.n_experts // mesh.expert, shards // mesh.expert
         for rows, columns in ((width, a.dim), (a.dim, width), (width, a.dim)):
-            # In expert parallelism, or where ranks cannot share whole experts, each matrix is divided.
+            # In expert parallelism, or where ranks cannot share whole experts, each matrix is
+            # divided.
             divides = mesh.expert > 1 or (held % over and not (rows % over and columns % over))
             size = (held * rows, columns) if rows % over == 0 else (held * columns, rows)
             rows_of = size if divides else (held, rows * columns)
@@ -461,7 +595,8 @@ def _head(shape: Shape, loss: Loss) -> ModuleMemory:
 def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunConfig:
     """Return the run with the size of its vocabulary as a key, so that no plan needs the tokenizer.
 
-    tokenizer_size: None: the tokenizer is read if the model has no size of its own. Raises DataError.
+    tokenizer_size: None: the tokenizer is read if the model has no size of its own. Raises
+    DataError.
     """
     size = run.model_args(tokenizer_size).vocab_size
     if size is None:

@@ -1,4 +1,7 @@
-"""Memory of optimizers by formulas: their state, and the temporary tensors of a step. No torch here."""
+"""Memory of optimizers by formulas: their state, and the temporary tensors of a step.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,14 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
-    """Return bytes of state per number of a weight, as `titanlite.optim.optimizer.state_bytes`; AdamW's of an own one.
+    """Return bytes of state per number of a weight, as `titanlite.optim.optimizer.state_bytes`;
+    AdamW's of an own one.
 
     master: bytes of a number of the weights.
     """
     momentum, variance, rest = (
-        _BYTES[name] for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
+        _BYTES[name]
+        for name in (settings.momentum_dtype, settings.variance_dtype, settings.compensation_dtype)
     )
     rest *= settings.kahan
     block = min(256, math.gcd(weight.width, 2048) // 8) if weight.width > 1 else 0
@@ -35,15 +40,24 @@ def state_bytes(weight: Weight, settings: Optimizer, master: int) -> float:
     return by_name.get(settings.name, 2 * master)
 
 
-def step_bytes(weights: Sequence[Weight], index: int, settings: Optimizer, master: int, device: str) -> int:
-    """Return the temporary bytes at the peak of a step, beside gradients. index: of this rank among the shards."""
+def step_bytes(
+    weights: Sequence[Weight], index: int, settings: Optimizer, master: int, device: str
+) -> int:
+    """Return the temporary bytes at the peak of a step, beside gradients.
+
+    index: of this rank among the shards.
+    """
     sizes = [weight.local(index) for weight in weights]
     largest = 4 * max(sizes)
     if settings.name in ("AnyPrecisionAdamW", "AdamW8bit"):
-        # In float32 and for one weight at a time: gradient's square, both averages, the change and the denominator.
+        # In float32 and for one weight at a time: gradient's square, both averages, the change and
+        # the denominator.
         return (5 if settings.name == "AnyPrecisionAdamW" else 7) * largest
     if settings.name == "Muon":
-        return max([_muon_bytes(weight, n) for weight, n in Counter(weights).items() if weight.matrix] + [4 * largest])
+        return max(
+            [_muon_bytes(weight, n) for weight, n in Counter(weights).items() if weight.matrix]
+            + [4 * largest]
+        )
     if is_dotted(settings.name):
         return 0
     how = settings.implementation or ("fused" if device == "cuda" else "foreach")
@@ -52,13 +66,18 @@ def step_bytes(weights: Sequence[Weight], index: int, settings: Optimizer, maste
 
 
 def _muon_bytes(weight: Weight, count: int) -> int:
-    """Return the temporary bytes for weights of one shape: as many at a time as ranks share them."""
+    """Return the temporary bytes for weights of one shape: as many at a time as ranks share
+    them.
+    """
     together = min(count, weight.shards)
     local = together * weight.part
-    # The directions in float32, their stack and its copy in bfloat16; then one whole matrix on this rank.
+    # The directions in float32, their stack and its copy in bfloat16; then one whole matrix on this
+    # rank.
     gather = (4 + 4 + 2) * local
     rows, columns = weight.matrix or (1, 1)
     whole = (
-        4 * local + 2 * local + -(-together // weight.shards) * (4 * 2 * weight.numbers + 4 * min(rows, columns) ** 2)
+        4 * local
+        + 2 * local
+        + -(-together // weight.shards) * (4 * 2 * weight.numbers + 4 * min(rows, columns) ** 2)
     )
     return max(gather, whole)

@@ -1,4 +1,6 @@
-"""Memory of one rank over a step, by part: of the formulas (`memory.py`) and of `titanlite.tools.plan_trace`."""
+"""Memory of one rank over a step, by part: of the formulas (`memory.py`) and of
+`titanlite.tools.plan_trace`.
+"""
 
 from __future__ import annotations
 
@@ -62,14 +64,18 @@ class RankMemory:
         return max(self.moments, key=lambda moment: moment.total)
 
 
-#: Share of the peak that CUDA's allocator holds beyond live tensors: rounding of blocks, and gaps between them.
+#: Share of the peak that CUDA's allocator holds beyond live tensors: rounding of blocks, and gaps
+#: between them.
 FRAGMENTATION = 0.05
-#: Bytes of a GPU outside of the allocator: CUDA's context with the kernels of torch, and the buffers of NCCL.
+#: Bytes of a GPU outside of the allocator: CUDA's context with the kernels of torch, and the
+#: buffers of NCCL.
 CONTEXT = round(1.5 * GIB)
 
 
 def needed_bytes(memory: RankMemory) -> int:
-    """Return the memory of a GPU at the peak: live tensors, and what the allocator, CUDA and NCCL take."""
+    """Return the memory of a GPU at the peak: live tensors, and what the allocator, CUDA and NCCL
+    take.
+    """
     return round((1 + FRAGMENTATION) * memory.peak.total) + CONTEXT
 
 
@@ -85,13 +91,17 @@ class Reserved(NamedTuple):
         return Reserved(*(share * size + more for share in self))
 
 
-#: Reserved over live tensors: median, least and most of the runs on the null GPU (tests/nullgpu/expected.json).
-#: Buffers of FSDP's streams are blocks that the stream of the step cannot take.
+#: Reserved over live tensors: median, least and most of the runs on the null GPU
+#: (tests/nullgpu/expected.json). Buffers of FSDP's streams are blocks that the stream of the step
+#: cannot take.
 RESERVED_SHARDED = Reserved(1.19, 1.03, 1.34)
 RESERVED_WHOLE = Reserved(1.03, 1.01, 1.07)
 
 
 def reserved_bytes(memory: RankMemory, sharded: bool) -> Reserved:
-    """Return the bytes that nvidia-smi shows for a rank, if the GPU has the room. sharded: FSDP gathers its weights."""
+    """Return the bytes that nvidia-smi shows for a rank, if the GPU has the room.
+
+    sharded: FSDP gathers its weights.
+    """
     shares = RESERVED_SHARDED if sharded else RESERVED_WHOLE
     return shares.times(memory.peak.total, CONTEXT)

@@ -1,17 +1,22 @@
-"""The order of a pipeline rank's work, as the schedules of `torch.distributed.pipelining` make it. No torch here."""
+"""The order of a pipeline rank's work, as the schedules of `torch.distributed.pipelining` make it.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-#: (what, place of the stage among this rank's): "F" forward, "B" backward, or its halves "I" (gradients of inputs)
-#: and "W" (of weights).
+#: (what, place of the stage among this rank's): "F" forward, "B" backward, or its halves "I"
+#: (gradients of inputs) and "W" (of weights).
 Action = tuple[str, int]
 
 
 def actions(schedule: str, ranks: int, rank: int, stages: int, pieces: int) -> Iterator[Action]:
-    """Yield the forwards and backwards of pipeline rank `rank`; `stages` of its own, `pieces` micro-batches of each."""
+    """Yield the forwards and backwards of pipeline rank `rank`; `stages` of its own, `pieces`
+    micro-batches of each.
+    """
     if schedule == "1F1B":
         ahead = min(pieces, ranks - rank)
         yield from _alternating([0] * pieces, [0] * pieces, ahead, forward_first=False)
@@ -20,7 +25,8 @@ def actions(schedule: str, ranks: int, rank: int, stages: int, pieces: int) -> I
         each, factor = pieces // rounds, 2 if schedule == "Interleaved1F1B" else 1
         ahead = min((stages - 1) * each + factor * (ranks - 1 - rank), pieces * stages)
         order = [step // each % stages for step in range(pieces * stages)]
-        # The zero-bubble schedule delays gradients of weights by as many micro-batches as there are ranks before.
+        # The zero-bubble schedule delays gradients of weights by as many micro-batches as there are
+        # ranks before.
         late = rank if schedule == "InterleavedZeroBubble" else None
         yield from _alternating(order, [stages - 1 - stage for stage in order], ahead, True, late)
     elif schedule == "ZBVZeroBubble":
@@ -35,9 +41,16 @@ def actions(schedule: str, ranks: int, rank: int, stages: int, pieces: int) -> I
 
 
 def _alternating(
-    forwards: Sequence[int], backwards: Sequence[int], ahead: int, forward_first: bool, late: int | None = None
+    forwards: Sequence[int],
+    backwards: Sequence[int],
+    ahead: int,
+    forward_first: bool,
+    late: int | None = None,
 ) -> Iterator[Action]:
-    """Yield backward after forward. late: backwards have halves, and the second follows after so many first ones."""
+    """Yield backward after forward.
+
+    late: backwards have halves, and the second follows after so many first ones.
+    """
     kind = "B" if late is None else "I"
     yield from (("F", stage) for stage in forwards[:ahead])
     for i, stage in enumerate(backwards):

@@ -15,10 +15,19 @@ from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, Weight, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
-from titanlite.plan.parts import CONTEXT, FRAGMENTATION, GIB, RankMemory, Reserved, needed_bytes, reserved_bytes
+from titanlite.plan.parts import (
+    CONTEXT,
+    FRAGMENTATION,
+    GIB,
+    RankMemory,
+    Reserved,
+    needed_bytes,
+    reserved_bytes,
+)
 from titanlite.plan.speed import Speed, predict
 
-#: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's libraries.
+#: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's
+#: libraries.
 PROCESS = 3 * GIB
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -29,7 +38,8 @@ class Disk:
 
     #: Bytes of one: weights, optimizer state and averages.
     checkpoint: int
-    #: Most of them at one time, with the one that is being written; None: the length of the run is not known.
+    #: Most of them at one time, with the one that is being written; None: the length of the run is
+    #: not known.
     count: int | None
 
     @property
@@ -66,13 +76,17 @@ class Plan:
 
     @property
     def reserved(self) -> Reserved:
-        """Bytes that nvidia-smi shows, if the GPU has the room: needed memory, and blocks that the allocator keeps."""
+        """Bytes that nvidia-smi shows, if the GPU has the room: needed memory, and blocks that the
+        allocator keeps.
+        """
         mesh = self.run.mesh
         return reserved_bytes(self.memory, mesh.weight_shards * mesh.dp_replicate > 1)
 
     @property
     def tight(self) -> bool:
-        """Whether the run fits, but the allocator will likely have to give blocks back and ask for others."""
+        """Whether the run fits, but the allocator will likely have to give blocks back and ask for
+        others.
+        """
         return self.margin >= 0 and self.reserved.typical > self.cluster.gpu.memory
 
     @property
@@ -92,7 +106,9 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Time for all steps without validation and saves; None: the number of steps is not known."""
+        """Time for all steps without validation and saves; None: the number of steps is not
+        known.
+        """
         return None if self.run.steps is None else self.run.steps * self.speed.step_seconds
 
     @property
@@ -102,23 +118,38 @@ class Plan:
 
     def price_of(self, seconds: float) -> float | None:
         """Return the price of all machines for a time; None: that of one is not known."""
-        return None if self.cluster.price is None else self.cluster.price * self.cluster.nodes * seconds / 3600
+        return (
+            None
+            if self.cluster.price is None
+            else self.cluster.price * self.cluster.nodes * seconds / 3600
+        )
 
     @property
     def mfu_range(self) -> tuple[float, float]:
         """Shares of the peak at the low and the high end of the speed."""
         speed = self.speed
-        return speed.mfu * speed.low / speed.tokens_per_second, speed.mfu * speed.high / speed.tokens_per_second
+        return (
+            speed.mfu * speed.low / speed.tokens_per_second,
+            speed.mfu * speed.high / speed.tokens_per_second,
+        )
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """One sentence for each number that neither the config nor the hardware's data sheet gives."""
-        overhead = f"{FRAGMENTATION:.0%} of the peak for the allocator's gaps, {CONTEXT / GIB:g} GiB for CUDA and NCCL"
+        """One sentence for each number that neither the config nor the hardware's data
+        sheet gives.
+        """
+        overhead = (
+            f"{FRAGMENTATION:.0%} of the peak for the allocator's gaps, {CONTEXT / GIB:g} GiB for "
+            "CUDA and NCCL"
+        )
         host = f"{PROCESS / GIB:g} GiB of host memory for each rank's process, text not counted"
         return (*self.speed.assumptions, overhead, host)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON has it; docs/plan.md explains the names. Unknown numbers are null, others finite."""
+        """Return the plan as JSON has it; docs/plan.md explains the names.
+
+        Unknown numbers are null, others finite.
+        """
         peak, speed, disk = self.memory.peak, self.speed, self.disk
         return {
             "model": self.run.model.title,
@@ -173,10 +204,11 @@ def make_plan(
 ) -> Plan:
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
-    rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place of the formulas',
-    as `titanlite.tools.plan_trace` measures it.
+    rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place
+    of the formulas', as `titanlite.tools.plan_trace` measures it.
 
-    Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that does not exist.
+    Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that
+    does not exist.
     """
     run = with_vocabulary(run)
     if rank is not None and not 0 <= rank < run.mesh.world_size:
@@ -190,11 +222,16 @@ def make_plan(
         memory = formula(run, rank)
     speed = predict(run, cluster)
     disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
-    return Plan(run, cluster, memory, trace is not None, speed, host_memory(run, cluster, memory), disk)
+    return Plan(
+        run, cluster, memory, trace is not None, speed, host_memory(run, cluster, memory), disk
+    )
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
-    """Return the memory of a rank by formulas; None: of the one that needs most. Raises ConfigError if none exist."""
+    """Return the memory of a rank by formulas; None: of the one that needs most.
+
+    Raises ConfigError if none exist.
+    """
     try:
         return estimate(run, rank)
     except NoFormula as error:
@@ -211,7 +248,9 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
     parts = {"processes": PROCESS, **memory.host, "loaders": (data.prefetch + 2) * step}
     if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
         parts["copy of an asynchronous save"] = held.get("parameters", 0) + held.get("optimizer", 0)
-    return {name: size * min(cluster.gpus_per_node, run.mesh.world_size) for name, size in parts.items()}
+    return {
+        name: size * min(cluster.gpus_per_node, run.mesh.world_size) for name, size in parts.items()
+    }
 
 
 # Checkpoints
@@ -227,34 +266,59 @@ def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
 
 
 def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
-    """Return the state of the whole model's optimizer. Norms count as matrices; Muon's matrices are those of blocks."""
+    """Return the state of the whole model's optimizer.
+
+    Norms count as matrices; Muon's matrices are those of blocks.
+    """
     matrices, size = parameters, (4096, 2048)
     if run.optimizer.name == "Muon":
         costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
-        matrices = sum(costs[name].parameters for name in run.spec.block_names(args) if name in costs)
+        matrices = sum(
+            costs[name].parameters for name in run.spec.block_names(args) if name in costs
+        )
     kinds = (matrices, Weight(*size, 1, size)), (parameters - matrices, Weight(*size, 1))
-    return int(sum(n * state_bytes(weight, run.optimizer, _ITEMSIZE[run.training.dtype]) for n, weight in kinds))
+    return int(
+        sum(
+            n * state_bytes(weight, run.optimizer, _ITEMSIZE[run.training.dtype])
+            for n, weight in kinds
+        )
+    )
 
 
-def kept_at_once(section: Checkpoint, steps: int | None, step_seconds: float, validated: bool) -> int | None:
-    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: the run's length is not known.
+def kept_at_once(
+    section: Checkpoint, steps: int | None, step_seconds: float, validated: bool
+) -> int | None:
+    """Return the most checkpoints at one time, as `retention.prune` keeps them; None: the run's
+    length is not known.
 
-    step_seconds: turns an interval in seconds into steps. validated: checkpoints have a validation loss, without which
-    one more is kept.
+    step_seconds: turns an interval in seconds into steps. validated: checkpoints have a validation
+    loss, without which one more is kept.
     """
     latest = max(section.keep_latest_k, 1 if validated else 2)
     if steps is None:
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
         return latest + section.keep_best + 1 if bounded else None
-    interval = section.interval if section.interval_type == "steps" else max(1, round(section.interval / step_seconds))
+    interval = (
+        section.interval
+        if section.interval_type == "steps"
+        else max(1, round(section.interval / step_seconds))
+    )
     given = section.milestones
     milestones = [2**n for n in range(steps.bit_length())] if given == "powers_of_two" else given
-    saved = {steps, *range(interval, steps + 1, interval), *(step for step in milestones if step <= steps)}
+    saved = {
+        steps,
+        *range(interval, steps + 1, interval),
+        *(step for step in milestones if step <= steps),
+    }
     if section.enable_first_step_checkpoint:
         saved.add(1)
     if not section.keep_latest_k:
         return len(saved)
     every = section.keep_every
-    stay = {step for step in saved if (every and step % every == 0) or is_milestone(step, section.milestones)}
+    stay = {
+        step
+        for step in saved
+        if (every and step % every == 0) or is_milestone(step, section.milestones)
+    }
     stay |= set(sorted(saved)[-latest - 1 :])  # with the one that is being written
     return min(len(stay) + section.keep_best, len(saved))

@@ -1,4 +1,6 @@
-"""Use the plan in a run: a row of the start report, the check of its peak, the report of a run out of memory."""
+"""Use the plan in a run: a row of the start report, the check of its peak, the report of a run out
+of memory.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
-#: Measured and planned peaks that are further apart than this share, and these bytes, are reported. Work spaces of
-#: CUDA's libraries are not planned.
+#: Measured and planned peaks that are further apart than this share, and these bytes, are reported.
+#: Work spaces of CUDA's libraries are not planned.
 APART, APART_BYTES = 0.15, 2**28
 #: Remedies that are shown, and the least share of the peak that each saves.
 _REMEDIES, _LEAST = 3, 0.02
@@ -62,7 +64,12 @@ def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]
         text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
     rows = [("memory", f"{_planned(run)} {text}, in {planned.peak.place}{of_rank}")]
     if device == "cuda" and needed_bytes(planned) > total:
-        rows.append(("warning", "by the plan this run needs more memory than a GPU has: it may end with code 8"))
+        rows.append(
+            (
+                "warning",
+                "by the plan this run needs more memory than a GPU has: it may end with code 8",
+            )
+        )
     return rows
 
 
@@ -74,11 +81,12 @@ def _planned(run: RunConfig) -> str:
 class PeakCheck(Callback):
     """Logs the measured peak beside the planned one, once, after the second step of a process.
 
-    It runs before the metrics, whose logs begin a new peak. The first step is logged and has no optimizer state before
-    its end, so the peak of the second is that of every later step.
+    It runs before the metrics, whose logs begin a new peak. The first step is logged and has no
+    optimizer state before its end, so the peak of the second is that of every later step.
 
-    read_peak: bytes of this rank's tensors at their peak since the latest log. A CPU has no such counter, and the
-    resident memory of its process is mostly not tensors: there nothing is compared.
+    read_peak: bytes of this rank's tensors at their peak since the latest log. A CPU has no such
+    counter, and the resident memory of its process is mostly not tensors: there nothing is
+    compared.
     """
 
     def __init__(self, run: RunConfig, read_peak: Callable[[], int], device: str = "cuda") -> None:
@@ -116,15 +124,19 @@ class PeakCheck(Callback):
         wrong = shares if self._run.training.compile else [abs(one) for one in shares]
         rank = max(range(world.size), key=wrong.__getitem__)
         where = f" on rank {rank}" if world.size > 1 else ""
-        text = f"memory of step {trainer.step}: measured {measured[rank] / GIB:,.2f} GiB at the peak{where}, "
+        text = (
+            f"memory of step {trainer.step}: measured {measured[rank] / GIB:,.2f} GiB at the "
+            f"peak{where}, "
+        )
         text += f"{_planned(self._run)} {plans[rank] / GIB:,.2f} GiB ({shares[rank]:+.1%})"
         far = wrong[rank] > APART and abs(measured[rank] - plans[rank]) > APART_BYTES
         if not far or world.rank:  # the console shows a warning once
             logger.info(text)
             return
         logger.warning(
-            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it, with this line and with "
-            f"config.toml and logs/rank_{rank}.log of {self._run.job.dump_folder}"
+            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it, with "
+            f"this line and with config.toml and logs/rank_{rank}.log of "
+            f"{self._run.job.dump_folder}"
         )
 
 
@@ -151,12 +163,21 @@ class Remedy(NamedTuple):
 
 
 def changed(run: RunConfig, changes: Mapping[str, Any], ranks: int | None = None) -> RunConfig:
-    """Return the run with other values of these keys, on so many ranks. Raises ConfigError where it cannot be so."""
-    config = LoadedConfig(Config(**{name: getattr(run, name) for name in sections()})).changed(changes)
-    return check_loaded(config, [], ranks or run.mesh.world_size, training=False, look_at_text=False)[1]
+    """Return the run with other values of these keys, on so many ranks.
+
+    Raises ConfigError where it cannot be so.
+    """
+    config = LoadedConfig(Config(**{name: getattr(run, name) for name in sections()})).changed(
+        changes
+    )
+    return check_loaded(
+        config, [], ranks or run.mesh.world_size, training=False, look_at_text=False
+    )[1]
 
 
-def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda", gpu: Gpu | None = None) -> list[Remedy]:
+def remedies(
+    run: RunConfig, rank: int | None = None, device: str = "cuda", gpu: Gpu | None = None
+) -> list[Remedy]:
     """Return up to three changes that save memory at the planned peak, the cheapest in speed first.
 
     rank: None: the worst one. gpu: None: not known, and the order is roughly that of the cost.
@@ -171,7 +192,9 @@ def remedies(run: RunConfig, rank: int | None = None, device: str = "cuda", gpu:
         with contextlib.suppress(ValueError):  # no formulas
             memory = estimate(other, rank if other.mesh == run.mesh else None, device)
             if peak - memory.peak.total >= _LEAST * peak:
-                found.append(Remedy(settings, ranks, peak - memory.peak.total, needed_bytes(memory), slower))
+                found.append(
+                    Remedy(settings, ranks, peak - memory.peak.total, needed_bytes(memory), slower)
+                )
         if len(found) == _REMEDIES:
             break
     return found
@@ -185,7 +208,9 @@ def _rate(run: RunConfig, gpu: Gpu | None) -> float | None:
 
     size = math.gcd(int(os.environ.get("LOCAL_WORLD_SIZE", "8")), run.mesh.world_size)
     with contextlib.suppress(ValueError):  # a ConfigError
-        cluster = cluster_of(run, gpu="" if run.launch.instance_type else gpu.key, gpus_per_node=size)
+        cluster = cluster_of(
+            run, gpu="" if run.launch.instance_type else gpu.key, gpus_per_node=size
+        )
         return predict(run, cluster).tokens_per_second
     return None
 
@@ -193,8 +218,15 @@ def _rate(run: RunConfig, gpu: Gpu | None) -> float | None:
 def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None]]:
     """Yield settings and other ranks, roughly in the order of their cost in speed."""
     t, mesh = run.training, run.mesh
-    same_batch = {"training.global_batch_size": run.batch.global_batch_size} if t.global_batch_size == -1 else {}
-    shard, replicate = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
+    same_batch = (
+        {"training.global_batch_size": run.batch.global_batch_size}
+        if t.global_batch_size == -1
+        else {}
+    )
+    shard, replicate = (
+        "training.data_parallel_shard_degree",
+        "training.data_parallel_replicate_degree",
+    )
 
     def shards(count: int) -> dict[str, Any]:
         return {} if t.data_parallel_shard_degree == -1 else {shard: count}
@@ -212,7 +244,10 @@ def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None]]:
     for option in ({"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"}):
         yield {f"activation_checkpoint.{name}": value for name, value in option.items()}, None
     yield {"activation_checkpoint.offload": True}, None
-    degrees = {"experimental.context_parallel_degree": mesh.context, "training.tensor_parallel_degree": mesh.tensor}
+    degrees = {
+        "experimental.context_parallel_degree": mesh.context,
+        "training.tensor_parallel_degree": mesh.tensor,
+    }
     for key, degree in degrees.items():
         if mesh.dp_shard % 2 == 0:
             yield {key: 2 * degree, **shards(mesh.dp_shard // 2), **same_batch}, None
@@ -222,13 +257,21 @@ def _candidates(run: RunConfig) -> Iterator[tuple[dict[str, Any], int | None]]:
 
 
 def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, device: str) -> str:
-    """Return the message of a run that ends for lack of memory: its plan, the allocator's figures, what to change.
+    """Return the message of a run that ends for lack of memory: its plan, the allocator's figures,
+    what to change.
 
-    error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises nothing.
+    error: has `memory_error_of`. where: as "backward of step 3". device: "cuda" or "cpu". It raises
+    nothing.
     """
     cause, figures = memory_error_of(error) or error, dict[str, float]()
-    text = str(error).partition(" If reserved but unallocated")[0]  # torch's advice is below with its figures
-    place = "GPU" if type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", str(cause)) else "host"
+    text = str(error).partition(" If reserved but unallocated")[
+        0
+    ]  # torch's advice is below with its figures
+    place = (
+        "GPU"
+        if type(cause).__name__ == "OutOfMemoryError" or re.search("CUD|CUBLAS", str(cause))
+        else "host"
+    )
     of_host = device == "cuda" and place == "host"
     if "CUDA error: out of memory" in str(cause):
         place = "GPU or pinned host memory"
@@ -245,42 +288,63 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
         if held > (1 + APART) * planned.peak.total + APART_BYTES:
             more = f"{human_bytes(held - planned.peak.total)} more than planned"
             lines.append(
-                f"The process wants {more}: other memory, which the keys below do not free, or the plan is wrong"
+                f"The process wants {more}: other memory, which the keys below do not free, or "
+                "the plan is wrong"
             )
         gpu = _gpu(device)
         found = remedies(run, rank, device, gpu)
         width = max((len(str(one)) for one in found), default=0)
         lines.append(_SAVE if found else "By the plan, no single key saves much")
-        fits = needed_bytes(planned) <= figures.get("of the GPU", 0)  # then the plan does not tell what is missing
+        fits = needed_bytes(planned) <= figures.get(
+            "of the GPU", 0
+        )  # then the plan does not tell what is missing
         for one in found:
             enough = (
-                one.saves >= figures.get("request", math.inf) if fits else one.needed <= figures.get("of the GPU", 0)
+                one.saves >= figures.get("request", math.inf)
+                if fits
+                else one.needed <= figures.get("of the GPU", 0)
             )
             cost = "" if one.slower is None else f", about {max(one.slower, 0):.0%} slower"
-            lines.append(f"  {one!s:<{width}}  saves {human_bytes(one.saves)}{cost}{', enough by the plan' * enough}")
+            lines.append(
+                f"  {one!s:<{width}}  saves "
+                f"{human_bytes(one.saves)}{cost}{', enough by the plan' * enough}"
+            )
     except Exception as failed:  # the error itself is the one to be seen
         lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
         lines.append(f"There is no plan to compare with: {failed}")
     if (phase := where.partition(" ")[0]) in _OTHER_PHASES:
-        lower = f": lower validation.batch_size (now {run.validation.batch_size})" if phase == "validate" else ""
+        lower = (
+            f": lower validation.batch_size (now {run.validation.batch_size})"
+            if phase == "validate"
+            else ""
+        )
         lines.append(f"The plan is one of training steps, and leaves out the phase {phase}{lower}")
     if of_host:
         others = (
-            "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches (data.num_workers)"
+            "copies of checkpoints in the background (checkpoint.async_mode) and prepared batches "
+            "(data.num_workers)"
         )
         lines.append(f"Host memory also holds {others}")
     unused = figures.get("reserved", 0) - figures.get("allocated", 0)
     chosen = " ".join(f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ)
-    if unused > figures.get("request", unused) and chosen and "expandable_segments:True" not in chosen:
+    if (
+        unused > figures.get("request", unused)
+        and chosen
+        and "expandable_segments:True" not in chosen
+    ):
         lines.append(
-            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: without {chosen} the "
-            "allocator has expandable segments, which it can join, at no cost"
+            f"{human_bytes(unused)} are reserved and not allocated, in pieces that are too small: "
+            f"without {chosen} the allocator has expandable segments, which it can join, at no "
+            "cost"
         )
     return "\n".join(lines)
 
 
 def last_words(run: RunConfig, error: BaseException, where: str, rank: int) -> str:
-    """Return `memory_report` for the device of this process, and from where the run goes on. It raises nothing."""
+    """Return `memory_report` for the device of this process, and from where the run goes on.
+
+    It raises nothing.
+    """
     report, steps, section = str(error), list[int](), run.checkpoint
     with contextlib.suppress(Exception):  # no memory even for this, or a store that does not answer
         import torch
@@ -288,19 +352,29 @@ def last_words(run: RunConfig, error: BaseException, where: str, rank: int) -> s
         from titanlite.checkpoint.manifest import FILE, step_folder, steps_in
         from titanlite.checkpoint.paths import to_path
 
-        report = memory_report(run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu")
+        report = memory_report(
+            run, error, where, rank, "cuda" if torch.cuda.is_available() else "cpu"
+        )
         if section.enable_checkpoint:
             root = to_path(section.folder)
             steps = [step for step in steps_in(root) if (step_folder(root, step) / FILE).is_file()]
     start = "With one of these keys the" if _SAVE in report else "The"
-    kept = f"{start} run resumes from step {steps[-1]} in {section.folder}" if steps else "No checkpoint is found"
+    kept = (
+        f"{start} run resumes from step {steps[-1]} in {section.folder}"
+        if steps
+        else "No checkpoint is found"
+    )
     return f"{report}\n{kept}. The traceback is in {run.job.dump_folder}/logs/rank_{rank}.log"
 
 
 def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
-    """Return the plan's parts beside the allocator's figures, and the modules in which most is needed."""
+    """Return the plan's parts beside the allocator's figures, and the modules in which most is
+    needed.
+    """
     peak = planned.peak
-    parts = {name: peak.parts[name] for name in PARTS if peak.parts.get(name)} | {"in all": peak.total}
+    parts = {name: peak.parts[name] for name in PARTS if peak.parts.get(name)} | {
+        "in all": peak.total
+    }
     parts |= {f"in host memory: {name}": size for name, size in planned.host.items()}
     rows = [
         [text for name, size in pair for text in (name, human_bytes(size) if name else "")]
@@ -312,11 +386,16 @@ def _plan_lines(planned: RankMemory, figures: Mapping[str, float]) -> list[str]:
     for moment in sorted(planned.moments, key=lambda one: -one.total):
         most.setdefault(re.sub(r"\d+", "N", moment.module), moment)
     top = [f"{moment.place} {human_bytes(moment.total)}" for moment in list(most.values())[:4]]
-    return [render(Table(columns, rows, (0, 2)), terminal=False), f"Modules that need most: {', '.join(top)}"]
+    return [
+        render(Table(columns, rows, (0, 2)), terminal=False),
+        f"Modules that need most: {', '.join(top)}",
+    ]
 
 
 def _allocator(error: BaseException, device: str) -> dict[str, float]:
-    """Return the bytes that an allocator, or on a CPU the system, gave this process, and those of the request."""
+    """Return the bytes that an allocator, or on a CPU the system, gave this process, and those of
+    the request.
+    """
     figures: dict[str, float] = {}
     if device == "cuda":
         import torch
@@ -326,7 +405,9 @@ def _allocator(error: BaseException, device: str) -> dict[str, float]:
             figures[name] = stats.get(f"{name}_bytes.all.current", 0)
             figures[f"{name}, peak"] = stats.get(f"{name}_bytes.all.peak", 0)
         # While the error passes, tensors are freed: its text has the figures of the moment.
-        if now := re.search(r"memory ([\d.]+ \S+) is allocated by PyTorch, and ([\d.]+ \S+) is reserved", str(error)):
+        if now := re.search(
+            r"memory ([\d.]+ \S+) is allocated by PyTorch, and ([\d.]+ \S+) is reserved", str(error)
+        ):
             figures["allocated"] = _bytes(now[1])
             figures["reserved"] = _bytes(now[1]) + _bytes(now[2])
         if total := re.search(r"total capacity of ([\d.]+ \S+)", str(error)):
@@ -344,7 +425,11 @@ def _gpu(device: str) -> Gpu | None:
     """Return the GPU of this process; None: a CPU, or a GPU that is not known."""
     import torch
 
-    return gpu_of_device(torch.cuda.get_device_name()) if device == "cuda" and torch.cuda.is_available() else None
+    return (
+        gpu_of_device(torch.cuda.get_device_name())
+        if device == "cuda" and torch.cuda.is_available()
+        else None
+    )
 
 
 def _bytes(text: str) -> float:

@@ -60,14 +60,15 @@ class Speed:
 class Constants:
     """What no data sheet says; fitted by `benchmarks/plan_speed.py` on published runs."""
 
-    #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained` share in bf16.
+    #: Share of its peak that a large product in float8 reaches, in terms of the GPU's `sustained`
+    #: share in bf16.
     float8: float = 0.95
     #: A product loses as much as so many more columns and rows would cost.
     edge: float = 153.0
     #: Share of the memory's bandwidth that kernels reach.
     memory: float = 0.65
-    #: Passes over the outputs of a block's linears in the forward by the kernels between products; the backward has
-    #: twice as many.
+    #: Passes over the outputs of a block's linears in the forward by the kernels between products;
+    #: the backward has twice as many.
     passes_eager: float = 6.33
     passes_compiled: float = 2.88
     #: Share of a link's and of a network's bandwidth that collectives reach.
@@ -84,7 +85,8 @@ class Constants:
 CONSTANTS = Constants()
 #: Largest relative error on the runs of the fit, each left out once, see docs/plan.md.
 ERROR = 0.15
-#: Published rates over predicted ones, least and most, of runs that the fit has not seen: `low` and `high`.
+#: Published rates over predicted ones, least and most, of runs that the fit has not seen: `low` and
+#: `high`.
 UNSEEN = (0.85, 1.22)
 #: The same on an H200 without float8, which was faster than predicted in every such run.
 UNSEEN_H200 = (0.85, 1.41)
@@ -95,7 +97,8 @@ _LAUNCHES_EAGER, _LAUNCHES_COMPILED = 1.5e-3, 0.5e-3
 _LATENCY, _LATENCY_PER_NODE = 20e-6, 4e-6
 #: Bytes that a loss moves per logit, forward and backward.
 _LOSS_EAGER, _LOSS_COMPILED = 30, 14
-#: Bytes that a cast to float8 moves per number, with its maximum; eager, a mean of 33 forward and 35 backward.
+#: Bytes that a cast to float8 moves per number, with its maximum; eager, a mean of 33 forward and
+#: 35 backward.
 _CAST_EAGER, _CAST_COMPILED = 34, 5
 #: Bytes that the update, the norm and the clipping move per parameter.
 _UPDATE_BYTES = 40
@@ -146,7 +149,9 @@ class _Step:
         self.tokens = rows * run.batch.seq_len / self.mesh.context
         self.blocks = len(self.spec.block_names(self.args))
         self.base_flops = self.spec.flops_per_token(self.args, 0)
-        self.attention_flops = self.spec.flops_per_token(self.args, run.batch.seq_len) - self.base_flops
+        self.attention_flops = (
+            self.spec.flops_per_token(self.args, run.batch.seq_len) - self.base_flops
+        )
 
     # Sizes
 
@@ -159,7 +164,9 @@ class _Step:
         if self.spec.linears is None:
             return []
         linears, tensor = self.spec.linears(self.args), self.mesh.tensor
-        return choose_linears(linears, self.run.float8, self.plan if tensor > 1 else {}, tensor, self.spec.head)
+        return choose_linears(
+            linears, self.run.float8, self.plan if tensor > 1 else {}, tensor, self.spec.head
+        )
 
     @cached_property
     def linears(self) -> list[tuple[Float8Choice, int]]:
@@ -180,10 +187,15 @@ class _Step:
 
     @cached_property
     def experts(self) -> tuple[float, float]:
-        """Parameters of all experts, and FLOPs of one token's in the forward: products outside of `choices`."""
+        """Parameters of all experts, and FLOPs of one token's in the forward: products outside of
+        `choices`.
+        """
         if self.spec.experts is None and self.spec.linears is not None:
             return 0.0, 0.0
-        linears = sum(c.size.in_features * c.size.out_features * len(c.names) for c in self.choices) * self.mesh.tensor
+        linears = (
+            sum(c.size.in_features * c.size.out_features * len(c.names) for c in self.choices)
+            * self.mesh.tensor
+        )
         flops = max(self.base_flops / 3 - 2 * linears, 0.0)
         if self.spec.experts is None:
             return 0.0, flops
@@ -204,7 +216,10 @@ class _Step:
         """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
         if self.mesh.pipeline == 1 or self.spec.pipeline_costs is None:
             return 1.0
-        experimental, costs = self.run.experimental, self.spec.pipeline_costs(self.args, self.run.batch.seq_len)
+        experimental, costs = (
+            self.run.experimental,
+            self.spec.pipeline_costs(self.args, self.run.batch.seq_len),
+        )
         ranks, schedule = self.mesh.pipeline, experimental.pipeline_parallel_schedule
         layout = split_stages(costs, ranks, schedule, experimental.pipeline_parallel_split_points)
         stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
@@ -213,8 +228,9 @@ class _Step:
 
     @cached_property
     def sharded(self) -> list[tuple[float, int, int]]:
-        """What this rank's groups shard: parameters of its stage, ranks, and their distance. Expert parallelism
-        leaves a rank a part of the experts, which fewer ranks share.
+        """What this rank's groups shard: parameters of its stage, ranks, and their distance.
+
+        Expert parallelism leaves a rank a part of the experts, which fewer ranks share.
         """
         mesh, experts = self.mesh, self.experts[0]
         dense = (self.spec.count_parameters(self.args) - experts) / mesh.tensor * self.stage_share
@@ -222,7 +238,10 @@ class _Step:
         if mesh.expert == 1:
             return [(dense + experts, mesh.weight_shards, mesh.tensor)]
         over = mesh.weight_shards // mesh.expert
-        return [(dense, mesh.weight_shards, mesh.tensor), (experts, over, mesh.tensor * mesh.expert)]
+        return [
+            (dense, mesh.weight_shards, mesh.tensor),
+            (experts, over, mesh.tensor * mesh.expert),
+        ]
 
     @cached_property
     def owned(self) -> float:
@@ -247,51 +266,74 @@ class _Step:
         for choice, _ in self.linears:
             k, n, count = choice.size.in_features, choice.size.out_features, len(choice.names)
             products += count * self.product(self.tokens, k, n, self.in_float8 and choice.converted)
-        window = min(getattr(self.args, "window", None) or self.run.batch.seq_len, self.run.batch.seq_len)
+        window = min(
+            getattr(self.args, "window", None) or self.run.batch.seq_len, self.run.batch.seq_len
+        )
         pairs = 1 - window / (2 * self.run.batch.seq_len)
         flops = self.attention_flops / 3 * pairs * self.tokens / self.mesh.tensor
-        attention = flops / (self.peak * self.gpu.attention) * (1 + self.k.context * math.log2(self.mesh.context))
+        attention = (
+            flops
+            / (self.peak * self.gpu.attention)
+            * (1 + self.k.context * math.log2(self.mesh.context))
+        )
         passes = self.k.passes_compiled if self.compiled else self.k.passes_eager
         memory = self.moved(passes * self.itemsize * self.tokens * self.outputs)
         return _Pass(products, attention, memory, self.casts[0])
 
     @cached_property
     def casts(self) -> tuple[float, float]:
-        """Seconds of casts to float8, forward and backward. The backward casts the gradients of outputs, and copies
-        inputs to the other order; eager code casts all anew for each of its two products.
+        """Seconds of casts to float8, forward and backward.
+
+        The backward casts the gradients of outputs, and copies inputs to the other order; eager
+        code casts all anew for each of its two products.
         """
         forward = backward = 0.0
         for c, weights in self.linears:
             if self.in_float8 and c.converted:
-                inputs, outputs = (len(c.names) * self.tokens * n for n in (self.cast_inputs(c), c.size.out_features))
+                inputs, outputs = (
+                    len(c.names) * self.tokens * n
+                    for n in (self.cast_inputs(c), c.size.out_features)
+                )
                 weights *= not self.run.float8.enable_fsdp_float8_all_gather
                 forward += inputs + weights
-                backward += outputs + inputs / 2 if self.compiled else 2 * outputs + inputs + weights
+                backward += (
+                    outputs + inputs / 2 if self.compiled else 2 * outputs + inputs + weights
+                )
         size = _CAST_COMPILED if self.compiled else _CAST_EAGER
         return self.moved(size * forward), self.moved(size * backward)
 
     def cast_inputs(self, choice: Float8Choice) -> float:
-        """Return how many of a token's numbers are cast for the input of a linear. Compiled linears with the same
-        input share the cast; under tensor parallelism each rank casts its tokens before it gathers them.
+        """Return how many of a token's numbers are cast for the input of a linear.
+
+        Compiled linears with the same input share the cast; under tensor parallelism each rank
+        casts its tokens before it gathers them.
         """
         columns = [c.names[0] for c in self.choices if self.plan.get(c.names[0]) == "colwise"]
         if choice.names[0] not in columns:
             return choice.size.in_features
-        takers = [name for name in columns if name.rpartition(".")[0] == choice.names[0].rpartition(".")[0]]
+        takers = [
+            name
+            for name in columns
+            if name.rpartition(".")[0] == choice.names[0].rpartition(".")[0]
+        ]
         return choice.size.in_features / self.mesh.tensor / (len(takers) if self.compiled else 1)
 
     @cached_property
     def block_backward(self) -> _Pass:
         """All blocks, backward."""
         f = self.block_forward
-        return _Pass(f.products * _BACKWARD, f.attention * _ATTENTION_BACKWARD, f.memory * 2, self.casts[1])
+        return _Pass(
+            f.products * _BACKWARD, f.attention * _ATTENTION_BACKWARD, f.memory * 2, self.casts[1]
+        )
 
     @cached_property
     def head(self) -> _Pass:
         """Head and loss, forward; the backward takes twice that."""
         compiled = self.run.training.compile and "loss" in self.run.compile.components
         size = (_LOSS_COMPILED if compiled else _LOSS_EAGER) * self.tokens * self.vocabulary
-        return _Pass(self.product(self.tokens, self.width or 1, self.vocabulary), memory=self.moved(size) / 3)
+        return _Pass(
+            self.product(self.tokens, self.width or 1, self.vocabulary), memory=self.moved(size) / 3
+        )
 
     @cached_property
     def recomputed(self) -> float:
@@ -303,16 +345,22 @@ class _Step:
 
     @property
     def stops_early(self) -> bool:
-        """Whether recomputation of a block leaves out its last product and what follows: the backward needs none of it.
-        Compiled halves of a block, as tensor parallelism has them, run whole; eager float8 saves inputs afterwards.
+        """Whether recomputation of a block leaves out its last product and what follows: the
+        backward needs none of it. Compiled halves of a block, as tensor parallelism has them, run
+        whole; eager float8 saves inputs afterwards.
         """
         return self.mesh.tensor == 1 if self.compiled else not self.in_float8
 
     @cached_property
     def left_out(self) -> float:
-        """Share of a block's products that recomputation leaves out. Experts save the result of their last product."""
+        """Share of a block's products that recomputation leaves out.
+
+        Experts save the result of their last product.
+        """
         sizes = [size for _, size in self.linears]
-        ends_in_product = sizes and not self.experts[1] and self.spec.name != "hf"  # transformers may add a norm
+        ends_in_product = (
+            sizes and not self.experts[1] and self.spec.name != "hf"
+        )  # transformers may add a norm
         return sizes[-1] / sum(sizes) * self.stops_early if ends_in_product else 0.0
 
     @property
@@ -354,19 +402,27 @@ class _Step:
         """Bytes that gathers of weights in float8 save."""
         if not (self.in_float8 and self.run.float8.enable_fsdp_float8_all_gather):
             return 0.0
-        sizes = (c.size.in_features * c.size.out_features * len(c.names) for c in self.choices if c.converted)
+        sizes = (
+            c.size.in_features * c.size.out_features * len(c.names)
+            for c in self.choices
+            if c.converted
+        )
         return self.stage_share * sum(sizes)
 
     def sharding(self) -> tuple[float, float, float, float]:
-        """Return the seconds of all gathers of a forward and of a backward, of the reduction of gradients, and of
-        transfers to and from the host that go with them.
+        """Return the seconds of all gathers of a forward and of a backward, of the reduction of
+        gradients, and of transfers to and from the host that go with them.
         """
         units, t = self.units, self.run.training
         size = 2.0 if t.mixed_precision_reduce == "bfloat16" else 4.0
         gather = once_more = reduce = 0.0
         for index, (parameters, ranks, stride) in enumerate(self.sharded):
             whole = parameters * self.itemsize - (0 if index else self.float8_saves)
-            among = min(t.reshard_after_forward, ranks) if isinstance(t.reshard_after_forward, int) else ranks
+            among = (
+                min(t.reshard_after_forward, ranks)
+                if isinstance(t.reshard_after_forward, int)
+                else ranks
+            )
             gather += units * self.collective(whole / units, ranks, stride)
             once_more += units * self.collective(whole / units, among, stride) * self.frees
             reduce += units * self.collective(parameters * size / units, ranks, stride)
@@ -376,8 +432,13 @@ class _Step:
 
     @property
     def frees(self) -> bool:
-        """Whether a forward frees what it gathered. By default the last units stay, so does a single one."""
-        return self.run.training.reshard_after_forward not in (("never", "default") if self.one_unit else ("never",))
+        """Whether a forward frees what it gathered.
+
+        By default the last units stay, so does a single one.
+        """
+        return self.run.training.reshard_after_forward not in (
+            ("never", "default") if self.one_unit else ("never",)
+        )
 
     @property
     def one_unit(self) -> bool:
@@ -388,8 +449,8 @@ class _Step:
         return 1 if self.one_unit else max(self.blocks * self.stage_share, 1)
 
     def tensor_seconds(self) -> float:
-        """Return the seconds of tensor parallelism for one micro-batch: 4 collectives in a block's forward, 4 in its
-        backward, and those of recomputation.
+        """Return the seconds of tensor parallelism for one micro-batch: 4 collectives in a block's
+        forward, 4 in its backward, and those of recomputation.
         """
         again = self.recomputed * (2 if self.by_op else 4 - self.stops_early)
         if self.in_float8 and self.run.float8.recipe_name == "tensorwise":
@@ -399,14 +460,23 @@ class _Step:
         return self.blocks * (8 + again) * one * remains
 
     def context_seconds(self) -> float:
-        """Return the seconds of context parallelism: keys and values are gathered, their gradients scattered."""
-        width = 2 * getattr(self.args, "kv_heads", 0) * getattr(self.args, "head_dim", 0) / self.mesh.tensor
+        """Return the seconds of context parallelism: keys and values are gathered, their gradients
+        scattered.
+        """
+        width = (
+            2
+            * getattr(self.args, "kv_heads", 0)
+            * getattr(self.args, "head_dim", 0)
+            / self.mesh.tensor
+        )
         size = self.itemsize * self.tokens * self.mesh.context * width
         one = self.collective(size, self.mesh.context, self.mesh.tensor)
         return self.blocks * (2 + self.recomputed) * one
 
     def expert_seconds(self) -> float:
-        """Return the seconds of expert parallelism: rows go to the ranks of their experts and back, and gradients."""
+        """Return the seconds of expert parallelism: rows go to the ranks of their experts and back,
+        and gradients.
+        """
         rows = self.tokens * getattr(self.args, "top_k", 1) * self.itemsize * self.width
         again = 0 if self.by_op else 2 * self.recomputed
         return self.blocks * (4 + again) * self.collective(rows, self.mesh.expert, self.mesh.tensor)
@@ -443,7 +513,10 @@ class _Step:
         return UNSEEN_H200 if self.gpu.key.startswith("h200") and not self.in_float8 else UNSEEN
 
     def _hide(self, parts: dict[str, float], forward: float, backward: float) -> None:
-        """Add the traffic that computing does not hide. forward, backward: seconds of computing of one micro-batch."""
+        """Add the traffic that computing does not hide.
+
+        forward, backward: seconds of computing of one micro-batch.
+        """
         gather, once_more, reduce, host = self.sharding()
         t, m = self.run.training, self.micro_batches
         gathers = m if t.reshard_after_forward != "never" else 1
@@ -456,9 +529,17 @@ class _Step:
             seconds += max(0.0, traffic - computing) + self.k.contention * min(traffic, computing)
         parts["sharding traffic"] = seconds
         weights = host * gathers, host * (gathers * self.frees + reductions)
-        kept = self.kept * m * self.stage_share / self.gpu.pcie * self.run.activation_checkpoint.offload
+        kept = (
+            self.kept
+            * m
+            * self.stage_share
+            / self.gpu.pcie
+            * self.run.activation_checkpoint.offload
+        )
         for sizes, hidden in ((weights, beside), ((kept, kept), (forward * m, backward * m))):
-            parts["host transfers"] += sum(max(0.0, a - b) for a, b in zip(sizes, hidden, strict=True))
+            parts["host transfers"] += sum(
+                max(0.0, a - b) for a, b in zip(sizes, hidden, strict=True)
+            )
 
     @cached_property
     def kept(self) -> float:
@@ -469,7 +550,10 @@ class _Step:
 
     def _bubble(self) -> float:
         """Return the idle time of a pipeline's rank, in micro-batches."""
-        ranks, schedule = self.mesh.pipeline, SCHEDULES.get(self.run.experimental.pipeline_parallel_schedule)
+        ranks, schedule = (
+            self.mesh.pipeline,
+            SCHEDULES.get(self.run.experimental.pipeline_parallel_schedule),
+        )
         if ranks == 1 or schedule is None:
             return 0.0
         rounds = max(self.run.pipeline.stages // ranks, 1)
@@ -481,34 +565,48 @@ class _Step:
         return (size / _HOST_MEMORY if offloaded else self.moved(size)) + self._orthogonal()
 
     def _orthogonal(self) -> float:
-        """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that share it."""
+        """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that
+        share it.
+        """
         if self.run.optimizer.name != "Muon" or self.spec.linears is None:
             return 0.0
         ranks = self.mesh.dp_replicate * self.mesh.weight_shards * self.mesh.tensor
-        found = Counter(size for name, size in self.spec.linears(self.args).items() if name != self.spec.head)
+        found = Counter(
+            size for name, size in self.spec.linears(self.args).items() if name != self.spec.head
+        )
         if self.spec.experts is not None:
             experts = sum(self.spec.experts(self.args).values())
             found[Size(self.width, getattr(self.args, "ffn_width", self.width))] += 3 * experts
         flops = 0.0
         for size, count in found.items():
             m, n = sorted((size.in_features, size.out_features))
-            flops += math.ceil(count * self.stage_share / ranks) * _ITERATIONS * (4 * m * m * n + 2 * m**3)
+            flops += (
+                math.ceil(count * self.stage_share / ranks)
+                * _ITERATIONS
+                * (4 * m * m * n + 2 * m**3)
+            )
         return flops / (self.gpu.bf16 * self.gpu.sustained)
 
     def _assumptions(self) -> tuple[str, ...]:
         gpu, cluster = self.gpu, self.cluster
         found = [
-            f"{gpu.key}: peak {gpu.bf16 / 1e12:.0f} TFLOPS in bf16, of which large products reach {gpu.sustained:.0%}",
+            (
+                f"{gpu.key}: peak {gpu.bf16 / 1e12:.0f} TFLOPS in bf16, of which large products "
+                f"reach {gpu.sustained:.0%}"
+            ),
             f"memory {gpu.bandwidth / 1e9:.0f} GB/s, links {gpu.link / 1e9:.0f} GB/s",
         ]
         if cluster.nodes > 1:
             bits = f"{cluster.network * 8 / 1e9:.0f} Gbit/s"
-            found.append(f"network {bits} for each machine of {counted(cluster.gpus_per_node, 'GPUs')}")
+            found.append(
+                f"network {bits} for each machine of {counted(cluster.gpus_per_node, 'GPUs')}"
+            )
         if self.in_float8:
             found.append("the MFU is of the peak in bf16, though products run in float8")
         low, high = (f"{100 * (share - 1):+.0f} %" for share in self.unseen)
         found.append(
-            f"the range of speeds is {low} to {high}: so far were published runs that no constant was fitted on"
+            f"the range of speeds is {low} to {high}: so far were published runs that no constant "
+            "was fitted on"
         )
         found.append("data, checkpoints and validation take no time")
         return tuple(found)

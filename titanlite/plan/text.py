@@ -15,10 +15,12 @@ from titanlite.plan.plan import Plan, make_plan
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
 _BAR = 24
-#: Retries of the allocator in a step of runs on the null GPU that had exactly the memory that they need.
+#: Retries of the allocator in a step of runs on the null GPU that had exactly the memory that they
+#: need.
 FEWEST_RETRIES, MOST_RETRIES = 2, 13
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
-#: GiB of host memory for each GPU that AWS's largest machines have: a plan that needs more says so first.
+#: GiB of host memory for each GPU that AWS's largest machines have: a plan that needs more says so
+#: first.
 _HOST_PER_GPU = 256
 #: What a run without a GPU is planned for.
 _WITHOUT_GPU = "h100-80g"
@@ -29,11 +31,23 @@ def plan_text(plan: Plan, style: Style) -> str:
     good = style.good if plan.fits else style.warn
     rows = [f"  {label:<12} {text}" for label, text in plan_rows(plan)]
     notes = [style.dim(f"  - {text}") for text in plan.assumptions]
-    return "\n".join([good(verdict(plan)), "", memory_table(plan, style), "", *rows, style.dim("  assumed:"), *notes])
+    return "\n".join(
+        [
+            good(verdict(plan)),
+            "",
+            memory_table(plan, style),
+            "",
+            *rows,
+            style.dim("  assumed:"),
+            *notes,
+        ]
+    )
 
 
 def print_plan(run: RunConfig, gpus_per_node: int) -> None:
-    """Print the plan of a run on this machine's GPUs, or on those of `launch.instance_type`. Raises ConfigError.
+    """Print the plan of a run on this machine's GPUs, or on those of `launch.instance_type`.
+
+    Raises ConfigError.
 
     gpus_per_node: ranks on this machine. More than it has GPUs are planned for several machines.
     """
@@ -46,7 +60,9 @@ def print_plan(run: RunConfig, gpus_per_node: int) -> None:
         note = None if here else f"planned for {gpu}, since this machine has no GPU"
         if here and gpu_of_device(gpu) is None:
             message = f"the speed and memory of this machine's GPU, {gpu!r}, are not known"
-            raise ConfigError([Problem("", "launch.instance_type", message, "name a machine, as p5.48xlarge")])
+            raise ConfigError(
+                [Problem("", "launch.instance_type", message, "name a machine, as p5.48xlarge")]
+            )
         most = torch.cuda.device_count() if here else DEFAULT_GPUS_PER_NODE
         size = gpus_per_node if gpus_per_node <= most else math.gcd(gpus_per_node, most)
     plan = make_plan(run, cluster_of(run, gpu=gpu, gpus_per_node=size))
@@ -64,7 +80,10 @@ def verdict(plan: Plan) -> str:
     if plan.margin < 0:
         says = f"does not fit: {amount} are missing"
     elif not plan.fits:
-        says = f"does not fit: a machine needs {host / GIB:,.0f} GiB of host memory, and has {(usable or 0) / GIB:,.0f}"
+        says = (
+            f"does not fit: a machine needs {host / GIB:,.0f} GiB of host memory, and has "
+            f"{(usable or 0) / GIB:,.0f}"
+        )
     elif share < FRAGMENTATION:
         says = f"fits barely, with {amount} to spare, less than the plan's error"
     else:
@@ -79,12 +98,20 @@ def memory_table(plan: Plan, style: Style) -> str:
     usable, peak = plan.cluster.gpu.memory, plan.memory.peak.parts
     digits = 2 if plan.memory.peak.total >= GIB else 4
     parts = {name: peak[name] for name in PARTS if round(peak.get(name, 0) / GIB, digits)}
-    rows = [*parts.items(), ("allocator overhead", plan.overhead), ("needed", plan.needed), ("usable", usable)]
+    rows = [
+        *parts.items(),
+        ("allocator overhead", plan.overhead),
+        ("needed", plan.needed),
+        ("usable", usable),
+    ]
     bars = ("█" * min(round(_BAR * size / usable), 2 * _BAR) for _, size in rows)
     numbers = ((name, f"{size / GIB:.{digits}f}", f"{size / usable:.1%}") for name, size in rows)
     shown = [(*number, bar) for number, bar in zip(numbers, bars, strict=True)]
     how = "traced" if plan.exact else "by formula"
-    return render(Table((f"rank {plan.memory.rank}, {how}", "GiB", "share", ""), shown, left=(0, 3)), style.color)
+    return render(
+        Table((f"rank {plan.memory.rank}, {how}", "GiB", "share", ""), shown, left=(0, 3)),
+        style.color,
+    )
 
 
 def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -94,24 +121,46 @@ def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "peak", f"in the {peak.place}"
     yield "reserved", _reserved(plan)
     mfu, low, high = (f"{100 * share:.1f}" for share in (speed.mfu, *plan.mfu_range))
-    rates = f"{speed.tokens_per_second:,.0f} tokens/s per GPU ({speed.low:,.0f} to {speed.high:,.0f})"
+    rates = (
+        f"{speed.tokens_per_second:,.0f} tokens/s per GPU ({speed.low:,.0f} to {speed.high:,.0f})"
+    )
     yield "speed", f"{rates}, MFU {mfu} % ({low} to {high})"
-    yield "step", f"{run.batch.tokens_per_step:,} tokens in {_seconds(speed.step_seconds)}: {_largest(plan)}"
+    yield (
+        "step",
+        f"{run.batch.tokens_per_step:,} tokens in {_seconds(speed.step_seconds)}: {_largest(plan)}",
+    )
     if run.steps is not None and plan.seconds is not None:
         tokens = human_count(run.steps * run.batch.tokens_per_step)
-        times = [plan.seconds, *(plan.seconds * speed.tokens_per_second / rate for rate in (speed.high, speed.low))]
+        times = [
+            plan.seconds,
+            *(plan.seconds * speed.tokens_per_second / rate for rate in (speed.high, speed.low)),
+        ]
         mean, fast, slow = (_in_unit(time, unit := _unit(plan.seconds)) for time in times)
         price = ""
         if plan.cost is not None:
             cost, least, most = (_digits(plan.price_of(time) or 0) for time in times)
-            price = f", for {cost} ({least} to {most}) at {plan.cluster.price:g} per machine and hour"
-        yield "run", f"{counted(run.steps, 'steps')}, {tokens} tokens in {mean} {unit} ({fast} to {slow}){price}"
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.host.items() if size >= GIB / 20)
+            price = (
+                f", for {cost} ({least} to {most}) at {plan.cluster.price:g} per machine and hour"
+            )
+        yield (
+            "run",
+            (
+                f"{counted(run.steps, 'steps')}, {tokens} tokens in {mean} {unit} ({fast} to "
+                f"{slow}){price}"
+            ),
+        )
+    parts = ", ".join(
+        f"{name} {size / GIB:.1f}" for name, size in plan.host.items() if size >= GIB / 20
+    )
     each = "" if nodes == 1 else f" on each of {nodes} machines"
     of = "" if host is None else f" of {host / GIB:,.0f}"
     yield "host memory", f"{plan.host_needed / GIB:,.1f}{of} GiB{each}: {parts}"
     if disk := plan.disk:
-        most = "" if disk.total is None else f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
+        most = (
+            ""
+            if disk.total is None
+            else f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
+        )
         most += "" if run.checkpoint.keep_latest_k else " (keep_latest_k = 0 keeps all)"
         yield "checkpoints", f"{human_bytes(disk.checkpoint)} each{most}"
 
@@ -125,7 +174,8 @@ def _reserved(plan: Plan) -> str:
     if plan.tight:
         retries = f"{FEWEST_RETRIES} to {MOST_RETRIES} times with no more than needed"
         return (
-            f"{shown} where there is room. This GPU has less: it fits by what is needed, but tightly. "
+            f"{shown} where there is room. This GPU has less: it fits by what is needed, but "
+            "tightly. "
             f"In each step the allocator may give blocks back and ask again, {retries}"
         )
     return f"{shown}, since the allocator keeps freed blocks; the fit is judged by what is needed"
@@ -134,7 +184,9 @@ def _reserved(plan: Plan) -> str:
 def _largest(plan: Plan) -> str:
     """Return the parts of a step that take a hundredth of it, the longest first."""
     parts = sorted(plan.speed.parts.items(), key=lambda part: -part[1])
-    return ", ".join(f"{name} {_seconds(s)}" for name, s in parts if s >= plan.speed.step_seconds / 100)
+    return ", ".join(
+        f"{name} {_seconds(s)}" for name, s in parts if s >= plan.speed.step_seconds / 100
+    )
 
 
 def _digits(number: float) -> str:
@@ -165,8 +217,8 @@ def gpu_table(
 ) -> str:
     """Return a row for each kind of GPU.
 
-    plans: on the fewest that the run fits. missing: GPUs that cannot train it, and why. runs, needs: number of GPUs →
-    the run, and bytes of each.
+    plans: on the fewest that the run fits. missing: GPUs that cannot train it, and why. runs,
+    needs: number of GPUs → the run, and bytes of each.
     """
     rows: list[tuple[str, ...]] = []
     unit = _unit(min((plan.seconds for plan in plans if plan.seconds is not None), default=0))
@@ -181,7 +233,17 @@ def gpu_table(
     for gpu, why in missing:
         memory = f"{gpu.memory / GIB:.1f}", "none", f"{least / GIB:.1f}"
         rows.append((gpu.key, *memory, *["–"] * 3, why, *["–"] * priced))
-    columns = ("GPU", "GiB", "GPUs", "needed GiB", "free", "tokens/s each", "MFU %", unit, *["cost"] * priced)
+    columns = (
+        "GPU",
+        "GiB",
+        "GPUs",
+        "needed GiB",
+        "free",
+        "tokens/s each",
+        "MFU %",
+        unit,
+        *["cost"] * priced,
+    )
     tokens = sorted({run.batch.tokens_per_step for run in runs.values()})
     batch = " to ".join(f"{number:,}" for number in dict.fromkeys((tokens[0], tokens[-1])))
     notes = (
@@ -191,4 +253,6 @@ def gpu_table(
         "A plan of one of them: --gpus N --gpu NAME, or --instance TYPE --nodes N.",
     )
     title = f"{next(iter(runs.values())).model.title}, {batch} tokens per step"
-    return "\n".join([title, "", render(Table(columns, rows), style.color), "", *map(style.dim, notes)])
+    return "\n".join(
+        [title, "", render(Table(columns, rows), style.color), "", *map(style.dim, notes)]
+    )

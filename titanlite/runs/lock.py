@@ -1,11 +1,11 @@
 """run.lock: at most one live run writes into a folder, or below the URL of an object store.
 
-The lock is a file (an object) that names its holder. Creating it is exclusive, and a thread renews its time. This lease
-is the run's one sign of life: `titanlite runs` reads it too. Locks of the file system are not used: shared file systems
-do not all honour them, and they do not name the holder.
+The lock is a file (an object) that names its holder. Creating it is exclusive, and a thread renews
+its time. This lease is the run's one sign of life: `titanlite runs` reads it too. Locks of the file
+system are not used: shared file systems do not all honour them, and they do not name the holder.
 
-filelock's SoftFileLease is no replacement (4.2.11): it takes the live lease of another machine that has the same host
-name, and waits a whole lease for an abandoned one, however old it is.
+filelock's SoftFileLease is no replacement (4.2.11): it takes the live lease of another machine that
+has the same host name, and waits a whole lease for an abandoned one, however old it is.
 """
 
 from __future__ import annotations
@@ -58,20 +58,23 @@ class RunLock:
         with RunLock(Path("outputs/a")):
             train()
 
-    An abandoned lock is taken over, with a warning. On the same machine its process is looked up. Elsewhere (another
-    machine, another container) nobody may have renewed it for `LEASE_SECONDS`; the rest of them is waited for. The
-    times compared are those of the file system or the store. A run that loses its lock logs an error, and its next
-    save fails (`OwnershipCheck`).
+    An abandoned lock is taken over, with a warning. On the same machine its process is looked up.
+    Elsewhere (another machine, another container) nobody may have renewed it for `LEASE_SECONDS`;
+    the rest of them is waited for. The times compared are those of the file system or the store. A
+    run that loses its lock logs an error, and its next save fails (`OwnershipCheck`).
 
-    A run that was asked to stop, and is saving, is waited for: where its launcher was killed, the next start may come
-    before its end.
+    A run that was asked to stop, and is saving, is waited for: where its launcher was killed, the
+    next start may come before its end.
 
-    key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises LockedError when
-    another run is alive, and OSError when the folder cannot be written to.
+    key: config key of the folder, for messages. ending: whether this run was asked to stop. Raises
+    LockedError when another run is alive, and OSError when the folder cannot be written to.
     """
 
     def __init__(
-        self, folder: Path | StorePath, key: str = "job.dump_folder", ending: Callable[[], bool] = lambda: False
+        self,
+        folder: Path | StorePath,
+        key: str = "job.dump_folder",
+        ending: Callable[[], bool] = lambda: False,
     ) -> None:
         self.folder, self.path, self._key, self._ending = folder, folder / FILE, key, ending
         #: Distinguishes this hold from all others, also of the same process.
@@ -81,7 +84,11 @@ class RunLock:
         self._thread = threading.Thread(target=self._renew, name="titanlite-lock", daemon=True)
 
     def __enter__(self) -> RunLock:
-        holder = {"token": self._token, "host": socket.gethostname(), "process": _process(os.getpid())}
+        holder = {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "process": _process(os.getpid()),
+        }
         self._content = (json.dumps({**holder, "since": timestamp()}) + "\n").encode()
         if isinstance(self.folder, Path):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +115,9 @@ class RunLock:
         except OSError:
             if isinstance(self.path, Path):
                 raise
-            self.path.write_bytes(json.dumps({**json.loads(self._content), _RELEASED: True}).encode())
+            self.path.write_bytes(
+                json.dumps({**json.loads(self._content), _RELEASED: True}).encode()
+            )
 
     def _take(self, path: Path | StorePath) -> None:
         """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
@@ -122,11 +131,12 @@ class RunLock:
                 if self._outlasts(path, holder):
                     continue
                 raise LockedError(
-                    f"{self.folder} belongs to a run that is alive: {_describe(holder)}. Wait for its end or stop it, "
-                    f"or give this run another --{self._key}. If there is no such run, delete {path}"
+                    f"{self.folder} belongs to a run that is alive: {_describe(holder)}. Wait for "
+                    f"its end or stop it, or give this run another --{self._key}. If there is no "
+                    f"such run, delete {path}"
                 )
-            # Several runs may see the same abandoned lock. Only the holder of a lock on its token deletes it, so
-            # nobody deletes the lock of a run that was faster.
+            # Several runs may see the same abandoned lock. Only the holder of a lock on its token
+            # deletes it, so nobody deletes the lock of a run that was faster.
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
@@ -136,7 +146,9 @@ class RunLock:
                 _remove(claim)
 
     def _take_over(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Delete the abandoned lock of `holder`; return True where it had to be overwritten, and is this run's now."""
+        """Delete the abandoned lock of `holder`; return True where it had to be overwritten, and is
+        this run's now.
+        """
         now = _read(path)
         if now is None or now.get("token") != holder.get("token"):
             return False
@@ -165,12 +177,16 @@ class RunLock:
         return True
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
-        """Return whether a lock's holder lives; a lock that is released meanwhile counts as dead."""
+        """Return whether a lock's holder lives; a lock that is released meanwhile counts as
+        dead.
+        """
         if holder.get(_RELEASED):
             return False
         if (alive := _process_is_alive(holder)) is not None:
             return alive
-        probe = self.folder / f".{FILE}.now.{self._token}"  # tells the time of the file system or the store
+        probe = (
+            self.folder / f".{FILE}.now.{self._token}"
+        )  # tells the time of the file system or the store
         try:
             probe.write_bytes(b"")
             now, seen = _modified(probe), _modified(path)
@@ -181,8 +197,8 @@ class RunLock:
         deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
         if (wait := deadline - time.monotonic()) > 0:
             logger.warning(
-                f"{path} is held by another machine or container: {_describe(holder)}. Watching for up to {wait:.0f} s "
-                "whether it is alive"
+                f"{path} is held by another machine or container: {_describe(holder)}. Watching "
+                f"for up to {wait:.0f} s whether it is alive"
             )
         while time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
@@ -195,8 +211,8 @@ class RunLock:
         if not holder.get(_ENDING):
             return False
         logger.warning(
-            f"{self.folder} belongs to a run that was asked to stop and is ending: {_describe(holder)}. Waiting for up "
-            f"to {ENDING_SECONDS:.0f} s for its last save"
+            f"{self.folder} belongs to a run that was asked to stop and is ending: "
+            f"{_describe(holder)}. Waiting for up to {ENDING_SECONDS:.0f} s for its last save"
         )
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
@@ -241,38 +257,50 @@ class RunLock:
 
 
 class OwnershipCheck:
-    """Notices that another run has taken a folder since the first look, so that nothing more is published there."""
+    """Notices that another run has taken a folder since the first look, so that nothing more is
+    published there.
+    """
 
     def __init__(self, folder: Path | StorePath, token: object = None) -> None:
         self._path, self._token, self._looked = folder / FILE, token, token is not None
 
     def look(self) -> None:
-        """Raise LockLostError when the lock belongs to another run than at the first call, OSError if it is unknown."""
+        """Raise LockLostError when the lock belongs to another run than at the first call, OSError
+        if it is unknown.
+        """
         holder = _read(self._path)
         if not self._looked:
             self._looked, self._token = True, (holder or {}).get("token")
         elif holder is not None and holder.get("token") != self._token:
             raise LockLostError(
-                f"{self._path} was taken over by another run: {_describe(holder)}. Nothing is written there any more: "
-                "stop one of the two"
+                f"{self._path} was taken over by another run: {_describe(holder)}. Nothing is "
+                "written there any more: stop one of the two"
             )
 
 
 def last_sign_of_life(folder: Path) -> float | None:
-    """Return when the live run in a folder last renewed its lock, in seconds since 1970; None where no run is alive.
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970; None where
+    no run is alive.
 
-    The age of a lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
+    The age of a lock from elsewhere is judged by the clocks of both machines: this function writes
+    nothing.
     """
     with suppress(OSError):
         holder, renewed = _read(folder / FILE), _modified(folder / FILE)
         if holder is not None and renewed is not None:
             alive = False if holder.get(_RELEASED) else _process_is_alive(holder)
-            return renewed if alive or (alive is None and time.time() - renewed <= LEASE_SECONDS) else None
+            return (
+                renewed
+                if alive or (alive is None and time.time() - renewed <= LEASE_SECONDS)
+                else None
+            )
     return None
 
 
 def _remove(path: Path | StorePath) -> bool:
-    """Delete a file or an object; return False where a store forbids it. Raises OSError for a file."""
+    """Delete a file or an object; return False where a store forbids it. Raises OSError for
+    a file.
+    """
     try:
         path.unlink(missing_ok=True)
     except OSError:
@@ -283,7 +311,10 @@ def _remove(path: Path | StorePath) -> bool:
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:
-    """Return a lock's content: empty if it is damaged, None if the lock does not exist. Raises OSError."""
+    """Return a lock's content: empty if it is damaged, None if the lock does not exist.
+
+    Raises OSError.
+    """
     try:
         found = parse_json(path.read_bytes())
     except FileNotFoundError:
@@ -317,15 +348,24 @@ def _process_is_alive(holder: dict[str, Any]) -> bool | None:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """Return id, start time (clock ticks since boot) and space of a running process, else only the id.
+    """Return id, start time (clock ticks since boot) and space of a running process, else only the
+    id.
 
-    The space is this boot of the machine and the PID namespace: an id means the same process only there. Host names do
-    not tell that: machines may share one, and so may containers. Without a /proc there is only the id.
+    The space is this boot of the machine and the PID namespace: an id means the same process only
+    there. Host names do not tell that: machines may share one, and so may containers. Without a
+    /proc there is only the id.
     """
     try:
         # The name in parentheses may contain spaces and parentheses. A zombie (Z, X) has ended.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        space = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        space = (
+            f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} "
+            f"{os.readlink('/proc/self/ns/pid')}"
+        )
     except OSError:
         return {"id": pid}
-    return {"id": pid} if fields[0] in "ZX" else {"id": pid, "started": int(fields[19]), "space": space}
+    return (
+        {"id": pid}
+        if fields[0] in "ZX"
+        else {"id": pid, "started": int(fields[19]), "space": space}
+    )

@@ -1,4 +1,6 @@
-"""logs/rank_N.log: the whole log of one rank, also lines that its console leaves out, and the rank's end."""
+"""logs/rank_N.log: the whole log of one rank, also lines that its console leaves out, and the
+rank's end.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,16 @@ class RankLog(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._warned:
             self._warned = True
-            print(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}; log lines are lost", file=sys.stderr)
+            print(
+                f"cannot write {self.baseFilename}: {sys.exc_info()[1]}; log lines are lost",
+                file=sys.stderr,
+            )
 
 
 @contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[None]:
-    """Log this rank into `folder` while the block runs; an exception that leaves the block is logged with traceback.
+    """Log this rank into `folder` while the block runs; an exception that leaves the block is
+    logged with traceback.
 
     A folder that cannot be written to costs the log, with a warning.
     """
@@ -47,7 +53,9 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = RankLog(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        logger.warning(f"cannot write {path.parent}: {error}. Training goes on without logs per rank")
+        logger.warning(
+            f"cannot write {path.parent}: {error}. Training goes on without logs per rank"
+        )
         yield
         return
     file.setLevel(logging.INFO)
@@ -71,5 +79,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         log(logging.INFO, f"rank {rank} ends")
     finally:
         logger.removeHandler(file)
-        with suppress(OSError):  # of a full disk, which `handleError` has told; it must not replace the run's own end
+        with suppress(
+            OSError
+        ):  # of a full disk, which `handleError` has told; it must not replace the run's own end
             file.close()

@@ -1,4 +1,7 @@
-"""Where a run comes from: versions, environment, commit, config. Nothing here is secret, and nothing may stop a run."""
+"""Where a run comes from: versions, environment, commit, config.
+
+Nothing here is secret, and nothing may stop a run.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +46,18 @@ _NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
 @functools.cache
 def origin() -> dict[str, Any]:
     """Return what a process runs with, as manifests hold it: versions, commit and variables."""
-    return {"versions": versions(), "git": git_state().record, "environment": environment(os.environ)}
+    return {
+        "versions": versions(),
+        "git": git_state().record,
+        "environment": environment(os.environ),
+    }
 
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Return the installed versions of titanlite, Python and the libraries that affect numbers; imports nothing."""
+    """Return the installed versions of titanlite, Python and the libraries that affect numbers;
+    imports nothing.
+    """
     found = {"titanlite": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
@@ -57,7 +66,9 @@ def versions() -> dict[str, str]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that affect results or speed, without those whose names suggest a secret."""
+    """Return the variables that affect results or speed, without those whose names suggest a
+    secret.
+    """
     return {
         name: public(value)
         for name, value in sorted(variables.items())
@@ -66,7 +77,9 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """Return a command line without secrets: values of `launch.environment` and URLs' logins and queries."""
+    """Return a command line without secrets: values of `launch.environment` and URLs' logins and
+    queries.
+    """
     words: list[str] = []
     hide_next = False
     for word in argv:
@@ -76,7 +89,9 @@ def command(argv: Sequence[str]) -> list[str]:
         match = _LAUNCH.fullmatch(word)
         hidden = match is not None and (match["name"] is None or is_secret(match["name"]))
         hide_next = hidden and match is not None and match["value"] is None
-        words.append(f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else public(word))
+        words.append(
+            f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else public(word)
+        )
     return words
 
 
@@ -113,7 +128,8 @@ def config_values(toml: str) -> dict[str, Any]:
 
 
 def config_changes(old: object, new: object) -> dict[str, str]:
-    """Return "old -> new" by key for two configs as TOML texts; empty where one of them is no such text.
+    """Return "old -> new" by key for two configs as TOML texts; empty where one of them is no such
+    text.
 
     Values are shown as in JSON, missing ones as "(not set)".
     """
@@ -125,7 +141,9 @@ def config_changes(old: object, new: object) -> dict[str, str]:
         return {}
     found = {}
     for key in {**sides[0], **sides[1]}:
-        before, now = (json.dumps(side[key], default=str) if key in side else "(not set)" for side in sides)
+        before, now = (
+            json.dumps(side[key], default=str) if key in side else "(not set)" for side in sides
+        )
         if before != now and key not in _NOT_COMPARED:
             found[key] = f"{before} -> {now}"
     return found
@@ -133,7 +151,10 @@ def config_changes(old: object, new: object) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GitState:
-    """`record`: commit and changes, for attempts.jsonl. `diff`: the changes to tracked files, None without any."""
+    """`record`: commit and changes, for attempts.jsonl.
+
+    `diff`: the changes to tracked files, None without any.
+    """
 
     record: dict[str, Any]
     diff: bytes | None = None
@@ -142,12 +163,13 @@ class GitState:
 def git_state(package: Path | None = None) -> GitState:
     """Return commit and changes of the checkout that contains the package.
 
-    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. Without a checkout, or when git fails,
-    `record` has the reason as "unknown".
+    The diff is cut after `DIFF_LIMIT` bytes, and its URLs lose their secrets. Without a checkout,
+    or when git fails, `record` has the reason as "unknown".
     """
     folder = package or Path(titanlite.__file__).parent
     try:
-        # A package installed into an environment inside a checkout does not belong to that checkout.
+        # A package installed into an environment inside a checkout does not belong to that
+        # checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD").decode().strip()
         dirty = bool(_git(folder, "status", "--porcelain"))
@@ -155,7 +177,9 @@ def git_state(package: Path | None = None) -> GitState:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         return GitState({"unknown": said.partition("\n")[0] or str(error)})
-    shown = public(diff[:DIFF_LIMIT].decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
+    shown = public(diff[:DIFF_LIMIT].decode("utf-8", "surrogateescape")).encode(
+        "utf-8", "surrogateescape"
+    )
     return GitState({"commit": commit, "dirty": dirty}, shown or None)
 
 

@@ -1,4 +1,6 @@
-"""Reads the folder of a run: its state, figures and config. Also folders with only a metrics.jsonl."""
+"""Reads the folder of a run: its state, figures and config. Also folders with only a
+metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,21 @@ from titanlite.runs.record import CONFIG, FILE, OLD_FILE, Attempt, read_attempts
 #: Levels of folders that `find_runs` searches.
 DEPTH = 4
 
-_NO_RUNS_INSIDE = re.compile(r"\..*|checkpoint|logs|tb|profile_traces|memory_snapshot|step-\d+|__pycache__")
+_NO_RUNS_INSIDE = re.compile(
+    r"\..*|checkpoint|logs|tb|profile_traces|memory_snapshot|step-\d+|__pycache__"
+)
 _FIGURES = (
-    *("step", "time", "loss", "tps", "mfu", "memory_gib", "reserved_gib", "seconds_per_step", "tokens_seen"),
+    *(
+        "step",
+        "time",
+        "loss",
+        "tps",
+        "mfu",
+        "memory_gib",
+        "reserved_gib",
+        "seconds_per_step",
+        "tokens_seen",
+    ),
     *("validation_loss", "grad_norm", "lr"),
 )
 
@@ -32,7 +46,9 @@ Row = Mapping[str, float]
 
 
 class RunError(ValueError):
-    """A folder is no run, or a part of it cannot be read; the text names the file and the remedy."""
+    """A folder is no run, or a part of it cannot be read; the text names the file and the
+    remedy.
+    """
 
     exit_code = exit_codes.CONFIG
 
@@ -41,7 +57,8 @@ class RunError(ValueError):
 class Run:
     """One run with all its attempts.
 
-    `rows` have a step each, in the order of the file; values that are not finite are NaN or infinite.
+    `rows` have a step each, in the order of the file; values that are not finite are NaN or
+    infinite.
     """
 
     folder: Path
@@ -56,7 +73,9 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no attempt is recorded)."""
+        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no attempt is
+        recorded).
+        """
         if not self.attempts:
             return "unknown"
         return str(self.attempts[-1].get("state") or ("died" if self.alive is None else "running"))
@@ -78,7 +97,11 @@ class Run:
         """Steps done, as far as is known."""
         known = [row["step"] for row in self.rows[-1:]]
         for attempt in self.attempts[-1:]:
-            known += [attempt[name] for name in ("first_step", "step") if isinstance(attempt.get(name), int)]
+            known += [
+                attempt[name]
+                for name in ("first_step", "step")
+                if isinstance(attempt.get(name), int)
+            ]
         return int(max(known)) if known else None
 
     @property
@@ -102,9 +125,14 @@ class Run:
         spans = [(attempt["started"] or 0.0, attempt.get("ended")) for attempt in self.attempts]
         spans = spans or [(start, None) for start in self._times[:1]]
         total = 0.0
-        for (start, ended), end in zip(spans, [*(later for later, _ in spans[1:]), math.inf], strict=False):
+        for (start, ended), end in zip(
+            spans, [*(later for later, _ in spans[1:]), math.inf], strict=False
+        ):
             seen = [start, *(time for time in self._times if start <= time < end)]
-            total += max((ended or max([*seen, self.alive or start] if end == math.inf else seen)) - start, 0.0)
+            total += max(
+                (ended or max([*seen, self.alive or start] if end == math.inf else seen)) - start,
+                0.0,
+            )
         return total if spans else None
 
     @property
@@ -112,8 +140,12 @@ class Run:
         return [row["time"] for row in self.rows if "time" in row]
 
     def segments(self) -> list[list[Row]]:
-        """Return the training rows by attempt; one list where nothing distinguishes the attempts."""
-        starts = [attempt["started"] for attempt in self.attempts[1:] if attempt["started"] is not None]
+        """Return the training rows by attempt; one list where nothing distinguishes the
+        attempts.
+        """
+        starts = [
+            attempt["started"] for attempt in self.attempts[1:] if attempt["started"] is not None
+        ]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
         for row in self.training:
             parts[bisect_right(starts, row["time"]) if "time" in row else -1].append(row)
@@ -123,8 +155,8 @@ class Run:
 def read_run(path: Path, *, partial: bool = False) -> Run:
     """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
 
-    Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no run, and for a
-    config that cannot be read; partial: the latter goes into `problems` instead.
+    Damaged lines and figures are left out, and named in `problems`. Raises RunError for what is no
+    run, and for a config that cannot be read; partial: the latter goes into `problems` instead.
     """
     path = Path(path)
     problems: list[str] = []
@@ -132,19 +164,27 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     if path.is_file() and path.name not in (FILE, OLD_FILE, METRICS):
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
-        rows = _rows(path, problems)  # of the rest of the folder, nothing surely belongs to that run
+        rows = _rows(
+            path, problems
+        )  # of the rest of the folder, nothing surely belongs to that run
         return Run(path, rows=rows, problems=tuple(problems))
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
-        raise RunError(f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a folder")
+        raise RunError(
+            f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a "
+            "folder"
+        )
     if not any((folder / name).exists() for name in (FILE, OLD_FILE, METRICS)):
         raise RunError(
             f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
     attempts = read_attempts(folder, problems)
-    # A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a step of another run.
-    new = (one.get("first_step") == 0 or str(one.get("began")).startswith("from ") for one in attempts)
+    # A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a
+    # step of another run.
+    new = (
+        one.get("first_step") == 0 or str(one.get("began")).startswith("from ") for one in attempts
+    )
     begin = max((i for i, is_new in enumerate(new) if is_new), default=0)
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
@@ -164,11 +204,13 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Return the run folders at most `depth` levels below `folder`, itself included.
 
-    Folders that runs make for other things are skipped. Raises RunError when there is no such folder.
+    Folders that runs make for other things are skipped. Raises RunError when there is no such
+    folder.
     """
     if not folder.is_dir():
         raise RunError(
-            f"{folder}: there is no such folder; runs are written to job.dump_folder, name it or a folder above it"
+            f"{folder}: there is no such folder; runs are written to job.dump_folder, name it or "
+            "a folder above it"
         )
     found, seen = [], set()
     for path, folders, files in os.walk(folder, followlinks=True):
@@ -179,12 +221,17 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
         if {FILE, OLD_FILE, METRICS} & {*files}:
             found.append(Path(path))
         deepest = len(Path(path).relative_to(folder).parts) >= depth
-        folders[:] = [] if deepest else sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
+        folders[:] = (
+            []
+            if deepest
+            else sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
+        )
     return found
 
 
 def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
-    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over all devices.
+    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over
+    all devices.
 
     A figure that is no number is left out, and named in `problems`. Raises FileNotFoundError.
     """
@@ -205,14 +252,18 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
             continue
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
             if row["step"] > step and row["seconds_per_step"] > 0:
-                row["total_tps"] = (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
+                row["total_tps"] = (
+                    (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
+                )
             step, tokens = row["step"], row["tokens_seen"]
         rows.append(row)
     return tuple(rows)
 
 
 def _number(value: Any) -> float | None:
-    """Return the number that a row holds, where a text stands for one that is not finite; None for what is none."""
+    """Return the number that a row holds, where a text stands for one that is not finite; None for
+    what is none.
+    """
     if not isinstance(value, (int, float, str)):
         return None
     try:
@@ -225,4 +276,6 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         return config_values(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunError(f"{path}: not TOML ({error}); mend it, or rename it to compare without it") from None
+        raise RunError(
+            f"{path}: not TOML ({error}); mend it, or rename it to compare without it"
+        ) from None

@@ -1,12 +1,17 @@
 """attempts.jsonl: a line for each start of a run and for each end, only ever appended to.
 
-    {"event": "start", "attempt": 2, "time": …, "began": "resumed from step 40", "after": "preempted", "step": 40,
-     "steps": 100, "config_changes": {"optimizer.lr": "0.001 -> 0.002"}, "renamed": {"config.toml": "config-1.toml"},
-     "config": "config.toml", "ranks": 8, "host": …, "command": […], "git": {…}, "versions": {…}, "environment": {…}}
-    {"event": "end", "attempt": 2, "time": …, "state": "preempted", "exit_code": 5, "reason": "SIGTERM on every rank",
+    {"event": "start", "attempt": 2, "time": …, "began": "resumed from step 40", "after":
+     "preempted", "step": 40,
+     "steps": 100, "config_changes": {"optimizer.lr": "0.001 -> 0.002"}, "renamed": {"config.toml":
+     "config-1.toml"},
+     "config": "config.toml", "ranks": 8, "host": …, "command": […], "git": {…}, "versions": {…},
+     "environment": {…}}
+    {"event": "end", "attempt": 2, "time": …, "state": "preempted", "exit_code": 5, "reason":
+     "SIGTERM on every rank",
      "step": 97, "saved_step": 97, "lost_steps": 0, "lost_tokens": 0}
 
-A killed attempt has no end; the next start records its loss under `lost`, as far as metrics.jsonl tells. Beside it lie
+A killed attempt has no end; the next start records its loss under `lost`, as far as metrics.jsonl
+tells. Beside it lie
 
     config.toml   the resolved config; an earlier attempt's that differs is kept as config-N.toml
     git.diff      changes to the checkout that titanlite was run from; earlier ones as git-N.diff
@@ -27,7 +32,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
-from titanlite.utils import append_line, atomic_write, counted, logger, parse_json, read_lines, tell, timestamp
+from titanlite.utils import (
+    append_line,
+    atomic_write,
+    counted,
+    logger,
+    parse_json,
+    read_lines,
+    tell,
+    timestamp,
+)
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -44,15 +58,21 @@ Attempt = Mapping[str, Any]
 _MAY_BE_NULL = ("step", "first_step", "steps", "saved_step", "after", "ranks", "pid", "host")
 #: Types of what is read from a line.
 _TYPES: Mapping[str, type] = {
-    **dict.fromkeys(("attempt", "step", "first_step", "steps", "exit_code", "saved_step", "ranks", "pid"), int),
+    **dict.fromkeys(
+        ("attempt", "step", "first_step", "steps", "exit_code", "saved_step", "ranks", "pid"), int
+    ),
     **dict.fromkeys(("lost_steps", "lost_tokens"), int),
-    **dict.fromkeys(("time", "state", "reason", "began", "after", "config", "diff", "host", "description"), str),
+    **dict.fromkeys(
+        ("time", "state", "reason", "began", "after", "config", "diff", "host", "description"), str
+    ),
     **dict.fromkeys(("renamed", "config_changes", "lost", "git", "versions", "environment"), dict),
 }
 
 
 class AttemptRecord:
-    """Writes the lines of the attempt under way. A failed write costs the lines, with one warning."""
+    """Writes the lines of the attempt under way. A failed write costs the lines, with one
+    warning.
+    """
 
     def __init__(self, folder: Path, number: int, step: int, tokens: int, resumed: bool) -> None:
         self.path = folder / FILE
@@ -65,16 +85,32 @@ class AttemptRecord:
         """Note that the checkpoint of `step`, after so many tokens, exists."""
         self._saved_step, self._kept = step, (step, tokens)
 
-    def end(self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = "") -> None:
-        """Record the end of the attempt after `step` steps and `tokens` tokens. Only the first call counts."""
+    def end(
+        self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = ""
+    ) -> None:
+        """Record the end of the attempt after `step` steps and `tokens` tokens.
+
+        Only the first call counts.
+        """
         if self._ended:
             return
         self._ended = True
         # A finished run repeats nothing, also without a checkpoint.
         kept = (step, tokens) if state == "done" else self._kept
         lost_steps, lost_tokens = max(step - kept[0], 0), max(tokens - kept[1], 0)
-        about = {"event": "end", "attempt": self.number, "time": timestamp(), "state": state, "exit_code": exit_code}
-        steps = {"step": step, "saved_step": self._saved_step, "lost_steps": lost_steps, "lost_tokens": lost_tokens}
+        about = {
+            "event": "end",
+            "attempt": self.number,
+            "time": timestamp(),
+            "state": state,
+            "exit_code": exit_code,
+        }
+        steps = {
+            "step": step,
+            "saved_step": self._saved_step,
+            "lost_steps": lost_steps,
+            "lost_tokens": lost_tokens,
+        }
         self.write({**about, "reason": reason, **steps})
 
     def write(self, entry: Mapping[str, Any]) -> None:
@@ -84,7 +120,10 @@ class AttemptRecord:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                logger.warning(f"cannot write {self.path}: {error}. Training goes on; the attempt is not recorded")
+                logger.warning(
+                    f"cannot write {self.path}: {error}. Training goes on; the attempt is not "
+                    "recorded"
+                )
 
 
 def begin(
@@ -101,10 +140,12 @@ def begin(
     source: AnyPath | None = None,
     argv: Sequence[str] | None = None,
 ) -> tuple[AttemptRecord, list[str]]:
-    """Record that an attempt starts at `step` steps and `tokens` tokens; returns its record, and lines for the log.
+    """Record that an attempt starts at `step` steps and `tokens` tokens; returns its record, and
+    lines for the log.
 
-    Call it on rank 0 only, before anything else in the folder is changed. steps: of the whole run. source: another
-    run's checkpoint that it starts from. argv: the command with the program's name; None: `sys.argv`.
+    Call it on rank 0 only, before anything else in the folder is changed. steps: of the whole run.
+    source: another run's checkpoint that it starts from. argv: the command with the program's name;
+    None: `sys.argv`.
     """
     previous = read_attempts(folder)
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
@@ -115,18 +156,29 @@ def begin(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if previous:
-            before = (folder / CONFIG).read_text("utf-8", "replace") if (folder / CONFIG).exists() else None
+            before = (
+                (folder / CONFIG).read_text("utf-8", "replace")
+                if (folder / CONFIG).exists()
+                else None
+            )
             changes = provenance.config_changes(before, config)
         for name, content in ((CONFIG, config.encode()), (DIFF, git.diff)):
             if kept := _replace(folder / name, content, number - 1):
                 renamed[name] = kept
     except OSError as error:
-        logger.warning(f"cannot write to {folder}: {error}. Training goes on; config or git.diff of this run is lost")
+        logger.warning(
+            f"cannot write to {folder}: {error}. Training goes on; config or git.diff of this run "
+            "is lost"
+        )
     entry: dict[str, Any] = {
         "event": "start",
         "attempt": number,
         "time": timestamp(),
-        "began": f"resumed from step {step}" if resumed else "fresh" if source is None else f"from {source}",
+        "began": f"resumed from step {step}"
+        if resumed
+        else "fresh"
+        if source is None
+        else f"from {source}",
         "after": after,
         "step": step,
         "steps": steps,
@@ -151,19 +203,28 @@ def begin(
     if after == "killed":
         reached = _newest_row(folder / METRICS)
         lost_steps, lost_tokens = max(reached[0] - step, 0), max(reached[1] - tokens, 0)
-        entry["lost"] = {"attempt": previous[-1]["attempt"], "steps": lost_steps, "tokens": lost_tokens}
+        entry["lost"] = {
+            "attempt": previous[-1]["attempt"],
+            "steps": lost_steps,
+            "tokens": lost_tokens,
+        }
         lines.append(
             f"attempt {number - 1} was killed and lost at least {counted(lost_steps, 'steps')} "
             f"({lost_tokens:,} tokens), by the last row of its metrics"
         )
-    lines += [f"config changed since attempt {number - 1}: {key}: {change}" for key, change in changes.items()]
+    lines += [
+        f"config changed since attempt {number - 1}: {key}: {change}"
+        for key, change in changes.items()
+    ]
     record = AttemptRecord(folder, number, step, tokens, resumed)
     record.write(entry)
     return record, lines
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the lines of attempts.jsonl, oldest first; none without the file. Damaged lines are passed over.
+    """Return the lines of attempts.jsonl, oldest first; none without the file.
+
+    Damaged lines are passed over.
 
     problems: as for `utils.read_lines`.
     """
@@ -181,7 +242,9 @@ def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[s
 
 
 def _misfit(entry: Mapping[str, Any]) -> str:
-    """Return what is wrong with a line of attempts.jsonl; "" for a line that this program may have written."""
+    """Return what is wrong with a line of attempts.jsonl; "" for a line that this program may have
+    written.
+    """
     if entry.get("attempt") is None:
         return "attempt is missing"
     for name, kind in _TYPES.items():
@@ -205,9 +268,9 @@ def _is_count(value: object) -> bool:
 def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
-    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended" (seconds since 1970),
-    and the "step" of the start "first_step". Without an end it has neither "ended" nor "state". problems: as for
-    `utils.read_lines`.
+    An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended"
+    (seconds since 1970), and the "step" of the start "first_step". Without an end it has neither
+    "ended" nor "state". problems: as for `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
     older: list[dict[str, Any]] = []
@@ -217,17 +280,34 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
-    for i, old in enumerate(_old_attempts(folder / OLD_FILE), 1):  # a part of it stands in attempts.jsonl, too
+    for i, old in enumerate(
+        _old_attempts(folder / OLD_FILE), 1
+    ):  # a part of it stands in attempts.jsonl, too
         parts = (one for one in found.values() if "command" not in one)
-        part = next((one for one in parts if (one.get("host"), one.get("pid")) == (old.get("host"), old["pid"])), None)
+        part = next(
+            (
+                one
+                for one in parts
+                if (one.get("host"), one.get("pid")) == (old.get("host"), old["pid"])
+            ),
+            None,
+        )
         if part is not None:
             part.update({**old, **part})
         else:
             older.append({"attempt": i, **old})
     attempts = [*older, *found.values()]
     names: dict[str, str] = {}
-    for attempt in reversed(attempts):  # the files of an attempt are renamed by the next start with others
-        attempt.update({key: names.get(attempt[key], attempt[key]) for key in ("config", "diff") if key in attempt})
+    for attempt in reversed(
+        attempts
+    ):  # the files of an attempt are renamed by the next start with others
+        attempt.update(
+            {
+                key: names.get(attempt[key], attempt[key])
+                for key in ("config", "diff")
+                if key in attempt
+            }
+        )
         names.update(attempt.get("renamed", {}))
     return attempts
 
@@ -237,7 +317,12 @@ def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         for old in parse_json(path.read_bytes())["attempts"]:
             times = {"started": _seconds(old.get("started")), "ended": _seconds(old.get("ended"))}
-            new = {**old, **times, "ranks": old.get("world_size"), "pid": (old.get("process") or {}).get("id")}
+            new = {
+                **old,
+                **times,
+                "ranks": old.get("world_size"),
+                "pid": (old.get("process") or {}).get("id"),
+            }
             if old.get("state") in ("running", "died"):
                 del new["state"], new["ended"]
             if not _misfit({"attempt": 1, **new}):
@@ -245,13 +330,17 @@ def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
-    """Write a file of this attempt (None: it has none); returns the new name of a former one that differs."""
+    """Write a file of this attempt (None: it has none); returns the new name of a former one that
+    differs.
+    """
     old = path.read_bytes() if path.exists() else None
     if old == content:
         return None
     kept = None
     if old is not None:
-        names = (path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(max(attempt, 1), 10**6))
+        names = (
+            path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(max(attempt, 1), 10**6)
+        )
         kept = next(name for name in names if not name.exists())
         path.rename(kept)
     if content is not None:

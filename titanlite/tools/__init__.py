@@ -9,7 +9,10 @@ from typing import Any
 
 
 def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
-    """Raise ConfigError for flags of keys that a command sets itself. hints: key -> what to use instead."""
+    """Raise ConfigError for flags of keys that a command sets itself.
+
+    hints: key -> what to use instead.
+    """
     from titanlite.config.aliases import key_of
     from titanlite.config.entries import command_line_entries
     from titanlite.config.errors import ConfigError, Problem
@@ -17,11 +20,16 @@ def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
     names = [entry.name for entry in command_line_entries(flags)[0]]
     keys = {name: key_of(name) for name in names}
     if found := [(name, hints[key]) for name, key in keys.items() if key in hints]:
-        raise ConfigError([Problem("command line", name, "cannot be set here", hint) for name, hint in found])
+        raise ConfigError(
+            [Problem("command line", name, "cannot be set here", hint) for name, hint in found]
+        )
 
 
 def render_page(template: str, **values: Any) -> str:
-    """Return a page of `pages/` with its variables filled in; an unknown one is an error. HTML is escaped."""
+    """Return a page of `pages/` with its variables filled in; an unknown one is an error.
+
+    HTML is escaped.
+    """
     return templates(Path(__file__).parent / "pages").get_template(template).render(values)
 
 

@@ -1,6 +1,7 @@
 """The command line of the AWS FSDP samples (`train.py --max_steps=… --lr=…`) as a TOML file.
 
-Their defaults are written out where they differ from titanlite's, so that the file means what the command meant.
+Their defaults are written out where they differ from titanlite's, so that the file means what the
+command meant.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from titanlite.tools.migrate import Change, Kind, Migration
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 _OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
 _NO_VALIDATION = "read with --validation_freq only"
-#: Argument → its default there (or its type, where it has none); the key here, or the reason why it may have none.
-#: `_translate` has those with a reason.
+#: Argument → its default there (or its type, where it has none); the key here, or the reason why it
+#: may have none. `_translate` has those with a reason.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (2, "training.batch_size"),
     "max_context_width": (2048, "training.seq_len"),
@@ -44,7 +45,10 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "max_steps": (5000, ""),
     "epochs": (int, "training.steps and epochs exclude each other; the steps end the run"),
     "plateau": (0.0, 'read with lr_decay_style = "plateau" only'),
-    "sharding_strategy": ("full", "set training.data_parallel_replicate_degree to the number of machines"),
+    "sharding_strategy": (
+        "full",
+        "set training.data_parallel_replicate_degree to the number of machines",
+    ),
     "dataset": ("c4", "give a local copy as training.dataset_path"),
     "tokenizer": (str, "give the tokenizer's file as model.tokenizer_path"),
     "model_type": (str, _OTHER_MODEL),
@@ -64,9 +68,16 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "dataset_config_name": (str, "give the folder of that part as training.dataset_path"),
     "same_seed": (str, "the weights depend on training.seed alone, on any number of ranks"),
     "initializer_range": (str, "the deviation of the initial weights is fixed"),
-    **dict.fromkeys(("limit_all_gathers", "activation_loading_horizon"), (str, "FSDP2 needs no such setting")),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop"), (str, "no dropout in Llama")),
-    **dict.fromkeys(("rotary_pct", "rotary_emb_base"), (str, "only other model types there read it")),
+    **dict.fromkeys(
+        ("limit_all_gathers", "activation_loading_horizon"), (str, "FSDP2 needs no such setting")
+    ),
+    **dict.fromkeys(
+        ("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop"),
+        (str, "no dropout in Llama"),
+    ),
+    **dict.fromkeys(
+        ("rotary_pct", "rotary_emb_base"), (str, "only other model types there read it")
+    ),
 }
 #: Key → its value for a number above 0, and for another one.
 _SWITCHES = {
@@ -83,14 +94,20 @@ _WIDTHS = {
 
 
 def migrate_arguments(text: str) -> Migration:
-    """Return the TOML of a command line of the AWS FSDP samples: its arguments, as in a shell, on one or more lines.
+    """Return the TOML of a command line of the AWS FSDP samples: its arguments, as in a shell, on
+    one or more lines.
 
     Raises ConfigError for words that make no arguments, and for values that are wrong here.
     """
     values, used = _translate(given := _parse(text))
     unused = {name: value for name, value in given.items() if name not in used}
-    left = [f"--{n}={v}: no equivalent: {ARGUMENTS.get(n, ('', 'unknown here'))[1]}" for n, v in unused.items()]
-    lines = ["# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."]
+    left = [
+        f"--{n}={v}: no equivalent: {ARGUMENTS.get(n, ('', 'unknown here'))[1]}"
+        for n, v in unused.items()
+    ]
+    lines = [
+        "# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."
+    ]
     lines += [f"# {text}" for text in left]
     changes: list[Change] = []
     order, section = list(keys()), ""
@@ -141,17 +158,25 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:
-    """Return key → value and where it is from, for keys unlike titanlite's defaults; and the arguments that count."""
+    """Return key → value and where it is from, for keys unlike titanlite's defaults; and the
+    arguments that count.
+    """
     values: dict[str, tuple[Any, str]] = {
         "lr_scheduler.style": ("fsdp", "their formulas"),
         "metrics.log_style": ("aws_fsdp", "their step line"),
     }
     used: set[str] = set()
-    defaults = {name: None if isinstance(default, type) else default for name, (default, _) in ARGUMENTS.items()}
+    defaults = {
+        name: None if isinstance(default, type) else default
+        for name, (default, _) in ARGUMENTS.items()
+    }
     get: dict[str, Any] = defaults | given
 
     def put(key: str, value: Any, *names: str) -> None:
-        """Give a key its value. names: the arguments that decide it, of which some may be at their defaults."""
+        """Give a key its value.
+
+        names: the arguments that decide it, of which some may be at their defaults.
+        """
         used.update(names)
         said = ", ".join(f"--{name}" for name in names if name in given)
         if said or value != keys()[".".join(key.split(".")[:2])].default:
@@ -164,7 +189,11 @@ def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[s
         values["model.flavor"] = (flavor, "all its widths are replaced below")
         put("model.vocab_size", get["vocab_size"], "vocab_size")
         for width, name in _WIDTHS.items():
-            put(f"model.overrides.{width}", get["num_heads"] if get[name] is None else get[name], name)
+            put(
+                f"model.overrides.{width}",
+                get["num_heads"] if get[name] is None else get[name],
+                name,
+            )
     for name, (_, key) in ARGUMENTS.items():
         if key in _SWITCHES:
             put(key, _SWITCHES[key][get[name] <= 0], name)
@@ -191,8 +220,13 @@ def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[s
     if get["tensorboard_dir"] is not None:
         values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
         put("metrics.save_tb_folder", get["tensorboard_dir"], "tensorboard_dir")
-    if folder := [name for name in ("checkpoint_dir", "resume_from_checkpoint") if get[name] is not None]:
-        values["checkpoint.enable_checkpoint"] = (True, "with the newest good one resumed by itself")
+    if folder := [
+        name for name in ("checkpoint_dir", "resume_from_checkpoint") if get[name] is not None
+    ]:
+        values["checkpoint.enable_checkpoint"] = (
+            True,
+            "with the newest good one resumed by itself",
+        )
         put("checkpoint.folder", get[folder[0]], folder[0])
         put("checkpoint.interval", get["checkpoint_freq"], "checkpoint_freq")
     return values, used

@@ -73,14 +73,24 @@ _OFF = (
 )
 #: Beside all of [model].
 _TASK = (
-    *("training.dataset", "training.dataset_path", "training.seed", "training.seq_len", "data.seed", "data.shuffle"),
+    *(
+        "training.dataset",
+        "training.dataset_path",
+        "training.seed",
+        "training.seq_len",
+        "data.seed",
+        "data.shuffle",
+    ),
     *("data.source", "data.skip_steps"),
 )
 #: Keys that the command sets itself -> the hint for a flag of that name.
 OWN = {
     "job.config_file": "name the config first, without a flag",
     "job.dump_folder": "every run has its own folder; --out names the folder above them",
-    **dict.fromkeys(("training.steps", "training.tokens", "training.epochs"), "use --steps, the length of each run"),
+    **dict.fromkeys(
+        ("training.steps", "training.tokens", "training.epochs"),
+        "use --steps, the length of each run",
+    ),
     "checkpoint.enable_checkpoint": "the runs are short and save no checkpoints",
     **dict.fromkeys(SWITCHES, "the levels differ in this key: use --skip and --overlay"),
 }
@@ -90,25 +100,31 @@ _EPILOG = """\
 examples:
   titanlite benchmark debug_model.toml --steps 20 --warmup 5
   titanlite benchmark llama3_8b.toml --ranks 8 --repeats 5 --training.seq_len 4096
-  titanlite benchmark llama3_8b.toml --overlay no-ac=no_ac.toml --skip float8 --skip float8-all-gather
+  titanlite benchmark llama3_8b.toml --overlay no-ac=no_ac.toml --skip float8
 
-Further --section.key VALUE flags apply to every level, as for train.py. All levels are checked before the first run.
-Finished runs in FOLDER are kept: after a failure or Ctrl-C the same command makes the missing runs.
+Further --section.key VALUE flags apply to every level, as for train.py. All levels are checked
+before the first run. Finished runs in FOLDER are kept: after a failure or Ctrl-C the same command
+makes the missing runs.
 Without a GPU float8 is emulated: its losses are meaningful, its speed is not.
 
-Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the command line is wrong, 130 after Ctrl-C."""
+Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the command line is wrong,
+130 after Ctrl-C."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command, and its other name `ladder`, to argparse."""
     width = max(len(level.name) for level in LEVELS)
-    levels = "\n".join(f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}" for level in LEVELS)
+    levels = "\n".join(
+        f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}" for level in LEVELS
+    )
     parser = commands.add_parser(
         "benchmark",
         aliases=["ladder"],
         help="compare speed, memory and losses with compile, float8 and other settings",
-        description="Train CONFIG at four optimisation levels, in turn, from the same weights on the same text:\n\n"
-        f"{levels}\n\nPrints and writes speed, memory and losses of each level, and its speed over the first level's.",
+        description="Train CONFIG at four optimisation levels, in turn, from the same weights on "
+        "the same text:\n\n"
+        f"{levels}\n\nPrints and writes speed, memory and losses of each level, and "
+        "its speed over the first level's.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -117,12 +133,36 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
     overlay = "add a level: FILE over the first level; repeatable"
     add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
-    add("--skip", action="append", default=[], metavar="LEVEL", help="leave a level out; repeatable")
+    add(
+        "--skip", action="append", default=[], metavar="LEVEL", help="leave a level out; repeatable"
+    )
     add("--steps", type=at_least(1), default=30, metavar="N", help="steps of a run (default: 30)")
-    add("--warmup", type=at_least(1), default=10, metavar="N", help="first steps not counted for speed (default: 10)")
-    add("--repeats", type=at_least(1), default=3, metavar="N", help="runs of each level (default: 3)")
-    add("--ranks", type=at_least(1), metavar="N", help="processes (default: one per GPU; without a GPU 2)")
-    add("--out", type=Path, metavar="FOLDER", help="output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)")
+    add(
+        "--warmup",
+        type=at_least(1),
+        default=10,
+        metavar="N",
+        help="first steps not counted for speed (default: 10)",
+    )
+    add(
+        "--repeats",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="runs of each level (default: 3)",
+    )
+    add(
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="processes (default: one per GPU; without a GPU 2)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)",
+    )
     add("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=_run)
 
@@ -138,34 +178,49 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
     levels = make_levels(config, arguments.overlay)
     names = [level.name for level in levels]
     if unknown := [name for name in arguments.skip if name not in names]:
-        raise BenchmarkError(f"--skip {unknown[0]}: unknown level; the levels are {', '.join(names)}")
+        raise BenchmarkError(
+            f"--skip {unknown[0]}: unknown level; the levels are {', '.join(names)}"
+        )
     if not (chosen := [level for level in levels if level.name not in arguments.skip]):
         raise BenchmarkError("--skip leaves no level")
     machine = probe()
     ranks = arguments.ranks or machine.gpus or 2
     if machine.gpus and ranks > machine.gpus:
-        raise BenchmarkError(f"--ranks {ranks}: each rank needs its own GPU, and this machine has {machine.gpus}")
+        raise BenchmarkError(
+            f"--ranks {ranks}: each rank needs its own GPU, and this machine has {machine.gpus}"
+        )
     with tempfile.TemporaryDirectory() as scratch:  # a refused benchmark writes nothing to `out`
         write_levels(levels, Path(scratch))
         common = common_flags(f"{scratch}/{levels[0].name}.toml", flags, steps, ranks)
         checked = check_levels(chosen, Path(scratch), common, ranks, machine)
     for freq in {level.values["metrics.log_freq"] for level in checked}:
-        logged = [{"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})]
+        logged = [
+            {"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})
+        ]
         if not report.after_warmup(logged, warmup):
-            raise BenchmarkError(f"metrics.log_freq = {freq}: no step after --warmup {warmup} is logged; lower it")
+            raise BenchmarkError(
+                f"metrics.log_freq = {freq}: no step after --warmup {warmup} is logged; lower it"
+            )
     out = arguments.out or Path("outputs", "benchmark", config.stem)
-    benchmark = Benchmark(config.name, checked, common, machine, ranks, out, steps, warmup, arguments.repeats)
+    benchmark = Benchmark(
+        config.name, checked, common, machine, ranks, out, steps, warmup, arguments.repeats
+    )
     try:
         benchmark.find_finished()
         write_levels(levels, out / "levels")
         code = benchmark.make_runs()
         return benchmark.finish(arguments.json), code
     except OSError as error:
-        raise BenchmarkError(f"cannot write to {out}: {error.strerror or error}; name another with --out") from None
+        raise BenchmarkError(
+            f"cannot write to {out}: {error.strerror or error}; name another with --out"
+        ) from None
 
 
 def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
-    """Return the four levels of a config, then each overlay NAME=FILE.toml over the first. Raises BenchmarkError."""
+    """Return the four levels of a config, then each overlay NAME=FILE.toml over the first.
+
+    Raises BenchmarkError.
+    """
     levels: list[Level] = []
     for level in LEVELS:
         below = f"{levels[-1].name}.toml" if levels else str(config.resolve())
@@ -174,16 +229,22 @@ def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
     for words in overlays:
         name, _, file = words.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or not Path(file).is_file():
-            raise BenchmarkError(f"--overlay {words}: expected NAME=FILE.toml, a plain name and a file that exists")
+            raise BenchmarkError(
+                f"--overlay {words}: expected NAME=FILE.toml, a plain name and a file that exists"
+            )
         if name in [level.name for level in levels]:
-            raise BenchmarkError(f"--overlay {words}: there is a level {name} already; take another name")
+            raise BenchmarkError(
+                f"--overlay {words}: there is a level {name} already; take another name"
+            )
         text = _toml(name, [f"{levels[0].name}.toml", str(Path(file).resolve())])
         levels.append(Level(name, f"{file} over {levels[0].name}", text=text))
     return levels
 
 
 def _toml(name: str, extends: Sequence[str], lines: Sequence[str] = ()) -> str:
-    head = f'# Level "{name}", written by `titanlite benchmark`.\njob.extends = {quote(list(extends))}'
+    head = (
+        f'# Level "{name}", written by `titanlite benchmark`.\njob.extends = {quote(list(extends))}'
+    )
     return "\n".join([head, *lines, ""])
 
 
@@ -206,7 +267,9 @@ class Machine(NamedTuple):
 
 
 def probe() -> Machine:
-    """Describe this machine, in a child process: a process that has used a GPU keeps some of its memory."""
+    """Describe this machine, in a child process: a process that has used a GPU keeps some of its
+    memory.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
         return child.submit(_describe).result()
 
@@ -224,7 +287,9 @@ def _describe() -> Machine:
 
 
 def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> list[str]:
-    """Return the flags of all runs: their length, one seed, and the config's own learning rates for these steps."""
+    """Return the flags of all runs: their length, one seed, and the config's own learning rates for
+    these steps.
+    """
     found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
     found += [*(f"--{key}=false" for key in _OFF), "--sample.prompts=[]"]
     base, _ = read([f"--job.config_file={config}", *flags])
@@ -242,7 +307,8 @@ def check_levels(
 ) -> list[Level]:
     """Check all levels as they will run, and return them with flags, values and task.
 
-    Raises ConfigError for problems of the config itself, BenchmarkError with every problem of the other levels.
+    Raises ConfigError for problems of the config itself, BenchmarkError with every problem of the
+    other levels.
     """
     checked: list[Level] = []
     refused: dict[str, ConfigError] = {}
@@ -256,14 +322,21 @@ def check_levels(
     if refused:
         lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
         for name, config_error in refused.items():
-            lines += [f"  level {name}:", *("    " + str(one).replace("\n", "\n    ") for one in config_error.problems)]
+            lines += [
+                f"  level {name}:",
+                *("    " + str(one).replace("\n", "\n    ") for one in config_error.problems),
+            ]
         raise BenchmarkError(
-            "\n".join([*lines, f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"])
+            "\n".join(
+                [*lines, f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"]
+            )
         )
     return checked
 
 
-def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machine: Machine) -> Level:
+def _check(
+    level: Level, folder: Path, common: Sequence[str], ranks: int, machine: Machine
+) -> Level:
     arguments = [f"--job.config_file={folder / level.name}.toml", *common]
     if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
         level = replace(level, flags=("--float8.emulate=true",))
@@ -280,7 +353,11 @@ def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machin
     values = config_values(config.to_toml())
     del values["job.dump_folder"]
     task = {key: value for key, value in values.items() if key.startswith("model.") or key in _TASK}
-    return replace(level, values=values, task={**task, "sequences per step": run_config.batch.global_batch_size})
+    return replace(
+        level,
+        values=values,
+        task={**task, "sequences per step": run_config.batch.global_batch_size},
+    )
 
 
 def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
@@ -306,14 +383,25 @@ class Benchmark:
     def in_turn(self) -> list[tuple[Level, int]]:
         """Return level and number of all runs, in order. Each repeat starts with another level."""
         count = len(self.levels)
-        return [(self.levels[(repeat + i) % count], repeat + 1) for repeat in range(self.repeats) for i in range(count)]
+        return [
+            (self.levels[(repeat + i) % count], repeat + 1)
+            for repeat in range(self.repeats)
+            for i in range(count)
+        ]
 
     def folder(self, level: Level, repeat: int) -> Path:
         return self.out / "runs" / f"{level.name}-{repeat}"
 
     def find_finished(self) -> None:
-        """Find the runs in the folder that need no repeat. Raises BenchmarkError if they are of another benchmark."""
-        here = {"device": self.machine.device, "world_size": self.ranks, "versions": provenance.versions()}
+        """Find the runs in the folder that need no repeat.
+
+        Raises BenchmarkError if they are of another benchmark.
+        """
+        here = {
+            "device": self.machine.device,
+            "world_size": self.ranks,
+            "versions": provenance.versions(),
+        }
         for level, repeat in self.in_turn():
             if (done := _finished_run(self.folder(level, repeat))) is None:
                 continue
@@ -321,9 +409,14 @@ class Benchmark:
             before.pop("job.dump_folder", None)
             now = {**level.values, **_conditions(here)}
             if names := _differences(before, now):
-                lines = [f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now" for n in names[:8]]
+                lines = [
+                    f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now"
+                    for n in names[:8]
+                ]
                 head = f"{self.folder(level, repeat)} is a run of another benchmark:"
-                raise BenchmarkError("\n  ".join([head, *lines]) + "\nname another folder with --out")
+                raise BenchmarkError(
+                    "\n  ".join([head, *lines]) + "\nname another folder with --out"
+                )
             self.finished[level.name, repeat] = done
 
     def make_runs(self) -> int:
@@ -354,34 +447,59 @@ class Benchmark:
         code = run(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
-            why = f"failed with exit code {code}" if code else f"left no metrics of {self.steps} steps in {folder}"
+            why = (
+                f"failed with exit code {code}"
+                if code
+                else f"left no metrics of {self.steps} steps in {folder}"
+            )
             _log("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
-            _log(f"the whole output: {console}; the same command tries again, --skip {level.name} leaves it out")
+            _log(
+                f"the whole output: {console}; the same command tries again, --skip {level.name} "
+                "leaves it out"
+            )
             return False
         self.finished[level.name, repeat] = done
         figures = report.measure(done, level.name, repeat, self.warmup)
-        _log(f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss {figures.losses[self.steps]:.4f}")
+        _log(
+            f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss "
+            f"{figures.losses[self.steps]:.4f}"
+        )
         return True
 
     def _notes(self, unlike: Mapping[str, Sequence[str]], spread: float | None) -> list[str]:
         base = self.levels[0].name
         notes = [
-            f"{name} differs from {base} in {', '.join(keys)}: losses not compared" for name, keys in unlike.items()
+            f"{name} differs from {base} in {', '.join(keys)}: losses not compared"
+            for name, keys in unlike.items()
         ]
-        emulated = [one.name for one in self.levels if one.values["float8.emulate"] and one.values[SWITCHES[1]]]
+        emulated = [
+            one.name
+            for one in self.levels
+            if one.values["float8.emulate"] and one.values[SWITCHES[1]]
+        ]
         if emulated:
-            notes.append(f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed")
+            notes.append(
+                f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their "
+                "speed"
+            )
         if not self.machine.gpus:
-            notes.append("memory on a CPU is the resident memory of rank 0's process, libraries included")
+            notes.append(
+                "memory on a CPU is the resident memory of rank 0's process, libraries included"
+            )
         if spread is not None:
             notes.append(f"between repeats of {base} losses differ by at most {spread:.2g}")
         return notes
 
     def finish(self, as_json: bool) -> str:
-        """Write the results, the page and the pictures; return the text for standard output. Raises OSError."""
+        """Write the results, the page and the pictures; return the text for standard output.
+
+        Raises OSError.
+        """
         base, *others = self.levels
         slots = [(level.name, repeat) for level, repeat in self.in_turn()]
-        runs = [report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished]
+        runs = [
+            report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished
+        ]
         unlike = {one.name: keys for one in others if (keys := _differences(base.task, one.task))}
         levels = report.summarize([level.name for level in self.levels], runs, unlike)
         notes = self._notes(unlike, levels[0].loss_spread)
@@ -391,14 +509,22 @@ class Benchmark:
             **{"format": 2, "title": self.title, "command": command, "versions": versions},
             "hardware": {"device": self.machine.device, "world_size": self.ranks, "cores": cores},
             **{"steps": self.steps, "warmup": self.warmup, "repeats": self.repeats},
-            **{"levels": [asdict(level) for level in levels], "runs": [asdict(one) for one in runs], "notes": notes},
+            **{
+                "levels": [asdict(level) for level in levels],
+                "runs": [asdict(one) for one in runs],
+                "notes": notes,
+            },
             "config": {level.name: level.values for level in self.levels},
         }
         results = to_json(content)
         atomic_write(self.out / _RESULTS, results + "\n")
         pictures = [_LOSSES, _SPEEDS] if runs else []
         try:
-            first = {one.name: self.finished[one.name, 1] for one in self.levels if (one.name, 1) in self.finished}
+            first = {
+                one.name: self.finished[one.name, 1]
+                for one in self.levels
+                if (one.name, 1) in self.finished
+            }
             if runs:
                 report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
         except PlotsMissing as error:
@@ -407,7 +533,10 @@ class Benchmark:
         about = ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python"))
         head = [
             f"{self.ranks} x {self.machine.device}, {cores} processor cores; {about}",
-            f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
+            (
+                f"{self.steps} steps a run, the first {self.warmup} not counted; medians of "
+                f"{self.repeats} repeats in turn"
+            ),
             "",
         ]
         table = report.table(levels, self.steps, self.repeats)
@@ -415,7 +544,13 @@ class Benchmark:
         abouts = "\n".join(f"- {level.name}: {level.about}" for level in self.levels)
         text = "\n".join([*head, render(table, False), *below])
         images = "\n".join(f"![{Path(name).stem}]({name})" for name in pictures)
-        page = [f"# Benchmark: {self.title}", f"`{' '.join(command)}`", f"```\n{text.rstrip()}\n```", abouts, images]
+        page = [
+            f"# Benchmark: {self.title}",
+            f"`{' '.join(command)}`",
+            f"```\n{text.rstrip()}\n```",
+            abouts,
+            images,
+        ]
         (self.out / _PAGE).write_text("\n\n".join(page) + "\n", encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
         lines = ["", *head, render(table, sys.stdout.isatty()), *below, "", f"written: {written}"]
@@ -432,8 +567,13 @@ def _finished_run(folder: Path) -> Run | None:
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that must not change between the runs of a benchmark, from the record of an attempt."""
-    versions = {f"version of {name}": record.get("versions", {}).get(name) for name in ("titanlite", "torch")}
+    """Return all that must not change between the runs of a benchmark, from the record of an
+    attempt.
+    """
+    versions = {
+        f"version of {name}": record.get("versions", {}).get(name)
+        for name in ("titanlite", "torch")
+    }
     return {"ranks": record.get("world_size"), "device": record.get("device"), **versions}
 
 

@@ -52,7 +52,10 @@ class LevelFigures:
 
 
 def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
-    """Return the rows whose steps all come after the warm-up. A row holds means over the steps since the row before."""
+    """Return the rows whose steps all come after the warm-up.
+
+    A row holds means over the steps since the row before.
+    """
     before = [0.0, *(row["step"] for row in rows)]
     return [row for row, start in zip(rows, before, strict=False) if start >= warmup]
 
@@ -62,7 +65,14 @@ def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures:
     rows = after_warmup(run.training, warmup)
     memory = max(finite(run.training, "memory_gib"), default=None)
     losses = {int(row["step"]): row["loss"] for row in run.training}
-    return RunFigures(level, repeat, median(finite(rows, "total_tps")), _median(finite(rows, "mfu")), memory, losses)
+    return RunFigures(
+        level,
+        repeat,
+        median(finite(rows, "total_tps")),
+        _median(finite(rows, "mfu")),
+        memory,
+        losses,
+    )
 
 
 def summarize(
@@ -70,7 +80,8 @@ def summarize(
 ) -> list[LevelFigures]:
     """Return one row per level; the first level is the baseline.
 
-    not_comparable: levels with other weights or text, whose losses are not compared with the baseline.
+    not_comparable: levels with other weights or text, whose losses are not compared with the
+    baseline.
     """
     baseline = {run.repeat: run for run in runs if run.level == levels[0]}
     found = []
@@ -101,7 +112,11 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float | None:
     """Over equal steps of each pair. NaN if one is NaN: `max` alone would hide it."""
-    known = [abs(a.losses[step] - b.losses[step]) for a, b in pairs for step in a.losses.keys() & b.losses.keys()]
+    known = [
+        abs(a.losses[step] - b.losses[step])
+        for a, b in pairs
+        for step in a.losses.keys() & b.losses.keys()
+    ]
     return math.nan if any(map(math.isnan, known)) else max(known, default=None)
 
 
@@ -115,7 +130,11 @@ def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
         (
             level.level,
             number(level.tokens_per_second, ",.0f"),
-            NONE if level.ratio is None else "{:.2f} ({:.2f}–{:.2f})".format(*level.ratio) if i else "1",
+            NONE
+            if level.ratio is None
+            else "{:.2f} ({:.2f}–{:.2f})".format(*level.ratio)
+            if i
+            else "1",
             number(level.mfu, ".2f"),
             number(level.memory_gib, ".2f"),
             number(level.loss, ".4f"),
@@ -128,18 +147,37 @@ def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
 
 
 def draw(
-    levels: Sequence[LevelFigures], runs: Sequence[RunFigures], first: Mapping[str, Run], losses: Path, speeds: Path
+    levels: Sequence[LevelFigures],
+    runs: Sequence[RunFigures],
+    first: Mapping[str, Run],
+    losses: Path,
+    speeds: Path,
 ) -> None:
-    """Draw the loss curves of one run of each level, and a bar for the speed of each. Raises PlotsMissing, OSError."""
+    """Draw the loss curves of one run of each level, and a bar for the speed of each.
+
+    Raises PlotsMissing, OSError.
+    """
     draw_png(charts(list(first.values()), list(first))[:1], losses)
     from matplotlib.figure import Figure
 
-    measured = [(level.level, level.tokens_per_second) for level in levels if level.tokens_per_second is not None]
+    measured = [
+        (level.level, level.tokens_per_second)
+        for level in levels
+        if level.tokens_per_second is not None
+    ]
     names, medians = zip(*measured, strict=True)
     figure = Figure(figsize=(10, 1.2 + 0.6 * len(names)), dpi=110, layout="constrained")
     axis = figure.subplots()
-    bars = axis.barh(names, medians, color=[COLORS[i % len(COLORS)] for i in range(len(names))], height=0.6)
-    axis.plot([r.tokens_per_second for r in runs], [r.level for r in runs], "|", color="black", markersize=12)
+    bars = axis.barh(
+        names, medians, color=[COLORS[i % len(COLORS)] for i in range(len(names))], height=0.6
+    )
+    axis.plot(
+        [r.tokens_per_second for r in runs],
+        [r.level for r in runs],
+        "|",
+        color="black",
+        markersize=12,
+    )
     axis.bar_label(bars, fmt="{:,.0f}", padding=30)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))

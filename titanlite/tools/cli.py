@@ -1,4 +1,7 @@
-"""The `titanlite` command. A command's module is imported only when that command runs, or for the list of all."""
+"""The `titanlite` command.
+
+A command's module is imported only when that command runs, or for the list of all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ from titanlite.config.entries import begins_option, names_key, value_words
 from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.tools.parser import FLAGS as FLAGS
 from titanlite.tools.parser import Parser
-from titanlite.utils import Style, escape, hide_secrets_in_tracebacks, missing_package, public, require
+from titanlite.utils import (
+    Style,
+    escape,
+    hide_secrets_in_tracebacks,
+    missing_package,
+    public,
+    require,
+)
 
 Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -75,24 +85,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = exit_codes.own_code(error)
         if code is None:
             raise
-        print(escape(str(error) if isinstance(error, ConfigError) else f"error: {error}"), file=sys.stderr)
+        print(
+            escape(str(error) if isinstance(error, ConfigError) else f"error: {error}"),
+            file=sys.stderr,
+        )
         return code
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     try:
         if text:
             # In a pipe it may be a file to be kept as it is.
             text = text if getattr(arguments, "verbatim", False) else public(text)
-            print(escape(text, colors=True, verbatim=True) if sys.stdout.isatty() else text, flush=True)
+            print(
+                escape(text, colors=True, verbatim=True) if sys.stdout.isatty() else text,
+                flush=True,
+            )
     except BrokenPipeError:
-        # A pager or `head` has seen enough; without this Python complains again while it shuts down.
+        # A pager or `head` has seen enough; without this Python complains again while it shuts
+        # down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide a command line into argparse's part and the `--section.key value` flags with their words.
+    """Divide a command line into argparse's part and the `--section.key value` flags with their
+    words.
 
-    argparse would take a flag's value for the name of the config file, and the value of `--aws-fsdp` for flags.
+    argparse would take a flag's value for the name of the config file, and the value of
+    `--aws-fsdp` for flags.
     """
     ours: list[str] = []
     flags: list[str] = []
@@ -147,9 +166,19 @@ def make_parser(command: str | None = None) -> Parser:
 
 def _top_parser() -> Parser:
     """Return the parser without commands."""
-    parser = Parser(prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False)
-    parser.add_argument("--version", action="store_true", help="print the versions of titanlite, torch and Python")
-    parser.set_defaults(run=lambda arguments, *_: _versions() if arguments.version else parser.format_help().rstrip())
+    parser = Parser(
+        prog="titanlite",
+        description="Train Llama-family models from one TOML file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="print the versions of titanlite, torch and Python"
+    )
+    parser.set_defaults(
+        run=lambda arguments, *_: (
+            _versions() if arguments.version else parser.format_help().rstrip()
+        )
+    )
     return parser
 
 
@@ -158,7 +187,10 @@ def add_help(commands: Commands) -> None:
     parser = commands.add_parser(
         "help",
         help="show the help of a command",
-        description="Show the help of a command, as --help behind the command does; of all commands without one.",
+        description=(
+            "Show the help of a command, as --help behind the command does; of all commands "
+            "without one."
+        ),
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", metavar="COMMAND", help="a command, as `config check`")
@@ -189,13 +221,19 @@ def add_train(commands: Commands) -> None:
     train = commands.add_parser(
         "train",
         help="train a model on this machine",
-        description="Train a config, as train.py does: one rank in this process, or N ranks with --nproc-per-node. A "
-        "process that torchrun starts is one of its ranks: torchrun --nproc_per_node 8 -m titanlite train CONFIG",
+        description="Train a config, as train.py does: one rank in this process, or N ranks with "
+        "--nproc-per-node. A process that torchrun starts is one of its ranks: "
+        "torchrun --nproc_per_node 8 -m titanlite train CONFIG",
         epilog=f"{FLAGS} Exit status: docs/reliability.md lists it.",
         allow_abbrev=False,
     )
     add_files(train)
-    train.add_argument("--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine with torchrun")
+    train.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine with torchrun",
+    )
     train.set_defaults(run=_train)
 
 
@@ -217,7 +255,11 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
 def check_ranks(ranks: int) -> None:
     """Check the value of --nproc-per-node. Raises ConfigError."""
     if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
+        why = (
+            f"expected an integer >= 1, got {ranks}"
+            if ranks < 1
+            else "torchrun has started this process already"
+        )
         raise bad_flag("--nproc-per-node", why)
 
 
@@ -230,7 +272,8 @@ def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -
 
     require("torch")
 
-    # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
+    # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen
+    # to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hold_signals(signal.SIGTERM, signal.SIGINT)  # until torchrun can end by exit code 5
     os.execv(sys.executable, torchrun.command(ranks, words, options))

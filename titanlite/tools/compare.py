@@ -1,4 +1,6 @@
-"""`titanlite compare`: the figures of several runs side by side, and the differences between the runs."""
+"""`titanlite compare`: the figures of several runs side by side, and the differences between the
+runs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ PAGE = "comparison.html"
 STEPS_SHOWN = 5
 
 #: Variables that differ between any two runs and affect neither speed nor numbers.
-_IRRELEVANT = re.compile(r"(SLURM|TORCHELASTIC)_.*|(LOCAL_|GROUP_)?WORLD_SIZE|.*_(ID|PORT|PID|FILE|DIR|ADDR)")
+_IRRELEVANT = re.compile(
+    r"(SLURM|TORCHELASTIC)_.*|(LOCAL_|GROUP_)?WORLD_SIZE|.*_(ID|PORT|PID|FILE|DIR|ADDR)"
+)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,13 +39,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     compare = commands.add_parser(
         "compare",
         help="put runs side by side: speed, memory, losses, what differs",
-        description="Print the figures of several runs and the differences between them, and draw their curves as "
-        f"{PAGE}, which opens in any browser. Where matplotlib is installed (the extra `plots`), also as {PICTURE}.",
+        description="Print the figures of several runs and the differences between them, and "
+        f"draw their curves as {PAGE}, which opens in any browser. Where matplotlib "
+        f"is installed (the extra `plots`), also as {PICTURE}.",
         allow_abbrev=False,
     )
-    compare.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file")
     compare.add_argument(
-        "--out", metavar="FOLDER", type=Path, default=Path("comparison"), help="where to draw (default: ./comparison)"
+        "runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file"
+    )
+    compare.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        default=Path("comparison"),
+        help="where to draw (default: ./comparison)",
     )
     compare.add_argument("--png", action="store_true", help=f"fail where {PICTURE} cannot be drawn")
     compare.add_argument("--json", action="store_true", help="print the figures as one JSON object")
@@ -66,13 +77,19 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
         if arguments.png:
             raise RunError(f"{picture} is not drawn: {error}. {page} has the same curves") from None
     except OSError as error:
-        raise RunError(f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out") from None
+        raise RunError(
+            f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out"
+        ) from None
     for problem in dict.fromkeys(problem for run in comparison.runs for problem in run.problems):
         print(f"note: {escape_name(problem)}", file=sys.stderr)
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
     parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
-    parts += ["\n".join(f"note: {escape_name(note)}" for note in comparison.notes)] if comparison.notes else []
+    parts += (
+        ["\n".join(f"note: {escape_name(note)}" for note in comparison.notes)]
+        if comparison.notes
+        else []
+    )
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])
 
 
@@ -87,7 +104,9 @@ class Figure:
 
     def cells(self) -> list[str]:
         """Return the values as text, e.g. `1,234 (1.05×)` or `4.5621 (+0.0012)`."""
-        return [self._cell(value, self.values[0] if i else None) for i, value in enumerate(self.values)]
+        return [
+            self._cell(value, self.values[0] if i else None) for i, value in enumerate(self.values)
+        ]
 
     def _cell(self, value: float | None, first: float | None) -> str:
         text = number(value, self.form)
@@ -114,7 +133,10 @@ class Comparison:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs to compare. Raises RunError for a folder without a run or figures, or one named twice."""
+    """Read the runs to compare.
+
+    Raises RunError for a folder without a run or figures, or one named twice.
+    """
     runs = [read_run(path) for path in paths]
     places = [run.folder.resolve() for run in runs]
     for i, run in enumerate(runs):
@@ -122,7 +144,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             raise RunError(f"{run.folder}: named twice; a run compared with itself shows nothing")
         if not run.training:
             raise RunError(
-                f"{run.folder}: {METRICS} has no training step yet; wait for its first logged step, or leave it out"
+                f"{run.folder}: {METRICS} has no training step yet; wait for its first logged "
+                "step, or leave it out"
             )
     return runs
 
@@ -135,10 +158,16 @@ def compare(runs: Sequence[Run]) -> Comparison:
     rows, training = [steady(run) for run in runs], [run.training for run in runs]
 
     def ratio(
-        title: str, form: str, pick: Callable[[list[float]], float], name: str, source: list[list[Row]]
+        title: str,
+        form: str,
+        pick: Callable[[list[float]], float],
+        name: str,
+        source: list[list[Row]],
     ) -> Figure:
         values = (finite(part, name) for part in source)
-        return Figure(title, tuple(pick(found) if found else None for found in values), form, "ratio")
+        return Figure(
+            title, tuple(pick(found) if found else None for found in values), form, "ratio"
+        )
 
     figures = [
         ratio("tokens/s", ",.0f", median, "total_tps", rows),
@@ -146,7 +175,12 @@ def compare(runs: Sequence[Run]) -> Comparison:
         ratio("MFU %", ".2f", median, "mfu", rows),
         ratio("memory GiB, peak", ".2f", max, "memory_gib", training),
         ratio("reserved GiB, peak", ".2f", max, "reserved_gib", training),
-        *(Figure(f"loss at step {step:,}", tuple(one[step] for one in losses), ".4f", "difference") for step in steps),
+        *(
+            Figure(
+                f"loss at step {step:,}", tuple(one[step] for one in losses), ".4f", "difference"
+            )
+            for step in steps
+        ),
         *_validation(runs),
     ]
     return Comparison(
@@ -160,7 +194,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def steady(run: Run) -> list[Row]:
-    """Return the training rows without the first two of each attempt, which pay for compilation and allocation.
+    """Return the training rows without the first two of each attempt, which pay for compilation and
+    allocation.
 
     Of an attempt with two rows, the second is kept.
     """
@@ -168,7 +203,9 @@ def steady(run: Run) -> list[Row]:
 
 
 def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
-    """Yield the final validation losses, and those of the last common step where the final steps differ."""
+    """Yield the final validation losses, and those of the last common step where the final steps
+    differ.
+    """
     losses = [{int(row["step"]): row["validation_loss"] for row in run.validations} for run in runs]
     finals = tuple(float(max(steps)) if steps else None for steps in losses)
     same = len(set(finals)) == 1
@@ -183,7 +220,11 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return at most `count` of the steps at equal distances, including the last."""
-    return sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)}) if steps else []
+    return (
+        sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)})
+        if steps
+        else []
+    )
 
 
 def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
@@ -200,7 +241,9 @@ def tables(comparison: Comparison) -> list[Table]:
     figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
     found = [Table(("", *runs.columns), named, (0, 1, 2)), Table(("", *labels), figures)]
     rows = [(name, *map(_plain, values)) for name, values in comparison.differences.items()]
-    return found + ([Table(("what differs", *labels), rows, range(len(labels) + 1))] if rows else [])
+    return found + (
+        [Table(("what differs", *labels), rows, range(len(labels) + 1))] if rows else []
+    )
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:
@@ -208,7 +251,13 @@ def compare_json(comparison: Comparison) -> dict[str, Any]:
     named = zip(comparison.labels, comparison.runs, strict=True)
     return {
         "runs": [
-            {"label": n, "run": str(r.folder), "state": r.state, "step": r.step, "steady_rows": len(steady(r))}
+            {
+                "label": n,
+                "run": str(r.folder),
+                "state": r.state,
+                "step": r.step,
+                "steady_rows": len(steady(r)),
+            }
             for n, r in named
         ],
         "figures": {figure.name: figure.values for figure in comparison.figures},
@@ -219,13 +268,26 @@ def compare_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
-    """Return config keys first, in the order of the file, then circumstances that may explain a difference."""
-    configs = [run.config or {} for run in runs] if all(run.config is not None for run in runs) else [{} for _ in runs]
-    attempts = [_circumstances(run.attempts[-1]) if all(one.attempts for one in runs) else {} for run in runs]
+    """Return config keys first, in the order of the file, then circumstances that may explain a
+    difference.
+    """
+    configs = (
+        [run.config or {} for run in runs]
+        if all(run.config is not None for run in runs)
+        else [{} for _ in runs]
+    )
+    attempts = [
+        _circumstances(run.attempts[-1]) if all(one.attempts for one in runs) else {}
+        for run in runs
+    ]
     sides = [{**config, **attempt} for config, attempt in zip(configs, attempts, strict=True)]
-    names = dict.fromkeys(name for side in sides for name in side if name != "job.dump_folder")  # it always differs
+    names = dict.fromkeys(
+        name for side in sides for name in side if name != "job.dump_folder"
+    )  # it always differs
     values = {name: tuple(side.get(name) for side in sides) for name in names}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    return {
+        name: found for name, found in values.items() if any(value != found[0] for value in found)
+    }
 
 
 def _circumstances(attempt: Attempt) -> dict[str, Any]:
@@ -237,7 +299,10 @@ def _circumstances(attempt: Attempt) -> dict[str, Any]:
         "host": attempt.get("host"),
         "git commit": str(git["commit"])[:12] if git.get("commit") else None,
         "git dirty": git.get("dirty"),
-        **{f"version of {name}": version for name, version in (attempt.get("versions") or {}).items()},
+        **{
+            f"version of {name}": version
+            for name, version in (attempt.get("versions") or {}).items()
+        },
         **{name: value for name, value in variables.items() if not _IRRELEVANT.fullmatch(name)},
     }
 
@@ -245,7 +310,10 @@ def _circumstances(attempt: Attempt) -> dict[str, Any]:
 def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator[str]:
     named = list(zip(labels, runs, strict=True))
     if not common:
-        yield "no step was logged by all runs, so no losses are compared: metrics.log_freq decides which are logged"
+        yield (
+            "no step was logged by all runs, so no losses are compared: metrics.log_freq decides "
+            "which are logged"
+        )
     sizes = {name: size for name, run in named if (size := _tokens_per_step(run))}
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
@@ -258,7 +326,10 @@ def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator
             yield f"{run.folder}: {state_words(run)}: {run.reason}"
         ranks = list(dict.fromkeys(str(attempt.get("ranks")) for attempt in run.attempts))
         if len(ranks) > 1:
-            yield f"{run.folder}: ran on {', then '.join(ranks)} ranks; its tokens/s is the median over all of them"
+            yield (
+                f"{run.folder}: ran on {', then '.join(ranks)} ranks; its tokens/s is the median "
+                "over all of them"
+            )
         if len({attempt.get("config") for attempt in run.attempts}) > 1:
             yield f"{run.folder}: its config changed when it was resumed; the last one is compared"
         if not steady(run):
@@ -267,10 +338,19 @@ def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator
 
 def _tokens_per_step(run: Run) -> float | None:
     """Return the tokens between the last two training rows, per step."""
-    rows = [{"step": 0.0, "tokens_seen": 0.0}, *(row for row in run.training if "tokens_seen" in row)][-2:]
+    rows = [
+        {"step": 0.0, "tokens_seen": 0.0},
+        *(row for row in run.training if "tokens_seen" in row),
+    ][-2:]
     steps = rows[-1]["step"] - rows[0]["step"]
     return (rows[-1]["tokens_seen"] - rows[0]["tokens_seen"]) / steps if steps > 0 else None
 
 
 def _plain(value: Any) -> str:
-    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "not set"
+        if value is None
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )

@@ -1,4 +1,6 @@
-"""The comparison as one HTML file with tables and curves that show their values; it fetches nothing."""
+"""The comparison as one HTML file with tables and curves that show their values; it fetches
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,11 @@ def _finite(chart: Chart) -> list[tuple[float, float]]:
 
 
 def _plot(chart: Chart) -> dict[str, Any]:
-    """Return a chart with at least one finite value as the page draws it: places in pixels, and data for its script.
+    """Return a chart with at least one finite value as the page draws it: places in pixels, and
+    data for its script.
 
-    Data: the points of each curve, with texts for values that are not finite, and their tokens and seconds.
+    Data: the points of each curve, with texts for values that are not finite, and their tokens and
+    seconds.
     """
     steps, values = zip(*_finite(chart), strict=True)
     columns = ticks(min(steps), max(steps), 8)
@@ -56,7 +60,11 @@ def _plot(chart: Chart) -> dict[str, Any]:
 
     def parts(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
         groups = groupby(points, key=lambda point: math.isfinite(point[1]))
-        return [[(place(x, step), place(y, value)) for step, value in part] for finite, part in groups if finite]
+        return [
+            [(place(x, step), place(y, value)) for step, value in part]
+            for finite, part in groups
+            if finite
+        ]
 
     return {
         "chart": chart,
@@ -79,7 +87,9 @@ def _data(curve: Curve) -> dict[str, Any]:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers at equal distances, the first at most `low`, the last at least `high`."""
+    """Return about `count` round numbers at equal distances, the first at most `low`, the last at
+    least `high`.
+    """
     if high <= low:
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room

@@ -1,7 +1,7 @@
 """Tab completion of `titanlite` in bash, zsh and fish, by the package argcomplete.
 
-The shell calls `titanlite` with `_ARGCOMPLETE` in the environment, and `complete` answers. A normal start imports
-nothing of this.
+The shell calls `titanlite` with `_ARGCOMPLETE` in the environment, and `complete` answers. A normal
+start imports nothing of this.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "completion",
         help="print the code for tab completion in a shell",
-        description="Print code with which a shell completes commands, options, keys of the config and their values, "
-        f"and config files. Add one of these lines to the start of your shell: {lines}",
+        description="Print code with which a shell completes commands, options, keys of the "
+        "config and their values, and config files. Add one of these lines to the "
+        f"start of your shell: {lines}",
         allow_abbrev=False,
     )
-    parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=f"one of {', '.join(_SHELLS)}")
+    parser.add_argument(
+        "shell", choices=_SHELLS, metavar="SHELL", help=f"one of {', '.join(_SHELLS)}"
+    )
     parser.set_defaults(run=_run)
 
 
@@ -48,7 +51,9 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
         from argcomplete.shell_integration import shellcode
     except ModuleNotFoundError:
         message = "tab completion needs argcomplete: pip install 'titanlite[completion]'"
-        raise ConfigError([Problem("command line", "completion", message, code="missing-package")]) from None
+        raise ConfigError(
+            [Problem("command line", "completion", message, code="missing-package")]
+        ) from None
 
     code: str = shellcode(["titanlite"], shell=arguments.shell)
     return code.rstrip()
@@ -71,7 +76,9 @@ def complete() -> NoReturn:
 
 
 def _names_only() -> Parser:
-    """Return a parser that knows the names of the commands alone: to import all of them takes longer."""
+    """Return a parser that knows the names of the commands alone: to import all of them takes
+    longer.
+    """
     parser = _top_parser()
     commands = parser.add_subparsers()
     for name in COMMANDS:
@@ -122,7 +129,9 @@ def _set_completer(action: argparse.Action, completer: Any) -> None:
 
 
 def _config_files(prefix: str, **_: Any) -> list[str]:
-    """Return TOML files and folders that begin with `prefix`, and the configs that come with titanlite."""
+    """Return TOML files and folders that begin with `prefix`, and the configs that come with
+    titanlite.
+    """
     from argcomplete.completers import FilesCompleter
 
     shipped = {file.name for folder in config_folders() for file in folder.glob("*.toml")}

@@ -1,4 +1,6 @@
-"""Pages generated from the keys: a TOML file to uncomment from, docs/config-keys.md, the JSON Schema for editors."""
+"""Pages generated from the keys: a TOML file to uncomment from, docs/config-keys.md, the JSON
+Schema for editors.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import Any, Union
 
 import msgspec
 
-from titanlite.config.aliases import ALIASES, COMMA_LISTS, LATER_DEFAULTS, LATER_FLAVORS, VALUE_NAMES, Alias, names_of
+from titanlite.config.aliases import (
+    ALIASES,
+    COMMA_LISTS,
+    LATER_DEFAULTS,
+    LATER_FLAVORS,
+    VALUE_NAMES,
+    Alias,
+    names_of,
+)
 from titanlite.config.keys import Key, inner_section, keys, members, names_beside_paths, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.run_sections import Section
@@ -20,19 +30,26 @@ from titanlite.tools import render_page
 NOT_IN_FILES = ("job.config_file",)
 
 _HEAD = """\
-# Every key of titanlite with its default. To set a key, take the # from its line (and from no other) and change the
-# value. A key without a default shows what it takes: "# key = <...>". Other names of the keys: docs/config-keys.md."""
+# Every key of titanlite with its default. To set a key, take the # from its line (and from no
+# other) and change the value. A key without a default shows what it takes: "# key = <...>".
+# Other names of the keys: docs/config-keys.md."""
 
 
 def template() -> str:
-    """Return a TOML file of comments under section headers: without the `#` of its keys it sets each to its default."""
+    """Return a TOML file of comments under section headers: without the `#` of its keys it sets
+    each to its default.
+    """
     parts = [_HEAD]
     for section, owner in sections().items():
-        lines = [f"[{section}]", *_comment(_first_line(owner))]
-        for key in (k for k in keys().values() if k.section == section and k.name not in NOT_IN_FILES):
+        lines = [f"[{section}]", *_comment(summary(owner))]
+        for key in (
+            k for k in keys().values() if k.section == section and k.name not in NOT_IN_FILES
+        ):
             lines += ["", *_comment(f"{key.description} ({key.expected}){_mark(key.name)}")]
             line = (
-                f"# {key.field} = <{key.expected}>" if key.default is None else f"#{key.field} = {quote(key.default)}"
+                f"# {key.field} = <{key.expected}>"
+                if key.default is None
+                else f"#{key.field} = {quote(key.default)}"
             )
             lines.append(line)
         parts.append("\n".join(lines))
@@ -43,12 +60,15 @@ def _mark(key: str) -> str:
     return f" Not built yet: {NOT_IMPLEMENTED[key].feature}." if key in NOT_IMPLEMENTED else ""
 
 
-def _first_line(owner: type[Section]) -> str:
-    return (owner.__doc__ or "").splitlines()[0]
+def summary(owner: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring as one line."""
+    return " ".join((owner.__doc__ or "").split("\n\n")[0].split())
 
 
 def _comment(text: str) -> list[str]:
-    return textwrap.wrap(text, 110, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+    return textwrap.wrap(
+        text, 110, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
 
 
 def markdown() -> str:
@@ -56,27 +76,50 @@ def markdown() -> str:
     found = []
     for section, owner in sections().items():
         own = [key for key in keys().values() if key.section == section]
-        inner = [(key.name, Key.all_of(key.name, table)) for key in own if (table := inner_section(key.type))]
+        inner = [
+            (key.name, Key.all_of(key.name, table))
+            for key in own
+            if (table := inner_section(key.type))
+        ]
         tables = [(name, [_row(key) for key in inside]) for name, inside in inner]
-        found.append((section, _first_line(owner), [(*_row(key), _other_names(key)) for key in own], tables))
+        found.append(
+            (section, summary(owner), [(*_row(key), _other_names(key)) for key in own], tables)
+        )
     return render_page(
         "config-keys.md.jinja",
         sections=found,
-        defaults=[(_code(key), _value(there), _value(keys()[key].default)) for key, there in LATER_DEFAULTS.items()],
-        flavors=[(_code(there), _code(here), text) for there, (here, text) in LATER_FLAVORS.items()],
-        off=[(_code(name), " or ".join(map(_value, key.off)), key.reason) for name, key in UNSUPPORTED.items()],
+        defaults=[
+            (_code(key), _value(there), _value(keys()[key].default))
+            for key, there in LATER_DEFAULTS.items()
+        ],
+        flavors=[
+            (_code(there), _code(here), text) for there, (here, text) in LATER_FLAVORS.items()
+        ],
+        off=[
+            (_code(name), " or ".join(map(_value, key.off)), key.reason)
+            for name, key in UNSUPPORTED.items()
+        ],
     ).rstrip()
 
 
 def _row(key: Key) -> tuple[str, str, str, str]:
     mark = " ◌" if key.name in NOT_IMPLEMENTED else ""
-    return _code(key.field) + mark, key.expected, "required" if key.required else _value(key.default), key.description
+    return (
+        _code(key.field) + mark,
+        key.expected,
+        "required" if key.required else _value(key.default),
+        key.description,
+    )
 
 
 def _other_names(key: Key) -> str:
     names = [_code(a.name) + (f" ({a.relation})" if a.convert else "") for a in names_of(key.name)]
     names += ["one string with commas"] if key.name in COMMA_LISTS else []
-    names += [f"{_code(later)} for {_code(value)}" for (name, later), value in VALUE_NAMES.items() if name == key.name]
+    names += [
+        f"{_code(later)} for {_code(value)}"
+        for (name, later), value in VALUE_NAMES.items()
+        if name == key.name
+    ]
     return ", ".join(names)
 
 
@@ -99,7 +142,8 @@ def schema_text() -> str:
 def json_schema() -> Schema:
     """Return the JSON Schema (draft 2020-12) of a whole file.
 
-    Other names are accepted and marked deprecated; so are keys of other trainers, with the values that switch them off.
+    Other names are accepted and marked deprecated; so are keys of other trainers, with the values
+    that switch them off.
     """
     found: Schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -132,7 +176,11 @@ def _section(name: str, owner: type[Section]) -> Schema:
             **default,
             **_values(key.name, key.type),
         }
-    return {"description": owner.__doc__, **_object(properties), **({"required": required} if required else {})}
+    return {
+        "description": " ".join((owner.__doc__ or "").split()),
+        **_object(properties),
+        **({"required": required} if required else {}),
+    }
 
 
 def _values(name: str, type_: Any) -> Schema:
@@ -144,7 +192,13 @@ def _values(name: str, type_: Any) -> Schema:
         if key == name
     ]
     if name in COMMA_LISTS:
-        later.append({"type": "string", "deprecated": True, "description": "The list as one string, with commas."})
+        later.append(
+            {
+                "type": "string",
+                "deprecated": True,
+                "description": "The list as one string, with commas.",
+            }
+        )
     return {"anyOf": [own, *later]} if later else own
 
 
@@ -153,13 +207,18 @@ def _type(type_: Any) -> Schema:
         return {"type": "array", "items": _section("", section)}
     if named := names_beside_paths(type_):
         return {"anyOf": [{"enum": named}, {"type": "string", "pattern": ":"}]}
-    return msgspec.json.schema(Union[tuple(part for part in members(type_) if part is not type(None))])  # noqa: UP007
+    given = tuple(part for part in members(type_) if part is not type(None))
+    return msgspec.json.schema(Union[given])  # noqa: UP007
 
 
 def _alias(alias: Alias) -> Schema:
     relation = f" ({alias.relation})" if alias.convert else ""
     name = alias.name if alias.convert else alias.key
-    return {"description": f"Another name of {alias.key}{relation}.", "deprecated": True, **_values(name, alias.type)}
+    return {
+        "description": f"Another name of {alias.key}{relation}.",
+        "deprecated": True,
+        **_values(name, alias.type),
+    }
 
 
 def _place(schema: Schema, name: str, entry: Schema) -> None:

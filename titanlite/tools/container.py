@@ -1,7 +1,8 @@
 """The first process of a container: python -m titanlite.tools.container COMMAND [ARGUMENT ...]
 
-It passes SIGTERM, SIGINT and SIGUSR1 on, collects ended processes and ends with the command's exit code. SageMaker
-starts a container with the command `train`, which stands for the job that is described below /opt/ml.
+It passes SIGTERM, SIGINT and SIGUSR1 on, collects ended processes and ends with the command's exit
+code. SageMaker starts a container with the command `train`, which stands for the job that is
+described below /opt/ml.
 """
 
 from __future__ import annotations
@@ -26,21 +27,30 @@ _POLL_SECONDS = 0.2
 
 
 def run(words: list[str]) -> int:
-    """Run a command to its end; return its exit code, or 128 plus the number of the signal that ended it."""
+    """Run a command to its end; return its exit code, or 128 plus the number of the signal that
+    ended it.
+    """
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGCHLD)
-    # A blocked signal waits for sigwait: none is lost, not even for process 1, which the kernel shields from others.
+    # A blocked signal waits for sigwait: none is lost, not even for process 1, which the kernel
+    # shields from others.
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     # torchrun would die of SIGUSR1. A program starts with it ignored, until a worker listens to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     python_ignores = (signal.SIGPIPE, signal.SIGXFSZ)
     try:
-        child = os.posix_spawnp(words[0], words, os.environ, setsigmask=[], setsigdef=python_ignores)
+        child = os.posix_spawnp(
+            words[0], words, os.environ, setsigmask=[], setsigdef=python_ignores
+        )
     except OSError as error:
         print(f"error: {words[0]}: {error.strerror}", file=sys.stderr)
         return 127
     notice_is_due = False
     while True:
-        came = signal.sigtimedwait(numbers, _POLL_SECONDS) if notice_is_due else signal.sigwaitinfo(numbers)
+        came = (
+            signal.sigtimedwait(numbers, _POLL_SECONDS)
+            if notice_is_due
+            else signal.sigwaitinfo(numbers)
+        )
         number = came.si_signo if came is not None else 0
         if number == signal.SIGCHLD:
             if (code := _collect(child)) is not None:
@@ -61,7 +71,9 @@ def _send(number: int, processes: Iterable[int]) -> None:
 
 
 def _collect(child: int) -> int | None:
-    """Collect all ended processes, so that no zombie stays; return the code of `child` if it is one of them."""
+    """Collect all ended processes, so that no zombie stays; return the code of `child` if it is one
+    of them.
+    """
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -71,7 +83,9 @@ def _collect(child: int) -> int | None:
 
 
 def _listeners(first: int, number: int) -> list[int]:
-    """Return the processes that have a handler for a signal, of a process and all that it has started."""
+    """Return the processes that have a handler for a signal, of a process and all that it has
+    started.
+    """
     parents, handles = dict[int, int](), set[int]()
     for file in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
@@ -87,9 +101,11 @@ def _listeners(first: int, number: int) -> list[int]:
 
 
 def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command and the environment variables of a SageMaker training job, as its toolkit sets them.
+    """Return the command and the environment variables of a SageMaker training job, as its toolkit
+    sets them.
 
-    base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The first host has rank 0.
+    base: /opt/ml. The hyperparameter `config_file` is the config; others are `section.key`. The
+    first host has rank 0.
     """
     from titanlite.tools.run import count_gpus  # 0.2 s, which other commands need not wait
 
@@ -102,15 +118,39 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     resources = read("resourceconfig")
     hosts: list[str] = resources.get("hosts") or ["localhost"]
     here = resources.get("current_host", hosts[0])
-    variables = network_environment(INSTANCES.get(resources.get("current_instance_type", "").removeprefix("ml.")))
+    variables = network_environment(
+        INSTANCES.get(resources.get("current_instance_type", "").removeprefix("ml."))
+    )
     if interface := resources.get("network_interface_name"):
         variables |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
-    variables |= {f"SM_CHANNEL_{name.upper()}": f"{base}/input/data/{name}" for name in read("inputdataconfig")}
-    variables |= {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": here, "SM_MODEL_DIR": f"{base}/model"}
+    variables |= {
+        f"SM_CHANNEL_{name.upper()}": f"{base}/input/data/{name}"
+        for name in read("inputdataconfig")
+    }
+    variables |= {
+        "SM_HOSTS": json.dumps(hosts),
+        "SM_CURRENT_HOST": here,
+        "SM_MODEL_DIR": f"{base}/model",
+    }
     variables["SM_OUTPUT_DIR"] = f"{base}/output"
     ranks = os.environ.get("NGPU") or str(count_gpus() or 1)
-    command = [sys.executable, "-m", "titanlite.torchrun", "--nnodes", str(len(hosts)), "--nproc_per_node", ranks]
-    command += ["--node_rank", str(hosts.index(here)), "--master_addr", hosts[0], "--master_port", str(_PORT)]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite.torchrun",
+        "--nnodes",
+        str(len(hosts)),
+        "--nproc_per_node",
+        ranks,
+    ]
+    command += [
+        "--node_rank",
+        str(hosts.index(here)),
+        "--master_addr",
+        hosts[0],
+        "--master_port",
+        str(_PORT),
+    ]
     command += ["-m", "titanlite", "train"]
     for name, value in sorted(read("hyperparameters").items()):
         if not name.startswith("sagemaker_"):
@@ -126,7 +166,9 @@ def main() -> int:
     words = sys.argv[1:]
     if words[:1] == ["train"]:
         words, variables = sagemaker_job(Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml")))
-        os.environ.update({name: value for name, value in variables.items() if name not in os.environ})
+        os.environ.update(
+            {name: value for name, value in variables.items() if name not in os.environ}
+        )
     return run(words or ["bash"])
 
 

@@ -1,4 +1,5 @@
-"""`titanlite checkpoint convert`: weights between checkpoints, Hugging Face folders and files of torch.
+"""`titanlite checkpoint convert`: weights between checkpoints, Hugging Face folders and files of
+torch.
 
 A few tensors are in memory at a time.
 """
@@ -83,8 +84,13 @@ class Source:
     tokenizer: str | None = None
 
     def converted(self, dtype: str | None, progress: Progress) -> Source:
-        """Return the same weights in another precision (None: as they are), which report their progress when read."""
-        empty = {name: converted(tensor, dtype) if dtype else tensor for name, tensor in self.empty.items()}
+        """Return the same weights in another precision (None: as they are), which report their
+        progress when read.
+        """
+        empty = {
+            name: converted(tensor, dtype) if dtype else tensor
+            for name, tensor in self.empty.items()
+        }
         done, total = 0, sum(tensor.nbytes for tensor in empty.values())
 
         def read(name: str) -> torch.Tensor:
@@ -93,23 +99,31 @@ class Source:
             progress(done, total)
             before = self.read(name)
             tensor = before.to(empty[name].dtype)
-            if tensor.dtype != before.dtype and bool((before.isfinite() & ~tensor.isfinite()).any()):
-                raise CheckpointError(f"{name} has values that {dtype} cannot hold: choose another --dtype")
+            if tensor.dtype != before.dtype and bool(
+                (before.isfinite() & ~tensor.isfinite()).any()
+            ):
+                raise CheckpointError(
+                    f"{name} has values that {dtype} cannot hold: choose another --dtype"
+                )
             return tensor
 
         return replace(self, empty=empty, read=read)
 
 
 def open_source(
-    path: AnyPath, progress: Progress = lambda done, total: None, ema: bool = False, trust_code: bool = False
+    path: AnyPath,
+    progress: Progress = lambda done, total: None,
+    ema: bool = False,
+    trust_code: bool = False,
 ) -> Source:
-    """Open the weights in `path`; compare every byte of a checkpoint with its hashes first (`progress`).
+    """Open the weights in `path`; compare every byte of a checkpoint with its hashes first
+    (`progress`).
 
-    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code if the file names
-    code; see `titanlite.config.trust`.
+    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
+    if the file names code; see `titanlite.config.trust`.
 
-    Raises CheckpointError when it holds no weights, or others than those of the model that it describes. Raises
-    ConfigError when it names code that is not trusted.
+    Raises CheckpointError when it holds no weights, or others than those of the model that it
+    describes. Raises ConfigError when it names code that is not trusted.
     """
     origin = foreign(trust_code)
     if holds_weights(path):
@@ -125,9 +139,13 @@ def open_source(
                 refuse_older(folder.parent)
             source = _checkpoint(folder, progress, ema, origin)
     if ema and source.manifest is None:
-        raise CheckpointError(f"{path} holds no average of the weights: it is no checkpoint of titanlite")
+        raise CheckpointError(
+            f"{path} holds no average of the weights: it is no checkpoint of titanlite"
+        )
     saved = describe(source.empty)
-    wanted = describe(get_spec(source.family).build_on_meta(source.args).state_dict())  # a tied head has its own name
+    wanted = describe(
+        get_spec(source.family).build_on_meta(source.args).state_dict()
+    )  # a tied head has its own name
     found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}
     if found := {name: problem for name, problem in found.items() if problem not in ("", DTYPE)}:
         raise CheckpointError(difference_table(found, saved, wanted, str(path)))
@@ -140,18 +158,32 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) 
     record = manifest.config.get("model")
     if not isinstance(record, dict):
         raise CheckpointError(
-            f"{folder} does not say which model it is of: it was written before checkpoints did, or by a program that "
-            'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and convert its next one'
+            f"{folder} does not say which model it is of: it was written before checkpoints did, "
+            "or by a program that "
+            'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and '
+            "convert its next one"
         )
     if problems := check_files(folder, manifest, progress=progress):
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
     family, args = _described(folder / FILE, record, origin)
     prefix = AVERAGE if ema else WEIGHT
-    tensors = {n.removeprefix(prefix): e for n, e in manifest.tensors.items() if n.startswith(prefix)}
+    tensors = {
+        n.removeprefix(prefix): e for n, e in manifest.tensors.items() if n.startswith(prefix)
+    }
     if not tensors:
-        raise CheckpointError(f"{folder} holds no average of the weights: its run had no optimizer.ema_decay")
+        raise CheckpointError(
+            f"{folder} holds no average of the weights: its run had no optimizer.ema_decay"
+        )
     empty = {name: _empty(dtype, shape) for name, (dtype, shape) in tensors.items()}
-    source = Source(folder, family, args, manifest.step, empty, lambda name: contents.read(prefix + name), manifest)
+    source = Source(
+        folder,
+        family,
+        args,
+        manifest.step,
+        empty,
+        lambda name: contents.read(prefix + name),
+        manifest,
+    )
     record = manifest.config.get("tokenizer")
     return replace(source, tokenizer=record.get("path") if isinstance(record, dict) else None)
 
@@ -176,22 +208,28 @@ def _foreign(path: AnyPath) -> Source:
     source = Source(path, weights.family, weights.args, 0, empty, weights.read)
     is_hf = path.is_dir() and (path / HF_CONFIG).is_file() and "quantization_config" not in config
     tokenizer = str(path if path.is_dir() else path.parent)
-    return replace(source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf)
+    return replace(
+        source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf
+    )
 
 
 def _torch_file(path: Path, origin: Origin) -> Source:
     try:
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+    except Exception as error:
         raise CheckpointError(f"{path} is no file of tensors by torch.save: {error}") from None
     state = content.get(STATE) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
         raise CheckpointError(
-            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.args.as_record(…)}}, as '
-            "`titanlite checkpoint convert --to torch` writes it"
+            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": '
+            "titanlite.models.args.as_record(…)}, as `titanlite checkpoint convert --to torch` "
+            "writes it"
         )
     family, args = _described(path, content[MODEL], origin, f"{MODEL}.family")
-    tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    tensors = {
+        str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)
+    }
     empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
     return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
 
@@ -209,14 +247,16 @@ def convert(
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder or file.
 
-    path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a file that
+    path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a
+    file that
     `to = "torch"` wrote.
-    target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints in which the new one,
-    of weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and nothing is
-    overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of the
-    weights (optimizer.ema_decay), from a checkpoint.
-    report: takes a line about the logits that both sides compute of a sample, and for a folder of Hugging Face's one
-    about the ids of texts; both are compared unless it is None.
+    target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints
+    in which the new one, of weights only, becomes `step-N`; that one may be in a store. It appears
+    when it is whole, and nothing is overwritten. dtype: of tensors in floating point, such as
+    "bfloat16"; None: as they are. ema: the average of the weights (optimizer.ema_decay), from a
+    checkpoint.
+    report: takes a line about the logits that both sides compute of a sample, and for a folder of
+    Hugging Face's one about the ids of texts; both are compared unless it is None.
     trust_code: as for `open_source`.
 
     Raises CheckpointError, also when logits or ids differ; then nothing is published.
@@ -225,7 +265,9 @@ def convert(
         raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
     if to != "checkpoint":
         if isinstance(target, StorePath):
-            raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
+            raise CheckpointError(
+                f"{target}: --to {to} writes to this machine; copy it to the store afterwards"
+            )
         refuse_existing(target)
     source = open_source(path, progress, ema, trust_code).converted(dtype, progress)
     final = step_folder(target, source.step) if to == "checkpoint" else target
@@ -243,7 +285,9 @@ def convert(
     return final
 
 
-def _write_hf(source: Source, final: AnyPath, shard_bytes: int, report: Callable[[str], None] | None) -> None:
+def _write_hf(
+    source: Source, final: AnyPath, shard_bytes: int, report: Callable[[str], None] | None
+) -> None:
     spec, entries = get_spec(source.family), describe(source.empty)
     try:
         names, config = spec.hf_names(source.args), spec.hf_config(source.args)
@@ -256,7 +300,9 @@ def _write_hf(source: Source, final: AnyPath, shard_bytes: int, report: Callable
         files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
         if problem := write_files(folder, files, entries, source.read):
             raise CheckpointError(f"{final} cannot be written: {problem}")
-        write_configs(folder, config, files, entries, hf_files(source.tokenizer) if source.tokenizer else {})
+        write_configs(
+            folder, config, files, entries, hf_files(source.tokenizer) if source.tokenizer else {}
+        )
         if report is not None:
             report(compare_logits(source.family, source.args, source.read, folder))
             if source.tokenizer:
@@ -275,17 +321,24 @@ def _write_torch(source: Source, final: Path) -> None:
     tied = get_spec(source.family).tied(source.args)
     names = {*source.empty} - tied.keys()
     with FakeTensorMode():
-        state = {name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype) for name in names}
+        state = {
+            name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype)
+            for name in names
+        }
         for name, other in tied.items():
             state[name] = state[other]  # one storage, as in the model
     content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
     try:
         # As a stream: torch refuses to open a file whose name begins with a dot.
-        with torch.serialization.skip_data(materialize_fake_tensors=True), open(file, "wb") as stream:
+        with (
+            torch.serialization.skip_data(materialize_fake_tensors=True),
+            open(file, "wb") as stream,
+        ):
             torch.save(content, stream)
         places = _places(file)
         with open(file, "r+b") as stream:
-            # Not through the file mapped to memory: a full disk would end the process by a signal there.
+            # Not through the file mapped to memory: a full disk would end the process by a signal
+            # there.
             for name in sorted(names, key=places.__getitem__):
                 stream.seek(places[name])
                 stream.write(source.read(name).contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -324,8 +377,8 @@ def _check_space(source: Source, target: Path) -> None:
 class _OneByOne(DefaultSavePlanner):
     """Reads each tensor when it is to be written; the state dictionary has them without memory.
 
-    DCP holds on to every tensor until the file is closed. So the memory of each is released when DCP asks for the next:
-    it is written by then.
+    DCP holds on to every tensor until the file is closed. So the memory of each is released when
+    DCP asks for the next: it is written by then.
     """
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
@@ -341,7 +394,9 @@ class _OneByOne(DefaultSavePlanner):
         return self._written
 
 
-def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None) -> None:
+def _write_checkpoint(
+    source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None
+) -> None:
     started = time.perf_counter()
     state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
     for mark in marks_of(step_folder(root, source.step)):
@@ -360,9 +415,14 @@ def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None, report: 
             planner = _OneByOne(source.read)
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
         before = source.manifest
-        config = {**(before.config if before else {}), "model": as_record(source.family, source.args)}
+        config = {
+            **(before.config if before else {}),
+            "model": as_record(source.family, source.args),
+        }
         if beside:
-            config["tokenizer"] = {"path": str(tokenizer.resolve() if isinstance(tokenizer, Path) else tokenizer)}
+            config["tokenizer"] = {
+                "path": str(tokenizer.resolve() if isinstance(tokenizer, Path) else tokenizer)
+            }
         manifest = Manifest(
             step=source.step,
             fingerprints=before.fingerprints if before else {},

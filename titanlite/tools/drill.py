@@ -1,4 +1,6 @@
-"""`titanlite drill`: train a tiny copy of a config, inject faults, and compare with a run without a fault."""
+"""`titanlite drill`: train a tiny copy of a config, inject faults, and compare with a run without a
+fault.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ examples:
   titanlite drill my.toml --ranks 4 --training.tensor_parallel_degree 2
   titanlite drill my.toml --only sigterm --only full-disk
 
-Further --section.key VALUE flags are laid over the file, as for train.py. Exit status: 0 if all faults passed, 1 if one
-failed (the folders of the runs are then kept), 2 if the config or the command line is wrong, 130 after Ctrl-C."""
+Further --section.key VALUE flags are laid over the file, as for train.py. Exit status: 0 if all
+faults passed, 1 if one failed (the folders of the runs are then kept), 2 if the config or the
+command line is wrong, 130 after Ctrl-C."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,9 +47,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "drill",
         help="test how a tiny copy of a config survives kills, damage, signals and other faults",
-        description="Train a tiny copy of CONFIG, with its features and kinds of parallelism, on CPU processes in a\n"
-        "temporary folder. Inject faults, one per run. Compare the result bit for bit with a run without\na fault, or "
-        "check the trace that the fault must leave.",
+        description="Train a tiny copy of CONFIG, with its features and kinds of parallelism, on "
+        "CPU processes in a\n"
+        "temporary folder. Inject faults, one per run. Compare the result bit for bit "
+        "with a run without\na fault, or check the trace that the fault must leave.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -55,8 +59,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     table = "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS)
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
-    add("--ranks", type=at_least(2), metavar="N", help="processes (default: 2, or 4 with two kinds of parallelism)")
-    add("--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable")
+    add(
+        "--ranks",
+        type=at_least(2),
+        metavar="N",
+        help="processes (default: 2, or 4 with two kinds of parallelism)",
+    )
+    add(
+        "--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable"
+    )
     add("--list", action="version", version=table, help="print the names of the faults and exit")
     add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
     add("--json", action="store_true", help="print the result as JSON")
@@ -65,7 +76,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 @dataclass
 class Workspace:
-    """The folder of a drill: a whole run without a fault, the first half of one, and a run per scenario.
+    """The folder of a drill: a whole run without a fault, the first half of one, and a run per
+    scenario.
 
     Methods raise RanksError when a run does not end as expected.
     """
@@ -83,10 +95,13 @@ class Workspace:
         """Make the folder of a run that holds the first half."""
         return shutil.copytree(self.folder / "half", self.folder / name)
 
-    def train(self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0) -> str:
+    def train(
+        self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0
+    ) -> str:
         """Train once to the end and return the output. ranks: 0 for those of the drill.
 
-        The struck rank must end with exit code `code`, and the others with the same, or with LOST_PEER after a kill.
+        The struck rank must end with exit code `code`, and the others with the same, or with
+        LOST_PEER after a kill.
         """
         run.mkdir(exist_ok=True)
         folders = [f"--job.dump_folder={run}", f"--data.token_cache={self.folder / 'tokens'}"]
@@ -98,7 +113,10 @@ class Workspace:
         return text
 
     def finish(self, run: Path, step: int, *flags: str) -> str:
-        """Resume a run from `step`, train to its end and compare it with the whole run. Return the output."""
+        """Resume a run from `step`, train to its end and compare it with the whole run.
+
+        Return the output.
+        """
         text = self.train(run, *flags)
         check_resumed(text, step)
         self.compare(run)
@@ -110,14 +128,21 @@ class Workspace:
         unlike = sorted({step for step, *_ in (ours - theirs) + (theirs - ours)})
         check(not unlike, f"steps {unlike} differ from those of the run {like!r}")
         tensors = differing(checkpoint(run), checkpoint(self.folder / like))
-        check(not tensors, f"{tensors[:3]} in the last checkpoint differ from those of the run {like!r}")
+        check(
+            not tensors,
+            f"{tensors[:3]} in the last checkpoint differ from those of the run {like!r}",
+        )
 
 
 def differing(left: Path, right: Path) -> list[str]:
     """Return the tensors of two checkpoints that are not equal bit for bit."""
     from titanlite.tools.tensors import Contents, compare  # imports torch
 
-    return [one.name for one in compare(Contents(left), Contents(right)) if one.elements or one.left != one.right]
+    return [
+        one.name
+        for one in compare(Contents(left), Contents(right))
+        if one.elements or one.left != one.right
+    ]
 
 
 def checkpoint(run: Path, step: int = STEPS) -> Path:
@@ -139,7 +164,11 @@ def records(run: Path, needed: str = "") -> list[tuple[Any, ...]]:
 
 def check_resumed(text: str, step: int) -> None:
     found = re.findall(r"resumed from step (\d+)", text)
-    check(found == [str(step)], f"the run resumed from step {', '.join(found) or 'none'}, not {step}", text)
+    check(
+        found == [str(step)],
+        f"the run resumed from step {', '.join(found) or 'none'}, not {step}",
+        text,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,7 +182,8 @@ class Scenario:
     fault: Fault = NO_FAULT
     #: Flags of the run.
     flags: Sequence[str] = ()
-    #: Exit code of the rank after the fault, and whether a checkpoint newer than that of the first half is there then.
+    #: Exit code of the rank after the fault, and whether a checkpoint newer than that of the first
+    #: half is there then.
     code: int = -signal.SIGKILL
     newer: bool = False
 
@@ -167,9 +197,15 @@ def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
     """End a run by a fault, resume it and compare the result."""
     text = work.train(run, *one.flags, fault=one.fault, code=one.code)
     if one.fault.event == "validation":
-        check(records(run, "validation_loss")[-1][0] == HALF, "the validation was not interrupted", text)
+        check(
+            records(run, "validation_loss")[-1][0] == HALF,
+            "the validation was not interrupted",
+            text,
+        )
     step = max(saved_steps(run), default=0)
-    check(step > HALF if one.newer else step == HALF, f"the newest checkpoint is of step {step}", text)
+    check(
+        step > HALF if one.newer else step == HALF, f"the newest checkpoint is of step {step}", text
+    )
     work.finish(run, step, *one.flags)
     told = f"signal {-one.code}" if one.code < 0 else f"exit code {one.code}"
     return f"ended by {told}; resumed from step {step}, same end"
@@ -190,7 +226,9 @@ def damage(work: Workspace, run: Path, one: Scenario) -> str:
         file.unlink()
     text = work.finish(run, HALF - INTERVAL)
     check(file.name in text, f"the start did not name {file.name}", text)
-    check(len([*folder.parent.glob(f"{folder.name}?*")]) == 1, "the damaged checkpoint was not kept")
+    check(
+        len([*folder.parent.glob(f"{folder.name}?*")]) == 1, "the damaged checkpoint was not kept"
+    )
     return f"{file.name} named, resumed from step {HALF - INTERVAL}, same end"
 
 
@@ -204,7 +242,9 @@ def none_left(work: Workspace, run: Path, _: Scenario) -> str:
 
 
 def bad_steps(work: Workspace, run: Path, one: Scenario, *names: str) -> list[list[Any]]:
-    """Train with a NaN in the gradient of one rank. Return these values of the rows in guard.jsonl."""
+    """Train with a NaN in the gradient of one rank. Return these values of the rows in
+    guard.jsonl.
+    """
     work.train(run, *one.flags, fault=one.fault)
     return [[row.get(name) for name in names] for row in read_lines(run / "guard.jsonl")]
 
@@ -215,9 +255,15 @@ def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
     check(rows == [[step, "skip"]], f"guard.jsonl has {rows}")
     changed = differing(checkpoint(run, HALF), checkpoint(run, step))
     check(not changed, f"the bad step {step} changed {changed[:3]}")
-    check(differing(checkpoint(run, step), checkpoint(run, step + 1)) != [], f"step {step + 1} changed nothing")
+    check(
+        differing(checkpoint(run, step), checkpoint(run, step + 1)) != [],
+        f"step {step + 1} changed nothing",
+    )
     steps = [row[0] for row in records(run, "loss")]
-    check(steps == [*range(1, STEPS + 1)] and STEPS in saved_steps(run), f"metrics.jsonl has the steps {steps}")
+    check(
+        steps == [*range(1, STEPS + 1)] and STEPS in saved_steps(run),
+        f"metrics.jsonl has the steps {steps}",
+    )
     return f"step {step} changed no weight or moment, the run goes on to its end"
 
 
@@ -241,23 +287,39 @@ def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
     told = re.search(rf"step {step}\b.*rank {one.fault.rank}: .*{os.strerror(errno.EFBIG)}", text)
     check(told is not None, "the failed save was not reported", text)
     steps = saved_steps(run)
-    check(step not in steps and {HALF, STEPS} <= {*steps}, f"there are checkpoints of steps {steps}", text)
+    check(
+        step not in steps and {HALF, STEPS} <= {*steps},
+        f"there are checkpoints of steps {steps}",
+        text,
+    )
     work.compare(run)
-    return f"async_mode = {mode!r}: reported, step {HALF} stays, training goes on, the next save succeeds"
+    return (
+        f"async_mode = {mode!r}: reported, step {HALF} stays, training goes on, the next save "
+        "succeeds"
+    )
 
 
 def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
     check_resumed(work.train(run, *ONE_RANK, ranks=1), HALF)
-    whole, tolerance = work.folder / "whole", _TOLERANCE[work.tiny.config.training.mixed_precision_param]
+    whole, tolerance = (
+        work.folder / "whole",
+        _TOLERANCE[work.tiny.config.training.mixed_precision_param],
+    )
     expected = {step: dict(figures) for step, *figures in records(whole, "loss")}
     for step, *figures in records(run, "loss"):
         found, other = dict(figures), expected[step]
         gap = abs(found["loss"] - other["loss"])
         check(gap <= tolerance * other["loss"], f"the loss of step {step} differs by {gap:.2g}")
         check(found["tokens_seen"] == other["tokens_seen"], f"tokens_seen of step {step} differs")
-    places = [json.loads((checkpoint(one) / "manifest.json").read_text())["train"]["data"] for one in (run, whole)]
+    places = [
+        json.loads((checkpoint(one) / "manifest.json").read_text())["train"]["data"]
+        for one in (run, whole)
+    ]
     check(places[0] == places[1], f"the position in the data is {places[0]}, not {places[1]}")
-    return f"saved on {work.tiny.ranks} ranks, resumed on 1: same position in the data, losses equal to rounding"
+    return (
+        f"saved on {work.tiny.ranks} ranks, resumed on 1: same position in the data, losses equal "
+        "to rounding"
+    )
 
 
 _SAVE, _NEXT = HALF + INTERVAL, HALF + 1
@@ -266,31 +328,71 @@ _TERM, _IN_VALIDATION = Fault("term", "step", _NEXT, 1), Fault("term", "validati
 _NAN, _NAN_LATER = Fault("nan", "step", _NEXT, 1), Fault("nan", "step", _SAVE, 1)
 _KEEP_ONE, _STOP = ("--checkpoint.keep_latest_k=1",), ("--guard.policy=stop",)
 _ONLY_STOPS_SAVE = ("--checkpoint.interval=1000",)
-_SKIP = ("--guard.policy=skip", "--guard.max_skips=1", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
+_SKIP = (
+    "--guard.policy=skip",
+    "--guard.max_skips=1",
+    "--checkpoint.interval=1",
+    "--checkpoint.keep_latest_k=0",
+)
 _ROLLBACK = ("--guard.policy=rollback", "--guard.max_skips=1")
-# fmt: off
 SCENARIOS = (
     Scenario("resume", "stop and start again, without any fault", resume),
-    Scenario("kill-shard", "SIGKILL while a shard is written", interrupt, Fault("kill", "shard half", _SAVE, 1)),
-    Scenario("kill-rename", "SIGKILL before the manifest gets its name", interrupt, Fault("kill", "publish", _SAVE)),
-    Scenario("kill-purge", "SIGKILL while old checkpoints are deleted", interrupt, _PURGE, _KEEP_ONE, newer=True),
-    Scenario("kill-rank", "SIGKILL of one rank in a step", interrupt, Fault("kill", "step", _NEXT, 1)),
+    Scenario(
+        "kill-shard",
+        "SIGKILL while a shard is written",
+        interrupt,
+        Fault("kill", "shard half", _SAVE, 1),
+    ),
+    Scenario(
+        "kill-rename",
+        "SIGKILL before the manifest gets its name",
+        interrupt,
+        Fault("kill", "publish", _SAVE),
+    ),
+    Scenario(
+        "kill-purge",
+        "SIGKILL while old checkpoints are deleted",
+        interrupt,
+        _PURGE,
+        _KEEP_ONE,
+        newer=True,
+    ),
+    Scenario(
+        "kill-rank", "SIGKILL of one rank in a step", interrupt, Fault("kill", "step", _NEXT, 1)
+    ),
     Scenario("truncated-shard", "the newest checkpoint's largest file is cut in half", damage),
     Scenario("flipped-bit", "one bit of the newest checkpoint has changed", damage),
     Scenario("missing-manifest", "the newest checkpoint has no manifest", damage),
     Scenario("none-left", "no checkpoint is good, and the run must resume", none_left),
     Scenario("sigterm", "SIGTERM to one rank", interrupt, _TERM, (), exit_codes.PREEMPTED, True),
-    Scenario("sigterm-validation", "SIGTERM to one rank in a validation", interrupt, _IN_VALIDATION,
-             _ONLY_STOPS_SAVE, exit_codes.PREEMPTED, True),
-    Scenario("dead-lock", "a killed run has left its lock", interrupt, Fault("kill", "step", _NEXT)),
-    Scenario("nan-stop", 'a NaN gradient on one rank, guard.policy = "stop"', interrupt, _NAN, _STOP, exit_codes.GUARD),
+    Scenario(
+        "sigterm-validation",
+        "SIGTERM to one rank in a validation",
+        interrupt,
+        _IN_VALIDATION,
+        _ONLY_STOPS_SAVE,
+        exit_codes.PREEMPTED,
+        True,
+    ),
+    Scenario(
+        "dead-lock", "a killed run has left its lock", interrupt, Fault("kill", "step", _NEXT)
+    ),
+    Scenario(
+        "nan-stop",
+        'a NaN gradient on one rank, guard.policy = "stop"',
+        interrupt,
+        _NAN,
+        _STOP,
+        exit_codes.GUARD,
+    ),
     Scenario("nan-skip", 'the same, guard.policy = "skip"', nan_skip, _NAN, _SKIP),
-    Scenario("nan-rollback", 'the same, guard.policy = "rollback"', nan_rollback, _NAN_LATER, _ROLLBACK),
+    Scenario(
+        "nan-rollback", 'the same, guard.policy = "rollback"', nan_rollback, _NAN_LATER, _ROLLBACK
+    ),
     Scenario("full-disk", "no space for a save", full_disk, _FULL),
     Scenario("background-save", "no space for a save in the background", full_disk, _FULL),
     Scenario("other-ranks", "resume on one rank", other_ranks),
 )
-# fmt: on
 _WIDTH = max(len(scenario.name) for scenario in SCENARIOS)
 
 
@@ -315,11 +417,18 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
             shutil.rmtree(folder, ignore_errors=True)
     if not arguments.json:
         return f"{sum(result['passed'] for result in results)} of {len(chosen)} passed", code
-    record = {"config": arguments.config, "ranks": tiny.ranks, "passed": code == exit_codes.DONE, "faults": results}
+    record = {
+        "config": arguments.config,
+        "ranks": tiny.ranks,
+        "passed": code == exit_codes.DONE,
+        "faults": results,
+    }
     return json.dumps({**record, "kept": str(folder) if folder.exists() else None}, indent=1), code
 
 
-def _play(work: Workspace, chosen: Sequence[Scenario], results: list[dict[str, Any]], style: Style) -> int:
+def _play(
+    work: Workspace, chosen: Sequence[Scenario], results: list[dict[str, Any]], style: Style
+) -> int:
     """Play the scenarios, and print and append the result of each. Return the exit code."""
     try:
         work.make_references()
@@ -330,12 +439,16 @@ def _play(work: Workspace, chosen: Sequence[Scenario], results: list[dict[str, A
         began = time.monotonic()
         try:
             passed, told = True, scenario.play(work, work.begin(scenario.name), scenario)
-        except Exception as problem:  # an error of a check means that a run left something unexpected
+        except (
+            Exception
+        ) as problem:  # an error of a check means that a run left something unexpected
             passed, told = False, str(problem) if isinstance(problem, RanksError) else repr(problem)
         seconds = time.monotonic() - began
         word = style.good("pass") if passed else style.warn("FAIL")
         _log(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")
-        results.append({"name": scenario.name, "passed": passed, "seconds": round(seconds, 2), "told": told})
+        results.append(
+            {"name": scenario.name, "passed": passed, "seconds": round(seconds, 2), "told": told}
+        )
     return exit_codes.DONE if all(result["passed"] for result in results) else exit_codes.ERROR
 
 

@@ -1,4 +1,6 @@
-"""A tiny copy of a config for the drill: the same features and kinds of parallelism, trained in seconds on CPUs."""
+"""A tiny copy of a config for the drill: the same features and kinds of parallelism, trained in
+seconds on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,18 @@ _FIXED: dict[str, dict[str, Any]] = {
     "training": {"dataset": "c4_test", "dataset_path": None, "seq_len": 32, "steps": STEPS},
     "lr_scheduler": {"total_steps": STEPS},
     "checkpoint": {
-        **{"enable_checkpoint": True, "folder": "checkpoint", "interval_type": "steps", "interval": INTERVAL},
-        **{"start": "resume-or-fresh", "load_step": -1, "initial_load_path": None, "keep_latest_k": 3},
+        **{
+            "enable_checkpoint": True,
+            "folder": "checkpoint",
+            "interval_type": "steps",
+            "interval": INTERVAL,
+        },
+        **{
+            "start": "resume-or-fresh",
+            "load_step": -1,
+            "initial_load_path": None,
+            "keep_latest_k": 3,
+        },
         **{"model_weights_only": False, "last_save_in_hf": False},
         **{"create_seed_checkpoint": False, "enable_first_step_checkpoint": False},
     },
@@ -45,7 +57,12 @@ _FIXED: dict[str, dict[str, Any]] = {
         **{"freq": INTERVAL, "first": False, "steps": 2, "batch_size": 2, "seq_len": 32},
         **{"dataset": "c4_validation", "dataset_path": None},
     },
-    "metrics": {"log_freq": 1, "enable_color_printing": False, "enable_tensorboard": False, "enable_wandb": False},
+    "metrics": {
+        "log_freq": 1,
+        "enable_color_printing": False,
+        "enable_tensorboard": False,
+        "enable_wandb": False,
+    },
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "sample": {"prompts": []},
     "job": {"print_config": False, "save_config_file": None},
@@ -65,12 +82,16 @@ class TinyConfig:
     notes: tuple[str, ...]
 
 
-def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, compiled: bool = False) -> TinyConfig:
+def tiny_config(
+    config: str, flags: Sequence[str], ranks: int | None = None, compiled: bool = False
+) -> TinyConfig:
     """Return the tiny copy of a config file with flags over it, trained on the bundled text.
 
-    ranks: None for 2, or as many as its kinds of parallelism need. compiled: leave training.compile as it is.
+    ranks: None for 2, or as many as its kinds of parallelism need. compiled: leave training.compile
+    as it is.
 
-    Raises ConfigError if the copy cannot be trained, and for flags of keys that the drill sets itself.
+    Raises ConfigError if the copy cannot be trained, and for flags of keys that the drill sets
+    itself.
     """
     argv = [f"--job.config_file={config}", *flags]
     base, problems = read(argv)
@@ -79,7 +100,13 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     d = base.sections
     if d.model.name == "hf":
         message = "the drill shrinks a model by dim and n_layers, which models of transformers lack"
-        raise ConfigError([Problem(base.place("model.name"), "model.name", message, "name a family of titanlite's")])
+        raise ConfigError(
+            [
+                Problem(
+                    base.place("model.name"), "model.name", message, "name a family of titanlite's"
+                )
+            ]
+        )
     if d.model.flavor == FROM_FOLDER:
         d = shaped(base).sections
     wanted = [key for key in _DEGREES if base.value(key) > 1]
@@ -88,21 +115,27 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     for key in wanted:
         if shard % 2 == 0:
             degrees[key], shard = 2, shard // 2
-    fixed = {f"{section}.{key}": value for section, keys in _FIXED.items() for key, value in keys.items()}
+    fixed = {
+        f"{section}.{key}": value for section, keys in _FIXED.items() for key, value in keys.items()
+    }
     fixed |= _sizes(d, degrees, shard)
     own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
     refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
-    arguments = [f"--{key}={value if isinstance(value, str) else quote(value)}" for key, value in values.items()]
+    arguments = [
+        f"--{key}={value if isinstance(value, str) else quote(value)}"
+        for key, value in values.items()
+    ]
     tiny = check_config([*argv, *arguments], ranks)[0].sections
     kept = [f"{_DEGREES[key]} 2, " for key in wanted if degrees[key] > 1]
     lost = [_DEGREES[key] for key in wanted if degrees[key] == 1]
     notes = [
-        f"model    {d.model.name} {d.model.flavor} at dim {values['model.overrides.dim']}, n_layers "
-        f"{values['model.overrides.n_layers']}, the bundled text and tokenizer",
+        f"model    {d.model.name} {d.model.flavor} at dim {values['model.overrides.dim']}, "
+        f"n_layers {values['model.overrides.n_layers']}, the bundled text and tokenizer",
         f"ranks    {ranks} CPU processes: {''.join(kept)}data_parallel_shard {shard}",
-        f"run      {STEPS} steps, saved every {INTERVAL}, async_mode = {d.checkpoint.async_mode!r}, activation "
-        f"checkpointing {tiny.activation_checkpoint.mode}, {d.training.mixed_precision_param}",
+        f"run      {STEPS} steps, saved every {INTERVAL}, async_mode = "
+        f"{d.checkpoint.async_mode!r}, activation checkpointing "
+        f"{tiny.activation_checkpoint.mode}, {d.training.mixed_precision_param}",
         *([f"not tested on {ranks} ranks: {', '.join(lost)}"] if lost else []),
     ]
     if d.training.compile and not compiled:
@@ -111,15 +144,32 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
 
 
 def _sizes(d: Config, degrees: dict[str, int], shard: int) -> dict[str, Any]:
-    """Return the sizes of model and batch by key: any degree of 2 divides them, and grouped heads stay grouped."""
+    """Return the sizes of model and batch by key: any degree of 2 divides them, and grouped heads
+    stay grouped.
+    """
     pipeline = degrees["experimental.pipeline_parallel_degree"] > 1
     flavor = SHAPES.get(d.model.name, {}).get(d.model.flavor)
     grouped = d.model.overrides.get("n_kv_heads", flavor.n_kv_heads if flavor else None) is not None
-    shape = {"dim": 64, "n_layers": 4 if pipeline else 2, "n_heads": 4, "n_kv_heads": 2 if grouped else 4}
-    shape |= {"ffn_dim": 128, **({"vocab_size": _VOCABULARY} if "vocab_size" in d.model.overrides else {})}
-    micro, readers = 2 if pipeline else 1, shard * degrees["training.data_parallel_replicate_degree"]
+    shape = {
+        "dim": 64,
+        "n_layers": 4 if pipeline else 2,
+        "n_heads": 4,
+        "n_kv_heads": 2 if grouped else 4,
+    }
+    shape |= {
+        "ffn_dim": 128,
+        **({"vocab_size": _VOCABULARY} if "vocab_size" in d.model.overrides else {}),
+    }
+    micro, readers = (
+        2 if pipeline else 1,
+        shard * degrees["training.data_parallel_replicate_degree"],
+    )
     return {
-        **({"model.flavor": "debugmodel", "model.hf_config": None} if d.model.flavor == FROM_FOLDER else {}),
+        **(
+            {"model.flavor": "debugmodel", "model.hf_config": None}
+            if d.model.flavor == FROM_FOLDER
+            else {}
+        ),
         **{f"model.overrides.{name}": value for name, value in shape.items()},
         "training.batch_size": micro,
         "training.global_batch_size": micro * (4 if 4 % readers == 0 else 2 * readers),
@@ -128,7 +178,9 @@ def _sizes(d: Config, degrees: dict[str, int], shard: int) -> dict[str, Any]:
 
 
 def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
-    """Return new values, by key, where the config's do not work at this size or without a feature that is off."""
+    """Return new values, by key, where the config's do not work at this size or without a feature
+    that is off.
+    """
     compiles, reshard = d.training.compile and compiled, d.training.reshard_after_forward
     values: dict[str, Any] = {
         "training.compile": compiles,
@@ -137,7 +189,8 @@ def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
         "training.fsdp_min_params": 1000,
         "training.prefetch": min(d.training.prefetch, 1),
         "training.loss_chunks": min(d.training.loss_chunks, 2),
-        "experimental.enable_async_tensor_parallel": d.experimental.enable_async_tensor_parallel and compiles,
+        "experimental.enable_async_tensor_parallel": d.experimental.enable_async_tensor_parallel
+        and compiles,
         "experimental.pipeline_parallel_split_points": [],
         "experimental.pipeline_parallel_microbatches": None,
         "checkpoint.milestones": [],  # they would be further saves
@@ -151,6 +204,10 @@ def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
         values["training.reshard_after_forward"] = 2 if shard % 2 == 0 and shard > 2 else "always"
     if d.float8.enable_float8_linear:
         # The tiny model may lack the named layers, and its linears are small.
-        names = [name for name in d.float8.filter_fqns if not re.search(r"(^|\.)\d", name) and name != AUTO_FILTER]
+        names = [
+            name
+            for name in d.float8.filter_fqns
+            if not re.search(r"(^|\.)\d", name) and name != AUTO_FILTER
+        ]
         values |= {"float8.emulate": True, "float8.filter_fqns": names, "float8.min_features": 0}
     return values

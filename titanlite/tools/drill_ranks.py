@@ -1,7 +1,8 @@
 """Training runs on this machine whose ranks start in a second, for the drill and the tests.
 
-Each rank is a copy of a process that has imported torch (multiprocessing's fork server). Apart from that it is
-`train.py` under torchrun: the same environment, the same exit codes. This module does not import torch.
+Each rank is a copy of a process that has imported torch (multiprocessing's fork server). Apart from
+that it is `train.py` under torchrun: the same environment, the same exit codes. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 #: Limit of one start. A tiny run takes seconds, on a busy machine perhaps minutes.
 TIMEOUT_SECONDS = 300.0
-#: Time that the other ranks have to end when one has failed; then they are killed, as torchrun does.
+#: Time that the other ranks have to end when one has failed; then they are killed, as torchrun
+#: does.
 GRACE_SECONDS = 60.0
 
 
@@ -54,14 +56,22 @@ def start_fork_server() -> None:
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """One start of `train.py` on `count` ranks of this machine. As a context manager it kills all ranks at its end.
+    """One start of `train.py` on `count` ranks of this machine.
 
-    arguments: of `train.py`. console: file to which the output of all ranks is appended. main: module with the function
-    `main` to call, such as "titanlite.tools.cli" for a command of `titanlite`.
+    As a context manager it kills all ranks at its end.
+
+    arguments: of `train.py`. console: file to which the output of all ranks is appended. main:
+    module with the function `main` to call, such as "titanlite.tools.cli" for a command of
+    `titanlite`.
     """
 
     def __init__(
-        self, arguments: Sequence[str], count: int, console: Path, fault: Fault = NO_FAULT, main: str = "titanlite.main"
+        self,
+        arguments: Sequence[str],
+        count: int,
+        console: Path,
+        fault: Fault = NO_FAULT,
+        main: str = "titanlite.main",
     ) -> None:
         start_fork_server()
         console.touch()
@@ -76,8 +86,16 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self.processes: list[ForkServerProcess] = []
         for rank in range(count):
             variables = {**launch, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
-            words = (main, list(arguments), variables, str(console), fault if rank == fault.rank else NO_FAULT)
-            process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=words, daemon=True)
+            words = (
+                main,
+                list(arguments),
+                variables,
+                str(console),
+                fault if rank == fault.rank else NO_FAULT,
+            )
+            process = multiprocessing.get_context("forkserver").Process(
+                target=_run_rank, args=words, daemon=True
+            )
             process.start()
             self.processes.append(process)
 
@@ -101,7 +119,9 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return self.console.read_bytes()[self._offset :].decode(errors="replace")
 
     def wait(self, seconds: float = TIMEOUT_SECONDS, grace: float = GRACE_SECONDS) -> list[int]:
-        """Return the exit codes by rank, negative for a signal. Raises RanksError after `seconds`."""
+        """Return the exit codes by rank, negative for a signal. Raises RanksError after
+        `seconds`.
+        """
         deadline, failed = time.monotonic() + seconds, False
         while alive := [process.sentinel for process in self.processes if process.exitcode is None]:
             if not connection.wait(alive, max(0.0, deadline - time.monotonic())):
@@ -119,14 +139,20 @@ def check(passed: bool, problem: str, text: str = "") -> None:
 
 
 def train(
-    arguments: Sequence[str], count: int, console: Path, fault: Fault = NO_FAULT, main: str = "titanlite.main"
+    arguments: Sequence[str],
+    count: int,
+    console: Path,
+    fault: Fault = NO_FAULT,
+    main: str = "titanlite.main",
 ) -> tuple[list[int], str]:
     """Run the ranks to their end. Return exit codes by rank, and the output. Raises RanksError."""
     with Ranks(arguments, count, console, fault, main) as ranks:
         return ranks.wait(), ranks.output()
 
 
-def _run_rank(main: str, arguments: list[str], variables: dict[str, str], console: str, fault: Fault) -> NoReturn:
+def _run_rank(
+    main: str, arguments: list[str], variables: dict[str, str], console: str, fault: Fault
+) -> NoReturn:
     """Be one rank, in its own process."""
     os.setsid()  # Ctrl-C at the terminal reaches the drill only, which then ends its ranks
     end_with_parent(signal.SIGKILL)

@@ -1,7 +1,9 @@
-"""`titanlite evaluate`: the losses of a checkpoint on held-out text. It trains nothing and writes nothing.
+"""`titanlite evaluate`: the losses of a checkpoint on held-out text.
 
-Model, text and numbers are those of a validation in training: the same config builds them (`titanlite.build`). With
-`validation.ema` the weights are the averages in the checkpoint.
+It trains nothing and writes nothing.
+
+Model, text and numbers are those of a validation in training: the same config builds them
+(`titanlite.build`). With `validation.ema` the weights are the averages in the checkpoint.
 """
 
 from __future__ import annotations
@@ -37,14 +39,28 @@ if TYPE_CHECKING:
 
 #: Seconds for the hashes of prepared tokens that were read.
 _PATIENCE = 600.0
-#: Takes from a config what only training needs, so that it may be missing here, or not fit these ranks.
+#: Takes from a config what only training needs, so that it may be missing here, or not fit these
+#: ranks.
 _NO_TRAINING = (
     "--data.phase=[]",
-    *("--training.dataset=c4_test", "--training.dataset_path=none", "--data.source=[]", "--data.skip_steps=[]"),
+    *(
+        "--training.dataset=c4_test",
+        "--training.dataset_path=none",
+        "--data.source=[]",
+        "--data.skip_steps=[]",
+    ),
     *("--training.global_batch_size=-1", "--optimizer.name=AdamW", "--job.callbacks=[]"),
     *("--metrics.enable_wandb=false", "--validation.enable"),
-    *("--checkpoint.enable_checkpoint", "--checkpoint.folder=checkpoint", "--checkpoint.start=from"),
-    *("--checkpoint.load_step=-1", "--checkpoint.exclude_from_loading=[]", "--checkpoint.initial_load_model_only"),
+    *(
+        "--checkpoint.enable_checkpoint",
+        "--checkpoint.folder=checkpoint",
+        "--checkpoint.start=from",
+    ),
+    *(
+        "--checkpoint.load_step=-1",
+        "--checkpoint.exclude_from_loading=[]",
+        "--checkpoint.initial_load_model_only",
+    ),
     *("--checkpoint.initial_load_in_hf=false", "--checkpoint.create_seed_checkpoint=false"),
 )
 
@@ -54,15 +70,31 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     evaluate = commands.add_parser(
         "evaluate",
         help="measure a checkpoint on held-out text",
-        description="Print loss, perplexity and tokens for each validation text of a config, with the weights of a "
-        "checkpoint. Nothing is trained or written. A process that torchrun starts is one of its ranks.",
-        epilog=f"{FLAGS} Such as --validation.steps -1 for a full pass. Exit status: docs/reliability.md lists it.",
+        description="Print loss, perplexity and tokens for each validation text of a config, with "
+        "the weights of a checkpoint. Nothing is trained or written. A process that "
+        "torchrun starts is one of its ranks.",
+        epilog=(
+            f"{FLAGS} Such as --validation.steps -1 for a full pass. Exit status: "
+            "docs/reliability.md lists it."
+        ),
         allow_abbrev=False,
     )
-    path = "a run, its folder of checkpoints (the newest valid one), or one step-N; a folder or a URL"
+    path = (
+        "a run, its folder of checkpoints (the newest valid one), or one step-N; a folder or a URL"
+    )
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help=path)
-    evaluate.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file (default: the config in the checkpoint)")
-    evaluate.add_argument("--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine with torchrun")
+    evaluate.add_argument(
+        "file",
+        nargs="?",
+        metavar="CONFIG",
+        help="TOML file (default: the config in the checkpoint)",
+    )
+    evaluate.add_argument(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="start N ranks on this machine with torchrun",
+    )
     evaluate.add_argument("--json", action="store_true", help="print a JSON object")
     trust.add_argument(evaluate.add_argument)
     evaluate.set_defaults(run=_run)
@@ -75,7 +107,9 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if ranks is None:
         main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json, trust_code)
     check_ranks(ranks)
-    folder = checkpoint_of(arguments.checkpoint)  # all ranks load the same one, whatever a run saves meanwhile
+    folder = checkpoint_of(
+        arguments.checkpoint
+    )  # all ranks load the same one, whatever a run saves meanwhile
     config_of(folder, read_manifest(folder), file, flags, ranks, trust_code)
     words = [str(folder)]
     if file:
@@ -91,8 +125,8 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
 def _search_modules_as_here() -> None:
     """Let the ranks look for modules where this process does (Python 3.11 or later).
 
-    torchrun starts them with `python -m`, which looks in the working directory first. That may be a folder of somebody
-    else, with a file of the name of a package.
+    torchrun starts them with `python -m`, which looks in the working directory first. That may be a
+    folder of somebody else, with a file of the name of a package.
     """
     here = os.path.realpath(os.getcwd())
     searched = {os.path.realpath(place or ".") for place in sys.path}
@@ -108,9 +142,12 @@ def config_of(
     world_size: int,
     trust_code: bool = False,
 ) -> RunConfig:
-    """Return the config to evaluate a checkpoint by: that of a file, or its own. flags: laid over it.
+    """Return the config to evaluate a checkpoint by: that of a file, or its own.
 
-    trust_code: let the checkpoint's own config name code and variables; see `titanlite.config.trust`.
+    flags: laid over it.
+
+    trust_code: let the checkpoint's own config name code and variables; see
+    `titanlite.config.trust`.
 
     Raises ConfigError, and CheckpointError for a checkpoint without a config.
     """
@@ -119,14 +156,20 @@ def config_of(
         return check_loaded(*read([f"--job.config_file={file}", *over, *flags]), world_size)[1]
     toml = manifest.config.get("toml")
     if not isinstance(toml, str):
-        raise CheckpointError(f"{folder} holds no config: give one, `titanlite evaluate {folder} CONFIG`")
+        raise CheckpointError(
+            f"{folder} holds no config: give one, `titanlite evaluate {folder} CONFIG`"
+        )
     place = Path(str(folder / FILE))
-    over.append("--compile.cache_dir=none")  # a folder of compiled code, which this machine can make
+    over.append(
+        "--compile.cache_dir=none"
+    )  # a folder of compiled code, which this machine can make
     found = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
     return check_loaded(*found, world_size)[1]
 
 
-def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: bool, trust_code: bool) -> int:
+def _evaluate_rank(
+    path: str, file: str | None, flags: Sequence[str], as_json: bool, trust_code: bool
+) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
     from titanlite import main
 
@@ -159,14 +202,21 @@ def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: b
             sources = {name: _figures(one) for name, one in losses.items()}
             print(to_json({**about, **_figures(result.all), "sources": sources}))
         else:
-            print(as_table(str(folder), {**losses, **({"all": result.all} if len(losses) > 1 else {})}))
+            print(
+                as_table(
+                    str(folder), {**losses, **({"all": result.all} if len(losses) > 1 else {})}
+                )
+            )
     return exit_codes.DONE
 
 
-def read_texts(run: RunConfig, folder: AnyPath, manifest: Manifest) -> tuple[Tokenizer, dict[str, Rows]]:
+def read_texts(
+    run: RunConfig, folder: AnyPath, manifest: Manifest
+) -> tuple[Tokenizer, dict[str, Rows]]:
     """Read tokenizer and held-out texts; no process group is needed.
 
-    Raises DataError and ConfigError as training does, CheckpointError if the weights are of another model or tokenizer.
+    Raises DataError and ConfigError as training does, CheckpointError if the weights are of another
+    model or tokenizer.
     """
     from titanlite.build import check_model
     from titanlite.data.tokenizer import load_tokenizer
@@ -179,14 +229,19 @@ def read_texts(run: RunConfig, folder: AnyPath, manifest: Manifest) -> tuple[Tok
     others = [name for name, value in prints.items() if manifest.fingerprints.get(name) != value]
     if others and not {*others} <= {*run.checkpoint.allow_changes}:
         raise CheckpointError(
-            f"{folder} was trained with another {' and '.join(others)} than this config has. If that is meant, say so: "
-            f"--checkpoint.allow_changes={','.join(others)}"
+            f"{folder} was trained with another {' and '.join(others)} than this config has. If "
+            f"that is meant, say so: --checkpoint.allow_changes={','.join(others)}"
         )
     return tokenizer, read_held_out(run, tokenizer)
 
 
-def evaluate(run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mapping[str, Rows]) -> ValidationResult:
-    """Load the weights of `checkpoint.initial_load_path` and measure them. All ranks call it together."""
+def evaluate(
+    run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mapping[str, Rows]
+) -> ValidationResult:
+    """Load the weights of `checkpoint.initial_load_path` and measure them.
+
+    All ranks call it together.
+    """
     from titanlite.build import build_model, build_validation
     from titanlite.checkpoint.load import Loader
     from titanlite.checkpoint.storage import gather
@@ -219,5 +274,10 @@ def _figures(one: HeldOutLoss) -> dict[str, float]:
 
 
 def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
-    cells = [(name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}") for name, one in losses.items()]
-    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title), sys.stdout.isatty())
+    cells = [
+        (name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}")
+        for name, one in losses.items()
+    ]
+    return render(
+        Table(("text", "loss", "perplexity", "tokens"), cells, title=title), sys.stdout.isatty()
+    )

@@ -1,7 +1,8 @@
 """Faults inside the process of one rank, shared by `titanlite drill` and the tests.
 
-Faults in a save are placed by calls on files, not by functions of the trainer. Python reports these calls as audit
-events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it is wrapped.
+Faults in a save are placed by calls on files, not by functions of the trainer. Python reports these
+calls as audit events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it
+is wrapped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class SaveEvent(NamedTuple):
 
     #: Audit event, or "os.fsync".
     call: str
-    #: Pattern of the path, for a rename of "old path -> new path". STEP stands for the step of the save.
+    #: Pattern of the path, for a rename of "old path -> new path". STEP stands for the step of the
+    #: save.
     path: str
     #: The event that must have come before.
     after: str = ""
@@ -32,8 +34,8 @@ class SaveEvent(NamedTuple):
     nth: int = 1
 
 
-#: Points at which a process can be killed, in the order of a save. At a name with "half" half of the file is cut off
-#: first, as if the rest had not been written.
+#: Points at which a process can be killed, in the order of a save. At a name with "half" half of
+#: the file is cut off first, as if the rest had not been written.
 SAVE_EVENTS = {
     "folder made": SaveEvent("os.mkdir", r"/step-STEP$"),
     "shard begun": SaveEvent("open", r"/step-STEP/[^/]*\.distcp"),
@@ -50,7 +52,8 @@ SAVE_EVENTS = {
 }
 #: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half way")
-#: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its records.
+#: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its
+#: records.
 FULL_BYTES = 1 << 16
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
@@ -59,13 +62,13 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 class Fault:
     """A fault in one rank; the default is none.
 
-    kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the disk is full. memory:
-    the backward, or the start of `build`, runs out of the GPU's memory.
+    kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the
+    disk is full. memory: the backward, or the start of `build`, runs out of the GPU's memory.
     """
 
     kind: Literal["none", "kill", "term", "nan", "full", "memory"] = "none"
-    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (all
-    #: but full), when a "validation" begins (signals), in "build" (memory).
+    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has
+    #: its batches (all but full), when a "validation" begins (signals), in "build" (memory).
     event: str = ""
     #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
@@ -110,7 +113,9 @@ def _strike(fault: Fault, model: Any = None) -> None:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
     elif fault.kind == "nan":
         factors = itertools.chain([float("nan")], itertools.repeat(1.0))
-        list(model.parameters())[-1].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(next(factors)))
+        list(model.parameters())[-1].register_post_accumulate_grad_hook(
+            lambda p: p.grad.mul_(next(factors))
+        )
     elif fault.kind == "memory":
         list(model.parameters())[-1].register_post_accumulate_grad_hook(_run_out)
 
@@ -122,7 +127,9 @@ def _run_out(*_: object, **__: object) -> None:
 
 
 def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:
-    """Replace a function of a module or class by one that first calls `notify` with the same arguments."""
+    """Replace a function of a module or class by one that first calls `notify` with the same
+    arguments.
+    """
     original = getattr(owner, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -133,7 +140,9 @@ def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:
 
 
 def before_steps(notify: Callable[[int, Any, Any], object]) -> None:
-    """Call notify(step, model, batches) before each training step of this process, when its batches are there."""
+    """Call notify(step, model, batches) before each training step of this process, when its batches
+    are there.
+    """
     from titanlite.step import TrainStep
 
     def adapted(train_step: TrainStep, batches: Any, step: int, *_: Any) -> None:
@@ -142,7 +151,8 @@ def before_steps(notify: Callable[[int, Any, Any], object]) -> None:
     call_before(TrainStep, "__call__", adapted)
 
 
-#: Called with a call on files, a path (of a rename "old path -> new path") and, for "os.fsync", a file descriptor.
+#: Called with a call on files, a path (of a rename "old path -> new path") and, for "os.fsync", a
+#: file descriptor.
 _Notify = Callable[[str, str, int], None]
 
 
@@ -150,9 +160,16 @@ def _watch_files(notify: _Notify) -> None:
     """Call `notify` before each call that creates, writes, syncs, renames or removes a file."""
 
     def hook(call: str, arguments: tuple[Any, ...]) -> None:
-        if call == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        if (
+            call == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        ):
             notify(call, str(arguments[0]), -1)
-        elif call in ("os.mkdir", "os.remove"):  # with a path below that of a file descriptor, or -1
+        elif call in (
+            "os.mkdir",
+            "os.remove",
+        ):  # with a path below that of a file descriptor, or -1
             folder = "" if arguments[-1] < 0 else os.readlink(f"/proc/self/fd/{arguments[-1]}")
             notify(call, os.path.join(folder, str(arguments[0])), -1)
         elif call == "os.rename":
@@ -173,7 +190,11 @@ def _save_watch(fault: Fault) -> _Notify:
     def notify(call: str, path: str, descriptor: int) -> None:
         for name, event in SAVE_EVENTS.items():
             pattern = event.path.replace("STEP", str(fault.number))
-            if call == event.call and (not event.after or seen[event.after]) and re.search(pattern, path):
+            if (
+                call == event.call
+                and (not event.after or seen[event.after])
+                and re.search(pattern, path)
+            ):
                 seen[name] += 1
                 if name == fault.event and seen[name] == event.nth:
                     if name.endswith(" half"):
@@ -186,7 +207,9 @@ def _save_watch(fault: Fault) -> _Notify:
 def _full_disk(step: int) -> _Notify:
     """Limit the size of files from the save of `step` until that of another step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write then fails with an error, as on a full disk
+    signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # a write then fails with an error, as on a full disk
 
     def notify(call: str, path: str, _: int) -> None:
         if call == "open" and (found := re.search(r"/step-(\d+)/", path)):

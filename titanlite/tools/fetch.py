@@ -1,4 +1,6 @@
-"""`titanlite data fetch`: copy files of a data set of the hub, or files behind a URL, into a folder."""
+"""`titanlite data fetch`: copy files of a data set of the hub, or files behind a URL, into a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,30 @@ _PIECE = 8 << 20
 PATIENCE = 300.0
 
 
-def fetch(source: str, out: Path, numbers: str | None, subset: str | None = None, split: str | None = None) -> str:
-    """Copy the files of `source`, a name or id of the hub or a URL, into the folder `out`; return a summary.
+def fetch(
+    source: str, out: Path, numbers: str | None, subset: str | None = None, split: str | None = None
+) -> str:
+    """Copy the files of `source`, a name or id of the hub or a URL, into the folder `out`; return a
+    summary.
 
-    numbers: which of them, as "0-3,7"; None: all. Files that are there in whole are left alone; a part is continued.
-    Raises DataError for a source without files, and one that has not come back in `PATIENCE` seconds.
+    numbers: which of them, as "0-3,7"; None: all. Files that are there in whole are left alone; a
+    part is continued. Raises DataError for a source without files, and one that has not come back
+    in `PATIENCE` seconds.
     """
     text = hub_text(source)
     if text is None and not is_url(source):
         raise DataError(f"SOURCE: {source} is no name or id of the hub and no URL")
-    names = url_files(source, "SOURCE") if text is None else hub_files(text, subset, split, "SOURCE")[0]
-    wanted = names if numbers is None else [names[number] for number in _numbers(numbers, len(names))]
+    names = (
+        url_files(source, "SOURCE") if text is None else hub_files(text, subset, split, "SOURCE")[0]
+    )
+    wanted = (
+        names if numbers is None else [names[number] for number in _numbers(numbers, len(names))]
+    )
     targets = [out / os.path.basename(public_name(name)) for name in wanted]
     if len(set(targets)) < len(targets):
-        raise DataError(f"SOURCE: several files of {source} have the same name; fetch its subfolders one by one")
+        raise DataError(
+            f"SOURCE: several files of {source} have the same name; fetch its subfolders one by one"
+        )
     out.mkdir(parents=True, exist_ok=True)
     began, copied = time.monotonic(), 0
     for number, (name, target) in enumerate(zip(wanted, targets, strict=True), 1):
@@ -46,7 +58,10 @@ def fetch(source: str, out: Path, numbers: str | None, subset: str | None = None
         print(f"{number} of {len(wanted)}: {target}, {human_bytes(size)}", flush=True)
     seconds = time.monotonic() - began
     total = f"{human_bytes(copied)} in {human_time(seconds)}"
-    return f"{counted(len(wanted), 'files')} in {out}, {total}; train with --training.dataset_path={out}"
+    return (
+        f"{counted(len(wanted), 'files')} in {out}, {total}; train with "
+        f"--training.dataset_path={out}"
+    )
 
 
 def _numbers(text: str, count: int) -> list[int]:
@@ -56,7 +71,9 @@ def _numbers(text: str, count: int) -> list[int]:
             raise DataError(f"--files: expected numbers as 0-3,7, got {text!r}")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if not found or max(found) >= count:
-        raise DataError(f"--files: {text} is not within the {counted(count, 'files')}, 0 to {count - 1}")
+        raise DataError(
+            f"--files: {text} is not within the {counted(count, 'files')}, 0 to {count - 1}"
+        )
     return list(dict.fromkeys(found))
 
 

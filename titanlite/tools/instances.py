@@ -1,4 +1,6 @@
-"""What the network of an AWS instance type needs; `titanlite.plan.hardware` has the table of types."""
+"""What the network of an AWS instance type needs; `titanlite.plan.hardware` has the table
+of types.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,21 @@ from titanlite.plan.hardware import Instance
 
 
 def network_environment(instance: Instance | None, *, efa: bool = True) -> dict[str, str]:
-    """Return the variables of NCCL and libfabric for the network of an instance type; None: none are known.
+    """Return the variables of NCCL and libfabric for the network of an instance type; None: none
+    are known.
 
     efa: with those of EFA; a single machine needs none.
     """
     if instance is None:
         return {}
-    # Sockets carry the start-up and, without EFA, all traffic: not over loopback, nor over a container's bridge.
+    # Sockets carry the start-up and, without EFA, all traffic: not over loopback, nor over a
+    # container's bridge.
     variables = {"NCCL_SOCKET_IFNAME": "^lo,docker,veth"}
     if instance.efa and efa:
-        variables |= {"FI_PROVIDER": "efa", "FI_EFA_USE_HUGE_PAGE": "0"}  # huge pages break fork of data workers
+        variables |= {
+            "FI_PROVIDER": "efa",
+            "FI_EFA_USE_HUGE_PAGE": "0",
+        }  # huge pages break fork of data workers
     if instance.rdma and efa:
         variables["FI_EFA_USE_DEVICE_RDMA"] = "1"
     return variables

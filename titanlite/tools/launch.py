@@ -1,4 +1,6 @@
-"""`titanlite launch`: write a config's job for a scheduler, from a template in `deploy/`, and submit it."""
+"""`titanlite launch`: write a config's job for a scheduler, from a template in `deploy/`, and
+submit it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ _TEMPLATES = Path(__file__).parent.parent / "deploy"
 #: Folder of a job below job.dump_folder.
 FOLDER = "launch"
 CONFIG = "config.toml"
-#: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have `warnings(job)`.
+#: System → its module, with `files(job)`, `advice(job)` and `submit(job)`; some also have
+#: `warnings(job)`.
 _SYSTEMS = {
     "local": "titanlite.tools.launch_local",
     "slurm": "titanlite.tools.launch_slurm",
@@ -76,9 +79,10 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "launch",
         help="write the job of a config for a cluster, and submit it",
-        description="Write a job for a scheduler: section [launch] says on which machines, the rest of the config is "
-        "checked for their ranks. The job and the resolved config go to launch/ in job.dump_folder, which all machines "
-        f"must see. {FLAGS}",
+        description="Write a job for a scheduler: section [launch] says on which machines, the "
+        "rest of the config is checked for their ranks. The job and the resolved "
+        "config go to launch/ in job.dump_folder, which all machines must see. "
+        f"{FLAGS}",
         epilog="docs/launch/ has a page for each system.",
         allow_abbrev=False,
     )
@@ -96,13 +100,18 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
 
 
 def launch(name: str, argv: list[str], how: How) -> str:
-    """Make the job of a system; return the job, or what to do next. argv: flags of `train.py`. Raises ConfigError."""
+    """Make the job of a system; return the job, or what to do next.
+
+    argv: flags of `train.py`. Raises ConfigError.
+    """
     job = prepare(argv)
     system: Any = import_module(_SYSTEMS[name])
     files: dict[str, str] = system.files(job)
     warnings = list(getattr(system, "warnings", lambda _: [])(job))
     if not job.run.checkpoint.enable_checkpoint:
-        warnings.append("checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0")
+        warnings.append(
+            "checkpoints are off (checkpoint.enable_checkpoint): each restart begins at step 0"
+        )
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if how == "print":
@@ -114,14 +123,21 @@ def launch(name: str, argv: list[str], how: How) -> str:
 
 
 def prepare(argv: list[str]) -> Job:
-    """Check a config for the ranks of its section [launch]. argv: flags of `train.py`. Raises ConfigError."""
+    """Check a config for the ranks of its section [launch].
+
+    argv: flags of `train.py`. Raises ConfigError.
+    """
     loaded, first = check_config(argv, training=False, defer=True)
     problems = [*refused(loaded), *closed_urls(loaded)]
     launch = first.launch
     for name in (name for name, value in launch.environment.items() if value == REMOVED):
         message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
         advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
-        problems.append(Problem(loaded.place("launch.environment"), f"launch.environment.{name}", message, advice))
+        problems.append(
+            Problem(
+                loaded.place("launch.environment"), f"launch.environment.{name}", message, advice
+            )
+        )
     if problems:
         raise ConfigError(problems)
     instance = _instance(launch, loaded.place("launch.instance_type"))
@@ -131,8 +147,13 @@ def prepare(argv: list[str]) -> Job:
         advice = "set it, or launch.instance_type to one of the table in docs/launch/README.md"
         raise ConfigError([Problem("", "launch.gpus_per_node", message, advice)])
     if instance and ranks > instance.gpus and not launch.cpu:
-        message = f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank at most"
-        raise ConfigError([Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)])
+        message = (
+            f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
+            "at most"
+        )
+        raise ConfigError(
+            [Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)]
+        )
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
@@ -151,7 +172,9 @@ def _instance(launch: Launch, place: str) -> Instance | None:
 
 
 def write(job: Job, files: Mapping[str, str]) -> None:
-    """Write the job's files and the resolved config. Only their owner can read them: environment may hold secrets.
+    """Write the job's files and the resolved config.
+
+    Only their owner can read them: environment may hold secrets.
 
     The folder is closed to others, too: schedulers write logs there with the mode that they like.
     """
@@ -159,7 +182,9 @@ def write(job: Job, files: Mapping[str, str]) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
         job.folder.chmod(0o700)
     except OSError as error:
-        raise LaunchError(f"cannot make {job.folder} ({error.strerror}); --dry-run prints the job instead") from error
+        raise LaunchError(
+            f"cannot make {job.folder} ({error.strerror}); --dry-run prints the job instead"
+        ) from error
     for name, text in {CONFIG: config_text(job.run.toml), **files}.items():
         file = job.folder / name
         file.unlink(missing_ok=True)  # an older file may be open to others
@@ -170,11 +195,14 @@ def write(job: Job, files: Mapping[str, str]) -> None:
 def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     """Return a file of `deploy/` with its variables filled in; an unknown one is an error.
 
-    Raises ConfigError for a value with a control character: a new line would begin a statement of the job.
+    Raises ConfigError for a value with a control character: a new line would begin a statement of
+    the job.
     """
     _refuse_control_characters(job, values)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}  # neither YAML nor Python joins surrogate pairs
+    environment.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False
+    }  # neither YAML nor Python joins surrogate pairs
     environment.filters |= {
         "quote": shlex.quote,
         "json": partial(json.dumps, ensure_ascii=False),
@@ -186,18 +214,26 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
 
 def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
     """Raise ConfigError if one of the values that a template gets has a control character."""
-    checked = {name: value for name, value in values.items() if name != "config"}  # TOML, which has its own escapes
+    checked = {
+        name: value for name, value in values.items() if name != "config"
+    }  # TOML, which has its own escapes
     bad = {place: text for place, text in _texts(checked) if control_characters(text)}
     if not bad:
         return
-    # The values of a template come from these keys; a value with another origin keeps its name in the template.
+    # The values of a template come from these keys; a value with another origin keeps its name in
+    # the template.
     keys = {"job.dump_folder": job.run.job.dump_folder, "launch": asdict(job.launch)}
     named = {place: text for place, text in _texts(keys) if control_characters(text)}
     if control_characters(os.getcwd()):
         named["the working folder"] = os.getcwd()
     hint = "a job has none: a new line in a value would begin a statement of the job"
     raise ConfigError(
-        Problem("", escape_name(place), f"has the control character {', '.join(control_characters(text))}", hint)
+        Problem(
+            "",
+            escape_name(place),
+            f"has the control character {', '.join(control_characters(text))}",
+            hint,
+        )
         for place, text in (named or bad).items()
     )
 
@@ -217,7 +253,10 @@ def _texts(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _sbatch_word(text: str) -> str:
-    """Return a text as one word of an `#SBATCH` line. Slurm reads a backslash as an escape also within quotes."""
+    """Return a text as one word of an `#SBATCH` line.
+
+    Slurm reads a backslash as an escape also within quotes.
+    """
     return shlex.quote(text).replace("\\", r"\\")
 
 

@@ -1,4 +1,6 @@
-"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob, or HyperPod's HyperPodPyTorchJob."""
+"""A manifest for Kubernetes: Kubeflow's PyTorchJob or TrainJob, or HyperPod's
+HyperPodPyTorchJob.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from titanlite.config.urls import is_url
 from titanlite.runs.provenance import config_text
 from titanlite.tools.instances import network_environment
 from titanlite.tools.launch import CONFIG, Job, LaunchError, limit_seconds, render
-from titanlite.tools.launch_remote import checkpoint_folder, relative_paths, secrets, shown_urls, unset_variables
+from titanlite.tools.launch_remote import (
+    checkpoint_folder,
+    relative_paths,
+    secrets,
+    shown_urls,
+    unset_variables,
+)
 
 FILE = "job.yaml"
 CONFIG_FILE = "config.yaml"
@@ -53,21 +61,35 @@ def files(job: Job) -> dict[str, str]:
         "efa": fabric.efa if fabric else 0,
         "node_type": _node_type(job),
         "container": "node" if kind == "TrainJob" else "pytorch",
-        "words": ["python", "-m", "titanlite.torchrun", *_rendezvous(job), "-m", "titanlite", "train"]
+        "words": [
+            "python",
+            "-m",
+            "titanlite.torchrun",
+            *_rendezvous(job),
+            "-m",
+            "titanlite",
+            "train",
+        ]
         + [f"{_CONFIG_FOLDER}/{CONFIG}"],
         "environment": {
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
             # Time for a checkpoint after SIGTERM, before torchrun kills its ranks.
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(launch.notice_seconds),
-            **({exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)} if kind != "HyperPodPyTorchJob" else {}),
+            **(
+                {exit_codes.RESTART_VARIABLE: str(_RESTART_CODE)}
+                if kind != "HyperPodPyTorchJob"
+                else {}
+            ),
             **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(fabric)),
             **launch.environment,
         },
         "grace_seconds": launch.notice_seconds + _SPARE_SECONDS,
         "requests": _requests(job),
         "deadline": limit_seconds(launch.time_limit),
-        "volumes": [(claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()],
+        "volumes": [
+            (claim.replace(".", "-"), claim, path) for claim, path in launch.volumes.items()
+        ],
         "config_folder": _CONFIG_FOLDER,
         "config_file": CONFIG,
         "config": config_text(job.run.toml),
@@ -87,11 +109,18 @@ def _folder(job: Job) -> str:
 def _node_type(job: Job) -> str:
     """Return the label of the nodes. Those of a HyperPod cluster have the prefix ml."""
     kind = job.launch.instance_type
-    return f"ml.{kind.removeprefix('ml.')}" if kind and job.launch.kind == "HyperPodPyTorchJob" else kind
+    return (
+        f"ml.{kind.removeprefix('ml.')}"
+        if kind and job.launch.kind == "HyperPodPyTorchJob"
+        else kind
+    )
 
 
 def _name(job: Job) -> str:
-    """Return the name of the job: a host name, with room for that of a pod. Two run folders have two names."""
+    """Return the name of the job: a host name, with room for that of a pod.
+
+    Two run folders have two names.
+    """
     name = re.sub(r"[^a-z0-9-]+", "-", job.name)
     start = (name if name[0].isalpha() else f"run-{name}")[:33].strip("-")
     return f"{start}-{hashlib.sha256(bytes(job.folder.parent)).hexdigest()[:6]}"
@@ -111,7 +140,14 @@ def _rendezvous(job: Job) -> list[str]:
     if job.launch.kind == "PyTorchJob":
         return ranks
     # HyperPod's own agent would get all of it from the operator.
-    meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{_name(job)}:29400", "--local_addr", "$(POD_IP)"]
+    meet = [
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        f"{_name(job)}:29400",
+        "--local_addr",
+        "$(POD_IP)",
+    ]
     return ["--nnodes", str(job.launch.nodes), *ranks, *meet]
 
 
@@ -121,11 +157,20 @@ def _check(job: Job) -> None:
     in_pods = r"\w+" if launch.token_secret else _SET
     problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
     for name in secrets(launch.environment):
-        hint = f'kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret = "NAME"'
-        problems.append(Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint))
+        hint = (
+            f"kubectl create secret generic NAME --from-literal={name}=…, and launch.token_secret "
+            '= "NAME"'
+        )
+        problems.append(
+            Problem("", f"launch.environment.{name}", "all readers of the manifest see it", hint)
+        )
     for key in shown_urls(job.run.toml):
         hint = "write the URL as ${NAME}, a variable of the secret launch.token_secret"
-        problems.append(Problem("", key, "all readers of the manifest see the login or signature of its URL", hint))
+        problems.append(
+            Problem(
+                "", key, "all readers of the manifest see the login or signature of its URL", hint
+            )
+        )
     if not launch.image:
         advice = "name the image that deploy/Dockerfile makes, in a registry of the cluster"
         problems.append(Problem("", "launch.image", "a pod needs a container image", advice))
@@ -139,10 +184,17 @@ def _check(job: Job) -> None:
     if checkpoint.enable_checkpoint and not is_url(checkpoints):
         folders["checkpoint.folder"] = checkpoints
     for key, text in folders.items():
-        if not any(PurePosixPath(posixpath.normpath(text)).is_relative_to(path) for path in paths.values()):
+        if not any(
+            PurePosixPath(posixpath.normpath(text)).is_relative_to(path) for path in paths.values()
+        ):
             mounted = ", ".join(map(str, paths.values())) or "none"
-            message = f"{text!r} is not on a volume of the pods ({mounted}): checkpoints would end with the pod"
-            advice = 'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
+            message = (
+                f"{text!r} is not on a volume of the pods ({mounted}): checkpoints would end with "
+                "the pod"
+            )
+            advice = (
+                'set launch.volumes, as {"fsx-claim" = "/fsx"}, and a folder below one of its paths'
+            )
             problems.append(Problem("", key, message, advice))
     if problems:
         raise ConfigError(problems)
@@ -167,7 +219,10 @@ def _next(job: Job) -> list[str]:
         patch = json.dumps({"spec": spec if launch.kind == "TrainJob" else {"runPolicy": spec}})
         return f"{kubectl} patch {launch.kind.lower()} {name} --type=merge -p {shlex.quote(patch)}"
 
-    logs = f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l {_LABELS[launch.kind]}={name}"
+    logs = (
+        f"{kubectl} logs -f --prefix --max-log-requests={launch.nodes} -l "
+        f"{_LABELS[launch.kind]}={name}"
+    )
     return [
         f"follow it with: {logs}",
         f"stop it with a checkpoint: {suspend(True)}",
@@ -180,7 +235,9 @@ def _next(job: Job) -> list[str]:
 def submit(job: Job) -> str:
     """Submit the manifests; return what to do next. Raises LaunchError."""
     if shutil.which("kubectl") is None:
-        raise LaunchError(f"kubectl is not installed here; run kubectl apply -f {_folder(job)} where it is")
+        raise LaunchError(
+            f"kubectl is not installed here; run kubectl apply -f {_folder(job)} where it is"
+        )
     words = ["kubectl", "apply", "-f", str(job.folder)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

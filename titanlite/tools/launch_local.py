@@ -47,7 +47,10 @@ def advice(job: Job) -> str:
     start = f"bash {shlex.quote(str(job.folder / FILE))}"
     if job.launch.nodes == 1:
         return f"start it with: {start}"
-    return f"start it on each machine: {start} NUMBER ADDRESS, with NUMBER from 0, and the address of machine 0"
+    return (
+        f"start it on each machine: {start} NUMBER ADDRESS, with NUMBER from 0, and the address "
+        "of machine 0"
+    )
 
 
 def submit(job: Job) -> NoReturn:

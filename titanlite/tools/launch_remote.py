@@ -15,7 +15,12 @@ from titanlite.utils import public
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+)\}")
 #: Variables of any container.
 _USUAL = ("HOME", "HOSTNAME", "PATH", "USER")
-_PATHS = ("model.tokenizer_path", "training.dataset_path", "validation.dataset_path", "checkpoint.initial_load_path")
+_PATHS = (
+    "model.tokenizer_path",
+    "training.dataset_path",
+    "validation.dataset_path",
+    "checkpoint.initial_load_path",
+)
 
 
 def secrets(names: Collection[str]) -> list[str]:
@@ -24,29 +29,45 @@ def secrets(names: Collection[str]) -> list[str]:
 
 
 def checkpoint_folder(toml: str, run_folder: str, variables: Mapping[str, str]) -> str:
-    """Return checkpoint.folder as the container has it: a URL or an absolute path. An unknown variable stays."""
+    """Return checkpoint.folder as the container has it: a URL or an absolute path.
+
+    An unknown variable stays.
+    """
     folder = str(config_values(toml)["checkpoint.folder"])
     folder = _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), folder)
     return folder if is_url(folder) else posixpath.normpath(posixpath.join(run_folder, folder))
 
 
 def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator[Problem]:
-    """Yield a problem for each variable of a config that the container lacks. pattern: names that it sets itself."""
+    """Yield a problem for each variable of a config that the container lacks.
+
+    pattern: names that it sets itself.
+    """
     for key, value in config_values(toml).items():
         for name in dict.fromkeys(_VARIABLE.findall(json.dumps(value, default=str))):
             if name not in (*given, *_USUAL) and not re.fullmatch(pattern, name):
                 message = f"the containers have no environment variable {name}"
-                yield Problem("", key, message, f"set launch.environment.{name}, or write $${{ for a literal ${{")
+                yield Problem(
+                    "",
+                    key,
+                    message,
+                    f"set launch.environment.{name}, or write $${{ for a literal ${{",
+                )
 
 
 def shown_urls(toml: str) -> list[str]:
-    """Return the keys of a config whose URLs have a login or a signature, which readers of the job would see."""
+    """Return the keys of a config whose URLs have a login or a signature, which readers of the job
+    would see.
+    """
     texts = {key: json.dumps(value, default=str) for key, value in config_values(toml).items()}
     return [key for key, text in texts.items() if public(text) != text]
 
 
 def relative_paths(toml: str, hint: str) -> list[str]:
-    """Return a warning for each relative path of data. hint: the folder in which the container looks for it."""
+    """Return a warning for each relative path of data.
+
+    hint: the folder in which the container looks for it.
+    """
     values = config_values(toml)
     paths = {key: path for key in _PATHS if isinstance(path := values.get(key), str) and path}
     lost = {key: path for key, path in paths.items() if not is_url(path) and path[0] not in "/~$"}

@@ -39,14 +39,22 @@ def files(job: Job) -> dict[str, str]:
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-            **({"OMP_NUM_THREADS": "1"} if launch.cpu else network_environment(job.instance, efa=launch.nodes > 1)),
+            **(
+                {"OMP_NUM_THREADS": "1"}
+                if launch.cpu
+                else network_environment(job.instance, efa=launch.nodes > 1)
+            ),
             **launch.environment,
         },
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
         "python": "python" if launch.image else sys.executable,
     }
     names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
-    return {FILE: render("slurm.sbatch.jinja", job, {**{name: getattr(launch, name) for name in names}, **values})}
+    return {
+        FILE: render(
+            "slurm.sbatch.jinja", job, {**{name: getattr(launch, name) for name in names}, **values}
+        )
+    }
 
 
 def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
@@ -59,8 +67,13 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
         folders["checkpoint.folder"] = os.path.abspath(run_folder / checkpoint.folder)
     for key, folder in folders.items():
         if not any(Path(folder).is_relative_to(one) for one in seen):
-            message = f"{folder} is outside of {kind}, {', '.join(map(str, seen))}: not all machines see it"
-            yield Problem("", key, message, "set launch.shared_dir to a folder above it that all machines see")
+            message = (
+                f"{folder} is outside of {kind}, {', '.join(map(str, seen))}: not all machines "
+                "see it"
+            )
+            yield Problem(
+                "", key, message, "set launch.shared_dir to a folder above it that all machines see"
+            )
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
         yield Problem("", "job.dump_folder", message, "take a folder without one")
@@ -70,7 +83,10 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
             yield Problem("", "launch.image", message, "take a folder without them")
     limit = limit_seconds(launch.time_limit)
     if limit and 2 * launch.notice_seconds > limit:
-        message = f"{launch.notice_seconds} s are more than half of launch.time_limit, {launch.time_limit}"
+        message = (
+            f"{launch.notice_seconds} s are more than half of launch.time_limit, "
+            f"{launch.time_limit}"
+        )
         advice = "Slurm may send the notice up to a minute sooner: leave time to train"
         yield Problem("", "launch.notice_seconds", message, advice)
 
@@ -84,15 +100,22 @@ def submit(job: Job) -> str:
     """Submit the script; return what to do next. Raises LaunchError."""
     file = str(job.folder / FILE)
     if shutil.which("sbatch") is None:
-        raise LaunchError(f"sbatch is not installed here; submit {file} on a machine of the cluster")
-    done = subprocess.run(["sbatch", "--parsable", file], capture_output=True, text=True, check=False)
+        raise LaunchError(
+            f"sbatch is not installed here; submit {file} on a machine of the cluster"
+        )
+    done = subprocess.run(
+        ["sbatch", "--parsable", file], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise LaunchError(f"sbatch did not take {file}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
     follow = [
         f"job {number} is submitted: {job.launch.nodes} x {job.ranks} ranks",
         f"follow it with: tail -F {shlex.quote(str(job.folder / f'slurm-{number}.log'))}",
-        f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel --batch --signal=USR1 {number}",
+        (
+            f"stop it with a checkpoint: scontrol update JobId={number} Requeue=0; scancel "
+            f"--batch --signal=USR1 {number}"
+        ),
         f"continue it later: sbatch {shlex.quote(file)}",
     ]
     return "\n".join(follow)

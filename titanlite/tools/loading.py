@@ -1,4 +1,7 @@
-"""Loads a checkpoint or a Hugging Face folder on one device, for `sample` and `eval`. Torch is imported late."""
+"""Loads a checkpoint or a Hugging Face folder on one device, for `sample` and `eval`.
+
+Torch is imported late.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-CHECKPOINT = "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
+CHECKPOINT = (
+    "a run, its folder of checkpoints (the newest valid one), one step-N, or a Hugging Face folder"
+)
 
 
 @dataclass(frozen=True)
@@ -56,16 +61,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU if there is one)")
     add("--ema", action="store_true", help=EMA)
     precisions = ("float32", "bfloat16", "float16")
-    add("--dtype", choices=precisions, help="precision of the weights (default: bfloat16 on a GPU, else float32)")
-    add("--tokenizer", metavar="PATH", help="tokenizer file or folder (default: that of the run, or in the folder)")
-    add("--context", type=at_least(1), metavar="N", help="longest sequence in tokens (default: the model's own)")
+    add(
+        "--dtype",
+        choices=precisions,
+        help="precision of the weights (default: bfloat16 on a GPU, else float32)",
+    )
+    add(
+        "--tokenizer",
+        metavar="PATH",
+        help="tokenizer file or folder (default: that of the run, or in the folder)",
+    )
+    add(
+        "--context",
+        type=at_least(1),
+        metavar="N",
+        help="longest sequence in tokens (default: the model's own)",
+    )
     trust.add_argument(parser.add_argument)
 
 
 def load_model(arguments: argparse.Namespace) -> LoadedModel:
-    """Load the model that the options of `add_arguments` name. A checkpoint is compared with its hashes first.
+    """Load the model that the options of `add_arguments` name.
 
-    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, or code that is not trusted).
+    A checkpoint is compared with its hashes first.
+
+    Raises CheckpointError, DataError (tokenizer) and ConfigError (device, or code that is not
+    trusted).
     """
     import torch
 
@@ -90,8 +111,8 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     tokenizer, template = _tokenizer(source, arguments.tokenizer)
     if tokenizer.vocab_size > args.vocab_size:
         raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size:,} entries, and the model of {source.path} only "
-            f"{args.vocab_size:,}: give the model's own as --tokenizer"
+            f"the tokenizer has {tokenizer.vocab_size:,} entries, and the model of {source.path} "
+            f"only {args.vocab_size:,}: give the model's own as --tokenizer"
         )
     model = spec.build_on_meta(args)
     for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
@@ -115,15 +136,16 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         device=device,
         chat_template=template,
         stop_ids=frozenset(_stop_ids(tokenizer, Path(str(source.path)) if source.is_hf else None)),
-        summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on {device}, "
-        f"context {args.max_seq_len:,} tokens, loaded in {seconds}",
+        summary=f"{source.path}: {source.family}{step}, {size} parameters in {str(dtype)[6:]} on "
+        f"{device}, context {args.max_seq_len:,} tokens, loaded in {seconds}",
     )
 
 
 def _tokenizer(source: Any, path: str | None) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer of a `Source`, and the chat template that its run names.
 
-    path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights were not trained with.
+    path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights
+    were not trained with.
     """
     given, template = path, None
     if source.manifest is not None:
@@ -132,15 +154,19 @@ def _tokenizer(source: Any, path: str | None) -> tuple[Tokenizer, str | None]:
         template = config.get("data", {}).get("chat_template")
     if given is None and (source.manifest is None or "toml" not in source.manifest.config):
         given = source.tokenizer
-        if given is None or not (is_url(given) or any((Path(given) / name).is_file() for name in ("", *FOLDER_FILES))):
+        if given is None or not (
+            is_url(given) or any((Path(given) / name).is_file() for name in ("", *FOLDER_FILES))
+        ):
             names = " or ".join(FOLDER_FILES)
-            raise DataError(f"{given or source.path} holds no tokenizer ({names}): give one as --tokenizer PATH")
+            raise DataError(
+                f"{given or source.path} holds no tokenizer ({names}): give one as --tokenizer PATH"
+            )
     tokenizer = load_tokenizer(given, source.family)
     trained = source.manifest and source.manifest.fingerprints.get("tokenizer")
     if trained and trained != tokenizer.fingerprint[:16]:
         raise CheckpointError(
-            f"{source.path} was trained with another tokenizer than {given or 'the bundled one'}: give that one as "
-            "--tokenizer PATH"
+            f"{source.path} was trained with another tokenizer than {given or 'the bundled one'}: "
+            "give that one as --tokenizer PATH"
         )
     return tokenizer, template
 

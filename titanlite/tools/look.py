@@ -1,4 +1,6 @@
-"""Look at the text of a run: its rows as the model sees them, the documents of a step, and figures of all of it."""
+"""Look at the text of a run: its rows as the model sees them, the documents of a step, and figures
+of all of it.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,8 @@ class Run:
     states: Sequence[State] = ()
 
 
-#: Takes from the config that a run kept what a look at its text does not use, so that it need not be trusted.
+#: Takes from the config that a run kept what a look at its text does not use, so that it need not
+#: be trusted.
 _NO_TRAINING = (
     "--job.callbacks=[]",
     "--optimizer.name=AdamW",
@@ -91,13 +94,18 @@ _NO_TRAINING = (
 
 
 def open_run(
-    file: str | None, flags: Sequence[str], world_size: int | None, validation: bool = False, trust_code: bool = False
+    file: str | None,
+    flags: Sequence[str],
+    world_size: int | None,
+    validation: bool = False,
+    trust_code: bool = False,
 ) -> Run:
     """Read the text of a config, or of the folder of a run or its checkpoints.
 
     trust_code: let the folder's config name code and variables (`titanlite.config.trust`).
 
-    Raises ConfigError and DataError as training does, and for a run whose text is another one by now.
+    Raises ConfigError and DataError as training does, and for a run whose text is another one by
+    now.
     """
     states: list[State] = []
     expected: Mapping[str, str] = {}
@@ -113,12 +121,15 @@ def open_run(
         _, config = check_config(argv, world_size_of(world_size)[0])
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.name)
     if validation:
-        config = replace(config, data=replace(config.data, skip_steps=[]))  # they are of the training text
+        config = replace(
+            config, data=replace(config.data, skip_steps=[])
+        )  # they are of the training text
         return Run(config, tokenizer, next(iter(read_held_out(config, tokenizer).values())))
     rows = read_training_text(config, tokenizer)
     if (then := expected.get("data")) not in (None, rows.fingerprint[:16]):
         raise DataError(
-            f"{file}: the text has changed since: its fingerprint was {then}, and is {rows.fingerprint[:16]}"
+            f"{file}: the text has changed since: its fingerprint was {then}, and is "
+            f"{rows.fingerprint[:16]}"
         )
     return Run(config, tokenizer, rows, states)
 
@@ -157,14 +168,19 @@ def _check_position(manifest: Manifest, folder: AnyPath) -> None:
 
 
 def sequences_of(run: Run, step: int) -> list[int]:
-    """Return the sequences of a step, from 1. Raises DataError where the checkpoints do not tell."""
+    """Return the sequences of a step, from 1. Raises DataError where the checkpoints do not
+    tell.
+    """
     if step < 1:
         raise DataError(f"step {step}: steps count from 1")
     size = run.config.batch.global_batch_size
     skip = ranges_of_steps(run.config.data.skip_steps, size)
-    before = max((state for state in run.states if state.step < step), default=State(0, 0, (), size))
+    before = max(
+        (state for state in run.states if state.step < step), default=State(0, 0, (), size)
+    )
     after = min((state for state in run.states if state.step >= step), default=None)
-    # A stream need not begin at its start, and shares of a mixture may have changed. Lanes stay those of the start.
+    # A stream need not begin at its start, and shares of a mixture may have changed. Lanes stay
+    # those of the start.
     known = after.rows if after else {}
     rows = before.rows or {name: known[name] for name in ("lanes", "revision") if name in known}
     if rows:
@@ -172,16 +188,21 @@ def sequences_of(run: Run, step: int) -> list[int]:
         run.rows.load_state_dict(dict(rows), before.position, phases_of(run.config).shares(done))
     if after is not None:
         size, skip = after.global_batch, after.skipped
-        if skip_ranges.advance(before.position, (after.step - before.step) * size, skip) != after.position:
+        if (
+            skip_ranges.advance(before.position, (after.step - before.step) * size, skip)
+            != after.position
+        ):
             raise DataError(
-                f"step {step}: between steps {before.step} and {after.step} the run changed its global batch or its "
-                "place in the text, and no checkpoint is left from then"
+                f"step {step}: between steps {before.step} and {after.step} the run changed its "
+                "global batch or its place in the text, and no checkpoint is left from then"
             )
     start = skip_ranges.advance(before.position, (step - 1 - before.step) * size, skip)
     total = run.rows.total_sequences
     found = [n for n in skip_ranges.take(start, size, skip) if total is None or n < total]
     if not found:
-        raise DataError(f"step {step}: the text ends before it, after {counted(total or 0, 'sequences')}")
+        raise DataError(
+            f"step {step}: the text ends before it, after {counted(total or 0, 'sequences')}"
+        )
     return found
 
 
@@ -208,15 +229,23 @@ def at_step(run: Run, step: int, as_json: bool) -> str:
             begin += document.tokens
             start = run.tokenizer.decode(one for one in ids[:_TOKENS] if one not in special)
             start = " ".join(start.split())[:_CHARACTERS]
-            listed[str(number)].append({**document._asdict(), "file": file, "record": record, "text": start})
-            name = f"{document.source}: {document.name}" if run.config.data.source else document.name
+            listed[str(number)].append(
+                {**document._asdict(), "file": file, "record": record, "text": start}
+            )
+            name = (
+                f"{document.source}: {document.name}" if run.config.data.source else document.name
+            )
             place = f" = {file}, record {record}" if file else ""
             lines.append(f"  document {name}{place}, {counted(document.tokens, 'tokens')}: {start}")
-    return json.dumps({"step": step, "sequences": listed}, indent=1) if as_json else "\n".join(lines)
+    return (
+        json.dumps({"step": step, "sequences": listed}, indent=1) if as_json else "\n".join(lines)
+    )
 
 
 def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tuple[str, int]]:
-    """Read whole text up to the last of these documents; return file and record by source and name."""
+    """Read whole text up to the last of these documents; return file and record by source
+    and name.
+    """
     training, data = run.config.training, run.config.data
     single = DataSource(name=training.dataset, path=training.dataset_path)
     parts = run.rows.rows if isinstance(run.rows, MixedRows) else [run.rows]
@@ -224,7 +253,11 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     for source, rows in zip(data.source or [single], parts, strict=True):
         name = source.name or source.path if data.source else source.path or source.name
         wanted = {document.name for document in documents if document.source == name}
-        if isinstance(rows, PackedDataset) and isinstance(rows.corpus, Corpus) and rows.corpus.files:
+        if (
+            isinstance(rows, PackedDataset)
+            and isinstance(rows.corpus, Corpus)
+            and rows.corpus.files
+        ):
             columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
             kind = "auto" if source.format == "tokens" else source.format
             for number, record in enumerate(iter_records(rows.corpus.files, columns, kind)):
@@ -240,11 +273,14 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
 
 
 def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: Style) -> str:
-    """Return the text of the first `count` sequences from `step` on, of one data-parallel rank or of all."""
+    """Return the text of the first `count` sequences from `step` on, of one data-parallel rank or
+    of all.
+    """
     ranks, total = run.config.mesh.dp_degree, run.rows.total_sequences
     if rank is not None and not 0 <= rank < ranks:
         raise DataError(
-            f"--rank {rank}: data-parallel ranks run from 0 to {ranks - 1}; --world-size gives their number"
+            f"--rank {rank}: data-parallel ranks run from 0 to {ranks - 1}; --world-size gives "
+            "their number"
         )
     shown: list[str] = []
     while len(shown) < count:
@@ -254,7 +290,9 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
                 targets = int((row.labels != IGNORE).sum())
                 about = f"step {step}, sequence {sequence}, rank {sequence % ranks}: "
                 about += f"{counted(len(row.tokens), 'tokens')}, {counted(targets, 'targets')}"
-                shown.append(f"{style.bold(about)}\n{shown_row(row, documents, run.tokenizer, ids, style)}")
+                shown.append(
+                    f"{style.bold(about)}\n{shown_row(row, documents, run.tokenizer, ids, style)}"
+                )
         step += 1
         if total is not None and sequence == total - 1:
             break
@@ -264,16 +302,22 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
 
 
 def _found(rows: Rows, training: Training) -> str:
-    """Return the files of the text, those passed over, and the documents; "" for text without files."""
+    """Return the files of the text, those passed over, and the documents; "" for text without
+    files.
+    """
     label = "" if isinstance(rows, MixedRows) else str(training.dataset_path or training.dataset)
     lines = [*file_lines(rows), *(f"warning: {warning}" for warning in file_warnings(rows, label))]
     return "\n".join([*lines, rows.describe()]) if lines else ""
 
 
-def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids: bool, style: Style) -> str:
-    """Return a row as text: special tokens by name, a line before each document, and marks where the loss counts none.
+def shown_row(
+    row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids: bool, style: Style
+) -> str:
+    """Return a row as text: special tokens by name, a line before each document, and marks where
+    the loss counts none.
 
-    A token counts if the one before it predicts it, and the first one of a row belongs to the row before.
+    A token counts if the one before it predicts it, and the first one of a row belongs to the row
+    before.
     """
     special = set(tokenizer.special_tokens.values())
     masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()
@@ -284,7 +328,9 @@ def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids
         if begin == end:
             break
         text = ""
-        for (is_masked, is_special), group in groupby(range(begin, end), lambda n: (masked[n], tokens[n] in special)):
+        for (is_masked, is_special), group in groupby(
+            range(begin, end), lambda n: (masked[n], tokens[n] in special)
+        ):
             part = tokenizer.decode(tokens[n] for n in group)
             if is_masked:
                 part = style.dim(part) if style.color else f"[[{part}]]"
@@ -307,7 +353,8 @@ def stats(run: Run, as_json: bool) -> str:
         found = {"text": ", ".join(rows.names), "seq_len": rows.seq_len, "global_batch": size}
         parts = zip(rows.shares.items(), rows.rows, strict=True)
         found["sources"] = {
-            name: {"share": round(share, 6), **_figures(one, run, size)} for (name, share), one in parts
+            name: {"share": round(share, 6), **_figures(one, run, size)}
+            for (name, share), one in parts
         }
     else:
         found = {"text": training.dataset_path or training.dataset, **_figures(rows, run, size)}
@@ -339,18 +386,32 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
         elif name in ("files", "passed_over"):
             yield from _shown_files(name, value)
         elif name != "document_tokens":
-            shown = f"{value:,.10g}" if isinstance(value, (int, float)) else "not known" if value is None else value
+            shown = (
+                f"{value:,.10g}"
+                if isinstance(value, (int, float))
+                else "not known"
+                if value is None
+                else value
+            )
             yield f"{name.replace('_', ' '):<20} {shown}"
         elif value:
-            yield f"{'tokens per document':<20} mean {value['mean']:,.1f}, longest {value['longest']:,}"
+            yield (
+                f"{'tokens per document':<20} mean {value['mean']:,.1f}, longest "
+                f"{value['longest']:,}"
+            )
             most = max(value["histogram"].values())
             for low, number in value["histogram"].items():
                 bar = "█" * max(round(_BAR * number / most), number > 0)
-                yield f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} {number:>12,} {bar}"
+                yield (
+                    f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} "
+                    f"{number:>12,} {bar}"
+                )
 
 
 def _shown_files(name: str, found: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield a line for each kind of file (kind → number), or each reason for passing over (reason → names)."""
+    """Yield a line for each kind of file (kind → number), or each reason for passing over (reason →
+    names).
+    """
     title = name.replace("_", " ")
     for entry, value in (found or {}).items():
         about = f"{value:,} of {entry}" if name == "files" else f"{', '.join(value)} ({entry})"
@@ -358,14 +419,22 @@ def _shown_files(name: str, found: Mapping[str, Any] | None) -> Iterator[str]:
 
 
 def bytes_per_token(rows: Rows, tokenizer: Tokenizer) -> float:
-    """Return bytes of text to a token; where they were not counted, those of some sequences, decoded."""
-    if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles) and rows.corpus.index:
+    """Return bytes of text to a token; where they were not counted, those of some sequences,
+    decoded.
+    """
+    if (
+        isinstance(rows, PackedDataset)
+        and isinstance(rows.corpus, TokenFiles)
+        and rows.corpus.index
+    ):
         return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
     total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
     special = set(tokenizer.special_tokens.values())
     samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
     texts = (rows.sequence(number).tokens.tolist() for number in samples)
-    size = sum(len(tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts)
+    size = sum(
+        len(tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts
+    )
     return size / sum(one.tokens for number in samples for one in documents_of(rows, number, ""))
 
 

@@ -1,4 +1,5 @@
-"""Live tensor bytes of a step by part, watched operator by operator: of a real run on a CPU, or of a run without data.
+"""Live tensor bytes of a step by part, watched operator by operator: of a real run on a CPU, or of
+a run without data.
 
     meter = MemoryMeter(model, optimizer, blocks, head)
     step.phase = meter.phase
@@ -6,8 +7,9 @@
         step(batches, 2, lr)
     memory = RankMemory(rank, meter.moments())
 
-A storage counts from the operator that made it until nothing refers to it. What it was for is decided at the end, when
-its whole life is known: what outlives its module in the forward was kept for the backward.
+A storage counts from the operator that made it until nothing refers to it. What it was for is
+decided at the end, when its whole life is known: what outlives its module in the forward was kept
+for the backward.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ class MemoryMeter(TorchDispatchMode):
     """Measures the bytes of all storages that exist in a step.
 
     model, optimizer: of the run. blocks: names of the model's blocks. head: name of the head.
-    offloaded: parameters, gradients and optimizer state are in host memory in a run on GPUs, though here all is.
-    integer: what the host reads from an int64 tensor without data; others are read as 1.
+    offloaded: parameters, gradients and optimizer state are in host memory in a run on GPUs, though
+    here all is. integer: what the host reads from an int64 tensor without data; others are read as
+    1.
     """
 
     supports_higher_order_operators = True
@@ -73,7 +76,12 @@ class MemoryMeter(TorchDispatchMode):
         integer: int = 1,
     ) -> None:
         super().__init__()
-        self._optimizer, self._head, self._offloaded, self._integer = optimizer, head, offloaded, integer
+        self._optimizer, self._head, self._offloaded, self._integer = (
+            optimizer,
+            head,
+            offloaded,
+            integer,
+        )
         #: Part → bytes in host memory, and the most there were.
         self._on_host: Counter[str] = Counter()
         self.host: Counter[str] = Counter()
@@ -84,7 +92,8 @@ class MemoryMeter(TorchDispatchMode):
         self._events: list[tuple[_Storage, int]] = []
         #: Phase, module, and number of events before it.
         self._marks: list[tuple[str, str, int]] = [("forward", "", 0)]
-        #: DTensor runs an operator without data at the size of all ranks, to learn the shape of its result.
+        #: DTensor runs an operator without data at the size of all ranks, to learn the shape of its
+        #: result.
         self._shapes_alone = False
         self._patches = contextlib.ExitStack()
         for tensor in (*self._parameters, *model.buffers()):
@@ -128,7 +137,10 @@ class MemoryMeter(TorchDispatchMode):
             self._marks.append((phase, module, len(self._events)))
 
     def track(self, tensor: Tensor, part: str | None = None, weak: bool = False) -> None:
-        """Count the storages of a tensor. part: what they are for; None: decided later. weak: unless it is known."""
+        """Count the storages of a tensor.
+
+        part: what they are for; None: decided later. weak: unless it is known.
+        """
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if is_traceable_wrapper_subclass(tensor):
@@ -149,7 +161,9 @@ class MemoryMeter(TorchDispatchMode):
         elif part is not None and not (weak and life.part):
             life.part = part
 
-    def _add(self, storage: torch.UntypedStorage, nbytes: int, part: str | None, host: str | None = None) -> None:
+    def _add(
+        self, storage: torch.UntypedStorage, nbytes: int, part: str | None, host: str | None = None
+    ) -> None:
         key, life = storage._cdata, _Storage(nbytes, part, len(self._marks))
         if self._offloaded and part in ("parameters", "optimizer"):
             host = part
@@ -178,14 +192,21 @@ class MemoryMeter(TorchDispatchMode):
         if self._shapes_alone:
             return func(*args, **(kwargs or {}))
         if any(map(_holds_others, types)):
-            return NotImplemented  # what it does with the tensors inside of it comes here, operator by operator
+            # what it does with the tensors inside of it comes here, operator by operator
+            return NotImplemented
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # most calls of a run without data; to dispatch it further takes its time
+            return args[
+                0
+            ].fake_device  # most calls of a run without data; to dispatch it further takes its time
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             kind = args[0].dtype
             return True if kind == torch.bool else self._integer if kind == torch.int64 else 1
-        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
-            return args[0]  # as with data; without data it would be a tensor beside the one that it waits for
+        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(
+            args[0], FakeTensor
+        ):
+            return args[
+                0
+            ]  # as with data; without data it would be a tensor beside the one that it waits for
         given = kwargs or {}
         out = func(*args, **given)
         if given.get("pin_memory"):
@@ -196,21 +217,31 @@ class MemoryMeter(TorchDispatchMode):
         if part := _marked(func):
             if self._offloaded and func is torch.ops.fsdp.all_gather_copy_in.default:
                 self._copy_in(args[0])
-            for tensor in tree_leaves(given.get("out") if part == "gathered weights" else (args, given)):
+            for tensor in tree_leaves(
+                given.get("out") if part == "gathered weights" else (args, given)
+            ):
                 if isinstance(tensor, Tensor):
                     self.track(tensor, part, weak=True)
         return out
 
     def _copy_in(self, inputs: list[Tensor]) -> None:
-        """Count the copies on the device of the shards in host memory, which exist while they are gathered."""
+        """Count the copies on the device of the shards in host memory, which exist while they are
+        gathered.
+        """
         lives = [self._live[tensor.untyped_storage()._cdata] for tensor in inputs]
-        copies = _Storage(sum(life.nbytes for life in lives if life.host), "communication", len(self._marks))
+        copies = _Storage(
+            sum(life.nbytes for life in lives if life.host), "communication", len(self._marks)
+        )
         self._count(copies, copies.nbytes)
         self._count(copies, -copies.nbytes)
 
     def __enter__(self) -> MemoryMeter:
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", self._resizing()))
-        self._patches.enter_context(mock.patch.object(ShardingPropagator, _SHAPES, self._unmetered()))
+        self._patches.enter_context(
+            mock.patch.object(torch.UntypedStorage, "resize_", self._resizing())
+        )
+        self._patches.enter_context(
+            mock.patch.object(ShardingPropagator, _SHAPES, self._unmetered())
+        )
         self._track_state()
         return super().__enter__()
 
@@ -235,7 +266,9 @@ class MemoryMeter(TorchDispatchMode):
         return resize
 
     def _unmetered(self) -> Any:
-        """Return the method `_SHAPES` of DTensor, whose operators are not counted: its tensors have no bytes."""
+        """Return the method `_SHAPES` of DTensor, whose operators are not counted: its tensors have
+        no bytes.
+        """
         real = getattr(ShardingPropagator, _SHAPES)
 
         def propagate(*args: Any) -> Any:
@@ -269,7 +302,9 @@ class MemoryMeter(TorchDispatchMode):
         """Return the peak within each visit of a module since `restart`."""
         found, now, total, at = list[Moment](), Counter[str](), 0, 0
         marks = [("", "", 0), *self._marks]  # the first is of what lived before
-        for (phase, module, _), end in zip(marks, [*(mark[2] for mark in self._marks), len(self._events)], strict=True):
+        for (phase, module, _), end in zip(
+            marks, [*(mark[2] for mark in self._marks), len(self._events)], strict=True
+        ):
             most, parts = total, dict(now)
             for life, delta in self._events[at:end]:
                 now[self._part(life)] += delta
@@ -280,7 +315,10 @@ class MemoryMeter(TorchDispatchMode):
             found.append(Moment(phase, module, {part: parts.get(part, 0) for part in PARTS}))
         del found[0]
         while len(found) > MOST_MOMENTS:
-            found = [max(found[i : i + 2], key=lambda moment: moment.total) for i in range(0, len(found), 2)]
+            found = [
+                max(found[i : i + 2], key=lambda moment: moment.total)
+                for i in range(0, len(found), 2)
+            ]
         return tuple(found)
 
     def _part(self, life: _Storage) -> str:
@@ -306,10 +344,16 @@ def _marked(func: Any) -> str | None:
     if name.startswith("fsdp.split_with_sizes_copy"):
         return "gathered weights"
     collective = func.namespace == "c10d" and "send" not in name
-    return "communication" if collective or name.startswith(("fsdp.chunk_cat", "fsdp.all_gather_copy_in")) else None
+    return (
+        "communication"
+        if collective or name.startswith(("fsdp.chunk_cat", "fsdp.all_gather_copy_in"))
+        else None
+    )
 
 
-def _units(model: nn.Module, blocks: Collection[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _units(
+    model: nn.Module, blocks: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks, and the largest modules that hold none."""
     for key, module in model.named_children():
         name = prefix + key

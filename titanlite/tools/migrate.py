@@ -1,6 +1,7 @@
 """`titanlite config migrate`: rewrite a file with later or older names with titanlite's own keys.
 
-Comments stay beside their keys. The new text is loaded again before it is handed out: it must mean the same.
+Comments stay beside their keys. The new text is loaded again before it is handed out: it must mean
+the same.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlite.config.aliases import ALIASES, COMMA_LISTS, LATER_DEFAULTS, VALUE_NAMES, key_of, normalized
+from titanlite.config.aliases import (
+    ALIASES,
+    COMMA_LISTS,
+    LATER_DEFAULTS,
+    VALUE_NAMES,
+    key_of,
+    normalized,
+)
 from titanlite.config.entries import is_subsection
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
@@ -49,12 +57,16 @@ class Migration:
     def report(self, shown: str) -> str:
         """Return the changes in words: a head line, then a line per change."""
         kinds = [change.kind for change in self.changes]
-        head = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "nothing to change"
+        head = (
+            ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+            or "nothing to change"
+        )
         return "\n".join([f"{shown}: {head}", *(f"  {c.where}: {c.text}" for c in self.changes)])
 
 
 def migrate_file(path: str) -> tuple[Path, Migration]:
-    """Return the migration of a file (a bare name is also looked up in train_configs/), and where the file is.
+    """Return the migration of a file (a bare name is also looked up in train_configs/), and where
+    the file is.
 
     Raises ConfigError when the file cannot be read or holds mistakes other than names.
     """
@@ -62,7 +74,11 @@ def migrate_file(path: str) -> tuple[Path, Migration]:
     try:
         text = found.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
+        reason = (
+            "is not UTF-8 text"
+            if isinstance(error, UnicodeDecodeError)
+            else (error.strerror or str(error))
+        )
         message = f"cannot read {quote(path)}: {reason}"
         raise ConfigError([Problem("command line", "", message, code="unreadable")]) from None
     migration = migrate_text(text.replace("\r\n", "\n"), found)
@@ -72,7 +88,8 @@ def migrate_file(path: str) -> tuple[Path, Migration]:
 
 
 def write_in_place(path: Path, text: str) -> Path:
-    """Replace a file at once, and keep the old one beside it as `FILE.orig`, whose path is returned.
+    """Replace a file at once, and keep the old one beside it as `FILE.orig`, whose path is
+    returned.
 
     Raises ConfigError when there is such a file already or the folder cannot be written to.
     """
@@ -80,7 +97,9 @@ def write_in_place(path: Path, text: str) -> Path:
     kept = path.with_name(path.name + ".orig")
     if kept.exists():
         hint = "move it away; it may be the only copy of an earlier state"
-        raise ConfigError([Problem(str(kept), "", "exists already and is not overwritten", hint, code="exists")])
+        raise ConfigError(
+            [Problem(str(kept), "", "exists already and is not overwritten", hint, code="exists")]
+        )
     try:
         shutil.copy2(path, kept)
         atomic_write(path, text)
@@ -93,10 +112,11 @@ def write_in_place(path: Path, text: str) -> Path:
 
 
 def migrate_text(text: str, path: Path) -> Migration:
-    """Return the migration of a text (with `\\n` line ends) of the file `path`; files it extends are only read.
+    """Return the migration of a text (with `\\n` line ends) of the file `path`; files it extends
+    are only read.
 
-    A value without equivalent becomes a comment with the reason. Raises ConfigError for mistakes other than names, such
-    as a string for a number: they must be mended first.
+    A value without equivalent becomes a comment with the reason. Raises ConfigError for mistakes
+    other than names, such as a string for a number: they must be mended first.
     """
     mark = "\ufeff" if text.startswith("\ufeff") else ""
     before, problems = read_text(text, path, origin=Origin.OWN)
@@ -112,11 +132,18 @@ def migrate_text(text: str, path: Path) -> Migration:
         return Migration(text)
     new = mark + rewriter.text()
     after, problems = read_text(new, path, origin=Origin.OWN)
-    differ = [key for key in keys() if key != "job.dialect" and after.value(key) != before.value(key)]
+    differ = [
+        key for key in keys() if key != "job.dialect" and after.value(key) != before.value(key)
+    ]
     if problems or differ:  # such a text must never reach a file
         detail = "; ".join([*map(str, problems), *differ])
-        raise RuntimeError(f"titanlite cannot rewrite {path} without changing its meaning: {detail}\n{new}")
-    return Migration(new, tuple(sorted(rewriter.changes, key=lambda change: int(change.where.rpartition(":")[2]))))
+        raise RuntimeError(
+            f"titanlite cannot rewrite {path} without changing its meaning: {detail}\n{new}"
+        )
+    return Migration(
+        new,
+        tuple(sorted(rewriter.changes, key=lambda change: int(change.where.rpartition(":")[2]))),
+    )
 
 
 @dataclass
@@ -138,7 +165,9 @@ class _Block:
 
 
 class _Rewriter:
-    """Takes the statements of a file one by one, and puts each key into the block of its section."""
+    """Takes the statements of a file one by one, and puts each key into the block of its
+    section.
+    """
 
     def __init__(self, before: LoadedConfig, problems: list[Problem]) -> None:
         self.before, self.file = before, before.files[-1]
@@ -153,8 +182,12 @@ class _Rewriter:
         self.gap: list[str] = []
 
     def _may_go(self, problem: Problem) -> bool:
-        decides = _name(problem).startswith("model.") and _name(problem) not in ALIASES  # on what is trained
-        return problem.code in _NAMES and problem.where.rpartition(":")[0] == self.file and not decides
+        decides = (
+            _name(problem).startswith("model.") and _name(problem) not in ALIASES
+        )  # on what is trained
+        return (
+            problem.code in _NAMES and problem.where.rpartition(":")[0] == self.file and not decides
+        )
 
     def _reason(self, name: str) -> str:
         """Return why a name, or a section around it, has no equivalent; "" if it has one."""
@@ -184,7 +217,10 @@ class _Rewriter:
         elif self.here.fate == "rewritten":
             self._rewrite(statement, above)
         else:
-            self.here.body += [*above, statement.text if self.here.fate == "kept" else _commented(statement.text)]
+            self.here.body += [
+                *above,
+                statement.text if self.here.fate == "kept" else _commented(statement.text),
+            ]
 
     def _open(self, statement: Statement, above: list[str]) -> None:
         """Begin a block."""
@@ -209,7 +245,9 @@ class _Rewriter:
             self._decide(name, value, text.partition("=")[2].strip(), statement.line)
             for name, value in _leaves(statement.table, statement.tree)
         ]
-        if len(self.changes) == changes and all(self.section(key) is self.here for key, _ in results):
+        if len(self.changes) == changes and all(
+            self.section(key) is self.here for key, _ in results
+        ):
             self.here.body += [*above, statement.text]
             self.here.has_keys = True
             return
@@ -222,7 +260,9 @@ class _Rewriter:
             above, comment = [], ""
 
     def _decide(self, name: str, value: Any, raw: str, line: int) -> tuple[str, list[str]]:
-        """Return the key for a value ("" for none) and its lines; without a key these are comments."""
+        """Return the key for a value ("" for none) and its lines; without a key these are
+        comments.
+        """
         if not _is(raw, value):  # raw is that of an inline table
             raw = quote(value)
         old = f"{name} = {' '.join(raw.split())}"
@@ -239,7 +279,9 @@ class _Rewriter:
             return "", [""]
         self.written.add(key)
         new, notes = raw, []
-        differs = name in COMMA_LISTS or (key, value) in VALUE_NAMES if isinstance(value, str) else False
+        differs = (
+            name in COMMA_LISTS or (key, value) in VALUE_NAMES if isinstance(value, str) else False
+        )
         is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
         if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
             new = escaped(quote(self.before.value(key)))
@@ -252,18 +294,25 @@ class _Rewriter:
         return key, [*notes, f"{key.partition('.')[2]} = {new}"]
 
     def add_defaults(self) -> None:
-        """Write out the later defaults that the file relied on, and take what stands behind its last statement."""
+        """Write out the later defaults that the file relied on, and take what stands behind its
+        last statement.
+        """
         self.here.body += self.gap
         for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling"):
             source, text = self.before.source(key), quote(self.before.value(key))
             if (source.kind, source.file) == ("dialect", self.file):
                 self._change("defaults written out", source.line or 0, f"{key} = {text}")
-                self.section(key).body.append(f"{key.partition('.')[2]} = {text}  # default of the later dialect")
+                self.section(key).body.append(
+                    f"{key.partition('.')[2]} = {text}  # default of the later dialect"
+                )
                 self.section(key).has_keys = True
 
     def text(self) -> str:
         """Return the new text."""
-        return "\n".join(line for block in self.blocks.values() for line in block.lines()).strip("\n") + "\n"
+        return (
+            "\n".join(line for block in self.blocks.values() for line in block.lines()).strip("\n")
+            + "\n"
+        )
 
 
 def _name(problem: Problem) -> str:
@@ -272,7 +321,9 @@ def _name(problem: Problem) -> str:
 
 
 def _cut(statement: Statement) -> tuple[str, str]:
-    """Return a statement without the comment behind it, and that comment with the blanks before it."""
+    """Return a statement without the comment behind it, and that comment with the blanks
+    before it.
+    """
     text = statement.text
     for start in (match.start() for match in re.finditer(r"[ \t]*#", text)):
         try:

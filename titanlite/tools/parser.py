@@ -1,4 +1,6 @@
-"""argparse for `titanlite`: words in any order, and errors that name the command and the nearest word."""
+"""argparse for `titanlite`: words in any order, and errors that name the command and the nearest
+word.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _KEYS_SHOWN = 3
 class Parser(argparse.ArgumentParser):
     """The parser of `titanlite`, of a group of its commands, or of one command.
 
-    Options may stand before, between and behind the other words. An error shows the usage of the command itself.
+    Options may stand before, between and behind the other words. An error shows the usage of the
+    command itself.
     """
 
     #: Parse words in their order, which is all that argcomplete understands.
@@ -29,7 +32,9 @@ class Parser(argparse.ArgumentParser):
     _inside = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the arguments and no words: words that belong to nothing end the process with 2."""
+        """Return the arguments and no words: words that belong to nothing end the process
+        with 2.
+        """
         if self._inside:  # argparse calls this from below
             return super().parse_known_args(args, namespace)
         self._inside = True
@@ -83,8 +88,13 @@ class Parser(argparse.ArgumentParser):
         keys = sorted(key for key in known_names() if key.rpartition(".")[2] == name)
         if self.takes_keys and keys:
             shown = " or ".join(f"--{key}" for key in keys[:_KEYS_SHOWN])
-            return f"unknown option {option}: a key of the config has its section before it, as {shown}"
+            return (
+                f"unknown option {option}: a key of the config has its section before it, as "
+                f"{shown}"
+            )
         own = [known.lstrip("-") for known in self._option_string_actions]
         close = nearest(option.lstrip("-"), own)
-        hint = f"the nearest is --{close[0]}" if close else f"`{self.prog} --help` lists the options"
+        hint = (
+            f"the nearest is --{close[0]}" if close else f"`{self.prog} --help` lists the options"
+        )
         return f"unknown option {option}: {hint}"

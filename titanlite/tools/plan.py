@@ -39,10 +39,13 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         help="predict memory, speed, time and disk of a config, without a GPU",
-        description="Predict what a run needs: memory of each GPU by part, host memory, disk, speed, time and cost. "
-        "Without a word on the hardware: that of [launch], else the fewest GPUs of each kind that the run fits. "
-        f"{FLAGS}",
-        epilog=f"Exit status: 0 when the run fits, {code} when it does not, 2 for a wrong config. docs/plan.md",
+        description="Predict what a run needs: memory of each GPU by part, host memory, disk, "
+        "speed, time and cost. Without a word on the hardware: that of [launch], "
+        f"else the fewest GPUs of each kind that the run fits. {FLAGS}",
+        epilog=(
+            f"Exit status: 0 when the run fits, {code} when it does not, 2 for a wrong config. "
+            "docs/plan.md"
+        ),
         allow_abbrev=False,
     )
     add_files(parser)
@@ -57,9 +60,19 @@ def add_command(commands: Commands) -> None:
         default=None,
         help="trace a step of the real code instead of formulas (tens of seconds)",
     )
-    add("--rank", type=at_least(0), metavar="N", help="rank whose memory is shown (default: the one that needs most)")
+    add(
+        "--rank",
+        type=at_least(0),
+        metavar="N",
+        help="rank whose memory is shown (default: the one that needs most)",
+    )
     add("--tokens", type=_tokens, metavar="N", help="length of the run in tokens, as 15T or 300B")
-    add("--price", type=price, metavar="X", help="price of one machine for an hour; of one kind of GPU")
+    add(
+        "--price",
+        type=price,
+        metavar="X",
+        help="price of one machine for an hour; of one kind of GPU",
+    )
     add("--json", action="store_true", help="print the plan as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
     add(
@@ -75,7 +88,11 @@ def add_command(commands: Commands) -> None:
 
 def _tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
-    number = float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ") if match else 0
+    number = (
+        float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ")
+        if match
+        else 0
+    )
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number of tokens as 15T, got {text!r}")
     return round(number)
@@ -90,11 +107,18 @@ def price(text: str) -> float:
 
 def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
     if arguments.search:
-        _refuse(arguments, ("exact", "rank", "html", "price", "tokens"), "is not for a search", "plan what it proposes")
+        _refuse(
+            arguments,
+            ("exact", "rank", "html", "price", "tokens"),
+            "is not for a search",
+            "plan what it proposes",
+        )
     else:
         _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
     for flag in ("html", "write"):
-        if (file := getattr(arguments, flag)) and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+        if (file := getattr(arguments, flag)) and (
+            file.is_dir() or not os.access(file.parent, os.W_OK)
+        ):
             raise bad_flag(f"--{flag}", f"cannot write {file}")
     config, problems = read([*files_of(arguments), *flags], defer=True)
     if problems := problems or contradictions(config) or unclear_texts(config):
@@ -114,10 +138,18 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     if arguments.search:
         from titanlite.tools import plan_search
 
-        result = plan_search.search([*files_of(arguments), *flags], cluster, allow=arguments.allow or ())
-        text = as_json(plan_search.as_json(result)) if arguments.json else "\n".join(plan_search.lines(result, style))
+        result = plan_search.search(
+            [*files_of(arguments), *flags], cluster, allow=arguments.allow or ()
+        )
+        text = (
+            as_json(plan_search.as_json(result))
+            if arguments.json
+            else "\n".join(plan_search.lines(result, style))
+        )
         if arguments.write and result.ranked:
-            text += _written(arguments.write, plan_search.overlay(result, result.ranked[0]), arguments.json)
+            text += _written(
+                arguments.write, plan_search.overlay(result, result.ranked[0]), arguments.json
+            )
         return text, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
     trace = import_module("titanlite.tools.plan_trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
@@ -149,23 +181,35 @@ def as_json(value: object) -> str:
 
 def _lasting(run: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run with the length of --tokens."""
-    return with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step)) if arguments.tokens else run
+    return (
+        with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step))
+        if arguments.tokens
+        else run
+    )
 
 
 def _for_each_gpu(
     config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace, style: Style
 ) -> tuple[str, int]:
-    """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it fits."""
+    """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it
+    fits.
+    """
     hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
     _refuse(arguments, ("exact", "html", "rank", "search"), "is for one cluster", hint)
     if not arguments.gpu:
         _refuse(arguments, ("price",), "is of one kind of machine", "give --gpu NAME, too")
-    runs = {run.mesh.world_size: with_vocabulary(_lasting(run, arguments)) for run in _sizes(config, ranks)}
+    runs = {
+        run.mesh.world_size: with_vocabulary(_lasting(run, arguments))
+        for run in _sizes(config, ranks)
+    }
     needs = {size: needed_bytes(formula(run)) for size, run in runs.items()}
     plans, missing = [], []
     for gpu in [find_gpu(arguments.gpu)] if arguments.gpu else GPUS.values():
         # A wrong number of GPUs is an error, with too little memory, too.
-        clusters = {size: replace(cluster_of(runs[size], gpu=gpu.key), price=arguments.price) for size in needs}
+        clusters = {
+            size: replace(cluster_of(runs[size], gpu=gpu.key), price=arguments.price)
+            for size in needs
+        }
         size = next((size for size, need in needs.items() if need <= gpu.memory), None)
         if size is None:
             missing.append((gpu, "too little memory"))
@@ -181,11 +225,15 @@ def _for_each_gpu(
 
 
 def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
-    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from the fewest.
+    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from
+    the fewest.
 
     Numbers that are no whole machines are left out.
     """
-    least, machine = smallest_world(config), config.sections.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
+    least, machine = (
+        smallest_world(config),
+        config.sections.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE,
+    )
     doubled = [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
     whole = [size for size in doubled if size < machine or size % machine == 0]
     sizes = [ranks] if ranks else whole or doubled

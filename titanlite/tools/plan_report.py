@@ -1,4 +1,6 @@
-"""A plan as one HTML file: the memory over a step by part, a bar for each part at the peak; it fetches nothing."""
+"""A plan as one HTML file: the memory over a step by part, a bar for each part at the peak; it
+fetches nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def plan_page(plan: Plan) -> str:
     moments = _fewer(plan.memory.moments)
     peak, usable = plan.memory.peak, plan.cluster.gpu.memory
     digits = 2 if peak.total >= GIB else 4
-    names = [name for name in PARTS if any(round(m.parts.get(name, 0) / GIB, digits) for m in moments)]
+    names = [
+        name for name in PARTS if any(round(m.parts.get(name, 0) / GIB, digits) for m in moments)
+    ]
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(PARTS)}
     room = usable - plan.overhead
     lines = ticks(0.0, max(room, peak.total) / GIB, 6)
@@ -36,7 +40,9 @@ def plan_page(plan: Plan) -> str:
         return round(_SIZES["left"] + across * moment, 1)
 
     def area(below: list[float], above: list[float]) -> str:
-        """Return a polygon as SVG writes it: to the right along the border above, back along that below."""
+        """Return a polygon as SVG writes it: to the right along the border above, back along that
+        below.
+        """
         right = [(x(i + side), at) for i, at in enumerate(above) for side in (0, 1)]
         back = [(x(i + side), at) for i, at in reversed(list(enumerate(below))) for side in (1, 0)]
         return " ".join(f"{across},{up}" for across, up in [*right, *back])
@@ -50,13 +56,21 @@ def plan_page(plan: Plan) -> str:
         end = start + len(list(group))
         # A label at the border ends there: a short last phase has no room around its middle.
         edge = end == len(moments) and x(start) > _SIZES["width"] - _SIZES["right"] - 80
-        phases.append((phase, x(start), *((x(end), "end") if edge else (x((start + end) / 2), "middle"))))
+        phases.append(
+            (phase, x(start), *((x(end), "end") if edge else (x((start + end) / 2), "middle")))
+        )
         start = end
-    sizes = {**{name: peak.parts.get(name, 0) for name in names}, "allocator overhead": plan.overhead}
+    sizes = {
+        **{name: peak.parts.get(name, 0) for name in names},
+        "allocator overhead": plan.overhead,
+    }
     sizes = {name: size for name, size in sizes.items() if round(size / GIB, digits)}
     highest = max(range(len(moments)), key=lambda i: moments[i].total)
     whole = max(usable, plan.needed)
-    bars = [(name, colors.get(name, "#888"), size / GIB, 100 * size / whole) for name, size in sizes.items()]
+    bars = [
+        (name, colors.get(name, "#888"), size / GIB, 100 * size / whole)
+        for name, size in sizes.items()
+    ]
     return render_page(
         "plan.html.jinja",
         **_SIZES,
@@ -74,7 +88,10 @@ def plan_page(plan: Plan) -> str:
         data={
             "across": across,
             "moments": [
-                (f"{m.phase} {m.module}", [round(m.parts.get(name, 0) / GIB, digits + 1) for name in names])
+                (
+                    f"{m.phase} {m.module}",
+                    [round(m.parts.get(name, 0) / GIB, digits + 1) for name in names],
+                )
                 for m in moments
             ],
         },
@@ -84,4 +101,6 @@ def plan_page(plan: Plan) -> str:
 def _fewer(moments: tuple[Moment, ...]) -> list[Moment]:
     """Return at most `_MOMENTS` of them: the fullest of each group of neighbours."""
     group = -(-len(moments) // _MOMENTS)
-    return [max(moments[i : i + group], key=lambda m: m.total) for i in range(0, len(moments), group)]
+    return [
+        max(moments[i : i + group], key=lambda m: m.total) for i in range(0, len(moments), group)
+    ]

@@ -1,9 +1,9 @@
 """`titanlite plan --search`: the fastest settings that fit, as files to lay over a config.
 
-Model, optimizer, global batch and sequence length stay. The search varies how the ranks divide the work, what is
-recomputed, the micro-batch, chunks of the loss, compilation, and how often gradients are reduced; float8 only where the
-config has it or the user allows it, offload only where nothing else fits. `titanlite.fit` decides what is valid, and
-the planner's formulas give memory and speed.
+Model, optimizer, global batch and sequence length stay. The search varies how the ranks divide the
+work, what is recomputed, the micro-batch, chunks of the loss, compilation, and how often gradients
+are reduced; float8 only where the config has it or the user allows it, offload only where nothing
+else fits. `titanlite.fit` decides what is valid, and the planner's formulas give memory and speed.
 """
 
 from __future__ import annotations
@@ -48,11 +48,22 @@ Changes = dict[str, Any]
 
 _TP, _EP = "training.tensor_parallel_degree", "parallelism.expert_parallel_degree"
 _CP, _PP = "experimental.context_parallel_degree", "experimental.pipeline_parallel_degree"
-_REPLICATE, _SHARD = "training.data_parallel_replicate_degree", "training.data_parallel_shard_degree"
+_REPLICATE, _SHARD = (
+    "training.data_parallel_replicate_degree",
+    "training.data_parallel_shard_degree",
+)
 _SCHEDULE = "experimental.pipeline_parallel_schedule"
 _PIECES = "experimental.pipeline_parallel_microbatches"
-_BATCH, _GLOBAL, _CHUNKS = "training.batch_size", "training.global_batch_size", "training.loss_chunks"
-_SYNC, _RESHARD, _COMPILE = "training.gradient_sync", "training.reshard_after_forward", "training.compile"
+_BATCH, _GLOBAL, _CHUNKS = (
+    "training.batch_size",
+    "training.global_batch_size",
+    "training.loss_chunks",
+)
+_SYNC, _RESHARD, _COMPILE = (
+    "training.gradient_sync",
+    "training.reshard_after_forward",
+    "training.compile",
+)
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 _AC_OFFLOAD, _CPU_OFFLOAD = "activation_checkpoint.offload", "training.enable_cpu_offload"
 _FLOAT8, _GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
@@ -66,7 +77,17 @@ AC_MODES: tuple[Changes, ...] = (
     _FULL,
 )
 #: Keys that the columns of the table do not tell.
-_SHOWN = {_SCHEDULE, _CHUNKS, _SYNC, _RESHARD, _COMPILE, _AC_OFFLOAD, _CPU_OFFLOAD, _FLOAT8, _GATHER}
+_SHOWN = {
+    _SCHEDULE,
+    _CHUNKS,
+    _SYNC,
+    _RESHARD,
+    _COMPILE,
+    _AC_OFFLOAD,
+    _CPU_OFFLOAD,
+    _FLOAT8,
+    _GATHER,
+}
 #: Tried in turn until something fits.
 _OFFLOADS: tuple[tuple[Changes, tuple[Changes, ...]], ...] = (
     ({_AC_OFFLOAD: False, _CPU_OFFLOAD: False}, AC_MODES),
@@ -84,7 +105,8 @@ class Candidate:
     changes: Mapping[str, Any]
     run: RunConfig
     speed: Speed
-    #: Bytes of the fullest GPU, with what lies outside of tensors, and of a host; 0: not computed yet.
+    #: Bytes of the fullest GPU, with what lies outside of tensors, and of a host; 0: not computed
+    #: yet.
     needed: int = 0
     host: int = 0
 
@@ -95,7 +117,9 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Sort the best first: among speeds within half a percent the fewest changes, then the least memory."""
+        """Sort the best first: among speeds within half a percent the fewest changes, then the
+        least memory.
+        """
         return -round(math.log(self.rate) / 0.005), len(self.changes), self.needed
 
     @property
@@ -103,13 +127,18 @@ class Candidate:
         """Dimensions of the mesh with several ranks, as the start report names them."""
         mesh = self.run.mesh
         sizes = {**mesh.dimensions, "ep": mesh.expert}
-        return " x ".join(f"{name} {degree}" for name, degree in sizes.items() if degree > 1) or "1 rank"
+        return (
+            " x ".join(f"{name} {degree}" for name, degree in sizes.items() if degree > 1)
+            or "1 rank"
+        )
 
     @property
     def mode(self) -> str:
         """What is recomputed."""
         ac = self.run.activation_checkpoint
-        return f"AC {ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else f"AC {ac.mode}"
+        return (
+            f"AC {ac.mode} {ac.selective_ac_option}" if ac.mode == "selective" else f"AC {ac.mode}"
+        )
 
     @property
     def layout(self) -> str:
@@ -144,7 +173,9 @@ class SearchResult(NamedTuple):
 
     @property
     def config_is_best(self) -> bool:
-        """Whether the config as it is fits, and nothing is faster by a share that the model can tell."""
+        """Whether the config as it is fits, and nothing is faster by a share that the model can
+        tell.
+        """
         return bool(self.ranked) and self.ranked[0] is self.base
 
 
@@ -164,18 +195,28 @@ class _Search:
         config, run = check_loaded(*read(argv, defer=True), cluster.gpus, training=False)
         self.run = with_vocabulary(run)
         sections = replace_fields(config.sections, model=self.run.model)
-        self.config = _Variant(sections, config.sources, config.files, config.notes, config.deferred)
+        self.config = _Variant(
+            sections, config.sources, config.files, config.notes, config.deferred
+        )
         self.float8 = "float8" in allow and cluster.gpu.float8 is not None
         self.limit = round(cluster.gpu.memory * (1 - MARGIN))
 
     def candidate(self, changes: Changes) -> Candidate | None:
         """Return the config with changes; None: it is not valid."""
-        given = {key: changes[key] for key in keys() if key in changes and changes[key] != self.config.value(key)}
+        given = {
+            key: changes[key]
+            for key in keys()
+            if key in changes and changes[key] != self.config.value(key)
+        }
         name = frozenset(given.items())
         if name not in self.found:
             try:
                 run = check_loaded(
-                    self.config.changed(given), [], self.cluster.gpus, training=False, look_at_text=False
+                    self.config.changed(given),
+                    [],
+                    self.cluster.gpus,
+                    training=False,
+                    look_at_text=False,
                 )[1]
                 self.found[name] = Candidate(given, run, predict(run, self.cluster))
             except ConfigError:
@@ -189,30 +230,63 @@ class _Search:
         return replace(candidate, needed=needed_bytes(memory), host=host)
 
     def missing(self, candidate: Candidate) -> tuple[int, str]:
-        """Return the bytes over the limit of the GPU or the host, at most 0 if it fits, and of which of both."""
+        """Return the bytes over the limit of the GPU or the host, at most 0 if it fits, and of
+        which of both.
+        """
         host = self.cluster.host
-        over = (candidate.needed - self.limit, ""), (candidate.host - host if host else -1, " of host memory")
+        over = (
+            (candidate.needed - self.limit, ""),
+            (candidate.host - host if host else -1, " of host memory"),
+        )
         return max(over)
 
     def meshes(self) -> Iterator[_Mesh]:
-        """Yield the config's own degrees of parallelism, then all powers of two that the ranks allow."""
-        mesh, length, total = self.run.mesh, self.run.batch.seq_len, self.run.batch.global_batch_size
+        """Yield the config's own degrees of parallelism, then all powers of two that the ranks
+        allow.
+        """
+        mesh, length, total = (
+            self.run.mesh,
+            self.run.batch.seq_len,
+            self.run.batch.global_batch_size,
+        )
         yield _Mesh({}, mesh.dp_degree, length // mesh.context, mesh.pipeline > 1)
         spec, args = self.run.spec, self.run.model_args()
-        pipelines = _powers(MOST_STAGES) if spec.count_parameters(args) >= PIPELINE_PARAMETERS else [1]
-        tensors, contexts = _powers(self.cluster.gpus_per_node), _powers(max(length // LEAST_TOKENS, 1))
+        pipelines = (
+            _powers(MOST_STAGES) if spec.count_parameters(args) >= PIPELINE_PARAMETERS else [1]
+        )
+        tensors, contexts = (
+            _powers(self.cluster.gpus_per_node),
+            _powers(max(length // LEAST_TOKENS, 1)),
+        )
         experts = divisors(math.gcd(*spec.experts(args).values())) if spec.experts else [1]
-        for pipeline, tensor, context, expert in itertools.product(pipelines, tensors, contexts, experts):
+        for pipeline, tensor, context, expert in itertools.product(
+            pipelines, tensors, contexts, experts
+        ):
             readers, rest = divmod(self.cluster.gpus, pipeline * tensor * context)
             if rest or total % readers:
                 continue
-            for replicate in [n for n in _powers(readers if pipeline == 1 else 1) if readers % n == 0]:
+            for replicate in [
+                n for n in _powers(readers if pipeline == 1 else 1) if readers % n == 0
+            ]:
                 shard = readers // replicate
                 if shard > 1 < replicate and shard * tensor * context < self.cluster.gpus_per_node:
-                    continue  # a machine with several copies sends more to the others than one with a single copy
-                degrees = {_TP: tensor, _CP: context, _EP: expert, _PP: pipeline, _REPLICATE: replicate, _SHARD: -1}
+                    # a machine with several copies sends more to the others than one with a single
+                    # copy
+                    continue
+                degrees = {
+                    _TP: tensor,
+                    _CP: context,
+                    _EP: expert,
+                    _PP: pipeline,
+                    _REPLICATE: replicate,
+                    _SHARD: -1,
+                }
                 for schedule in ("1F1B", "Interleaved1F1B") if pipeline > 1 else ("1F1B",):
-                    changes = {**degrees, _SCHEDULE: schedule, "training.data_parallel_type": "fsdp"}
+                    changes = {
+                        **degrees,
+                        _SCHEDULE: schedule,
+                        "training.data_parallel_type": "fsdp",
+                    }
                     yield _Mesh(changes, readers, length // context, pipeline > 1)
 
     def batches(self, mesh: _Mesh) -> Iterator[Changes]:
@@ -228,20 +302,28 @@ class _Search:
 
     def variants(self, mesh: _Mesh, ac: Changes, extra: Changes) -> list[Candidate]:
         """Return the valid settings on a mesh with the loss in one piece, the leanest first."""
-        float8 = [{}, {_FLOAT8: True}, {_FLOAT8: True, _GATHER: True, _SCALES: True}][: 3 if self.float8 else 1]
+        float8 = [{}, {_FLOAT8: True}, {_FLOAT8: True, _GATHER: True, _SCALES: True}][
+            : 3 if self.float8 else 1
+        ]
         reshards = ("default",) if mesh.is_pipeline else ("default", "never")
         product = itertools.product(self.batches(mesh), reshards, float8)
         fixed = {**mesh.changes, **ac, **extra, _COMPILE: True}
-        found = (self.candidate({**fixed, **batch, _RESHARD: reshard, **more}) for batch, reshard, more in product)
+        found = (
+            self.candidate({**fixed, **batch, _RESHARD: reshard, **more})
+            for batch, reshard, more in product
+        )
         return [candidate for candidate in found if candidate]
 
     def in_chunks(self, candidate: Candidate) -> Candidate:
-        """Return it with the loss in chunks; itself where the config has chunks, or they are not valid."""
+        """Return it with the loss in chunks; itself where the config has chunks, or they are not
+        valid.
+        """
         chunks = max(self.run.training.loss_chunks, CHUNKS)
         return self.candidate({**candidate.changes, _CHUNKS: chunks}) or candidate
 
     def lost(self, fastest: Candidate, mesh: _Mesh, ac: Changes, extra: Changes) -> Loser | None:
-        """Return what the leanest settings with `ac` on a mesh lack; None: they fit, or none is valid.
+        """Return what the leanest settings with `ac` on a mesh lack; None: they fit, or none is
+        valid.
 
         fastest: what does not fit for that.
         """
@@ -249,10 +331,15 @@ class _Search:
             return None
         leanest = self.weighed(self.in_chunks(variants[0]))
         missing, where = self.missing(leanest)
-        least = f"a micro-batch of {leanest.micro_batch} and loss_chunks = {leanest.run.training.loss_chunks}"
+        least = (
+            f"a micro-batch of {leanest.micro_batch} and loss_chunks = "
+            f"{leanest.run.training.loss_chunks}"
+        )
         if leanest.mode != fastest.mode:
             least = f"{leanest.mode}, {least}"
-        reason = f"does not fit: on this mesh even {least} need {missing / GIB:.1f} GiB{where} too much"
+        reason = (
+            f"does not fit: on this mesh even {least} need {missing / GIB:.1f} GiB{where} too much"
+        )
         return Loser(fastest, reason, missing) if missing > 0 else None
 
     def fastest(self, variants: Sequence[Candidate]) -> Candidate | None:
@@ -263,10 +350,16 @@ class _Search:
                 return weighed if self.missing(weighed)[0] <= 0 else in_chunks
         return None
 
-    def attempt(self, extra: Changes, modes: Sequence[Changes], top: int) -> tuple[list[Candidate], list[Loser]]:
-        """Return what fits, best first, and what is left out: without a reason if it is slower at any rate."""
+    def attempt(
+        self, extra: Changes, modes: Sequence[Changes], top: int
+    ) -> tuple[list[Candidate], list[Loser]]:
+        """Return what fits, best first, and what is left out: without a reason if it is slower at
+        any rate.
+        """
         found, lost = dict[str, Candidate](), list[Loser]()
-        meshes = [(fast, mesh) for mesh in self.meshes() if (fast := self.variants(mesh, modes[0], extra))]
+        meshes = [
+            (fast, mesh) for mesh in self.meshes() if (fast := self.variants(mesh, modes[0], extra))
+        ]
         bounds = [(max(fast, key=_rate), mesh) for fast, mesh in meshes]
         for bound, mesh in sorted(bounds, key=lambda pair: -pair[0].rate):
             least = sorted(map(_rate, found.values()))[-top] if len(found) >= top else 0.0
@@ -277,19 +370,24 @@ class _Search:
             else:
                 for ac in modes:
                     variants = [one for one in self.variants(mesh, ac, extra) if one.rate > least]
-                    if variants and (nothing := self.lost(max(variants, key=_rate), mesh, ac, extra)):
+                    if variants and (
+                        nothing := self.lost(max(variants, key=_rate), mesh, ac, extra)
+                    ):
                         lost.append(nothing)
                     elif variants and (best := self.fastest(variants)):
                         found[best.layout] = min(found.get(best.layout, best), best, key=_order)
         return sorted(found.values(), key=_order), lost
 
 
-def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterable[str] = ()) -> SearchResult:
+def search(
+    argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterable[str] = ()
+) -> SearchResult:
     """Search the settings of a command line's config for a cluster.
 
     top: how many to rank. allow: "float8": also where the config has none.
 
-    Raises ConfigError for a config that does not fit the ranks of the cluster, and for a model without formulas.
+    Raises ConfigError for a config that does not fit the ranks of the cluster, and for a model
+    without formulas.
     """
     work = _Search(argv, cluster, allow)
     base = work.weighed(Candidate({}, work.run, predict(work.run, cluster)))
@@ -299,9 +397,15 @@ def search(argv: Sequence[str], cluster: Cluster, *, top: int = 5, allow: Iterab
             ranked, lost = work.attempt(extra, modes, top)
     if fits(base, cluster):
         better = [other for other in ranked if other.rate > base.rate * (1 + LEAST_GAIN)]
-        ranked = [*better, base, *(other for other in ranked if other not in better and other.changes)]
+        ranked = [
+            *better,
+            base,
+            *(other for other in ranked if other not in better and other.changes),
+        ]
     losers = list(_losers(base, ranked, lost, top)) if ranked else []
-    return SearchResult(cluster, base, tuple(ranked[:top]), tuple(losers), sum(map(bool, work.found.values())))
+    return SearchResult(
+        cluster, base, tuple(ranked[:top]), tuple(losers), sum(map(bool, work.found.values()))
+    )
 
 
 def fits(candidate: Candidate, cluster: Cluster) -> bool:
@@ -309,8 +413,12 @@ def fits(candidate: Candidate, cluster: Cluster) -> bool:
     return candidate.needed <= cluster.gpu.memory and candidate.host <= (cluster.host or math.inf)
 
 
-def _losers(base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser], top: int) -> Iterator[Loser]:
-    """Yield the config itself, what would be faster and does not fit, and the best of other kinds of meshes."""
+def _losers(
+    base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser], top: int
+) -> Iterator[Loser]:
+    """Yield the config itself, what would be faster and does not fit, and the best of other kinds
+    of meshes.
+    """
     winner = ranked[0]
     if base not in ranked[:top]:
         yield Loser(base, slower(base, winner))
@@ -321,16 +429,25 @@ def _losers(base: Candidate, ranked: Sequence[Candidate], lost: Sequence[Loser],
     yield from near.values()
     kinds = dict.fromkeys(map(_kind, ranked[:top]), base)
     slow = [
-        one for one in (*ranked[top:], *(loser.candidate for loser in lost if not loser.missing)) if one is not base
+        one
+        for one in (*ranked[top:], *(loser.candidate for loser in lost if not loser.missing))
+        if one is not base
     ]
     for candidate in sorted(slow, key=_order):
         kinds.setdefault(_kind(candidate), candidate)
-    yield from (Loser(one, slower(one, winner)) for one in list(kinds.values())[:MOST_KINDS] if one is not base)
+    yield from (
+        Loser(one, slower(one, winner))
+        for one in list(kinds.values())[:MOST_KINDS]
+        if one is not base
+    )
 
 
 def slower(loser: Candidate, winner: Candidate) -> str:
     """Return by how much settings are slower, and in which part of a step."""
-    parts = {name: seconds - winner.speed.parts.get(name, 0.0) for name, seconds in loser.speed.parts.items()}
+    parts = {
+        name: seconds - winner.speed.parts.get(name, 0.0)
+        for name, seconds in loser.speed.parts.items()
+    }
     name = max(parts, key=lambda name: parts[name])
     return f"{1 - loser.rate / winner.rate:.1%} slower: {parts[name]:+.2f} s of a step for {name}"
 
@@ -343,9 +460,16 @@ def overlay(result: SearchResult, candidate: Candidate) -> str:
     cluster = result.cluster
     machines = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.key}"
     memory = f"{candidate.needed / GIB:.1f} of {cluster.gpu.memory / GIB:.1f} GiB"
-    text = f"# titanlite plan --search, {machines}: {candidate.rate:,.0f} tokens/s per GPU, {memory}.\n"
-    for section, changes in itertools.groupby(candidate.changes.items(), key=lambda item: item[0].partition(".")[0]):
-        text += f"\n[{section}]\n" + "".join(f"{key.partition('.')[2]} = {quote(value)}\n" for key, value in changes)
+    text = (
+        f"# titanlite plan --search, {machines}: {candidate.rate:,.0f} tokens/s per GPU, "
+        f"{memory}.\n"
+    )
+    for section, changes in itertools.groupby(
+        candidate.changes.items(), key=lambda item: item[0].partition(".")[0]
+    ):
+        text += f"\n[{section}]\n" + "".join(
+            f"{key.partition('.')[2]} = {quote(value)}\n" for key, value in changes
+        )
     return text
 
 
@@ -354,13 +478,20 @@ def as_json(result: SearchResult) -> dict[str, Any]:
 
     def shown(candidate: Candidate) -> dict[str, Any]:
         needed = candidate.needed / GIB if candidate.needed else None
-        numbers = {"tokens_per_second": candidate.rate, "mfu": candidate.speed.mfu, "needed_gib": needed}
+        numbers = {
+            "tokens_per_second": candidate.rate,
+            "mfu": candidate.speed.mfu,
+            "needed_gib": needed,
+        }
         return {"layout": candidate.layout, "changes": dict(candidate.changes), **numbers}
 
     return {
         "config_is_best": result.config_is_best,
         "config": shown(result.base) | {"fits": fits(result.base, result.cluster)},
-        "ranked": [shown(candidate) | {"overlay": overlay(result, candidate)} for candidate in result.ranked],
+        "ranked": [
+            shown(candidate) | {"overlay": overlay(result, candidate)}
+            for candidate in result.ranked
+        ],
         "losers": [shown(loser.candidate) | {"reason": loser.reason} for loser in result.losers],
         "tried": result.tried,
     }
@@ -370,27 +501,58 @@ def lines(result: SearchResult, style: Style) -> list[str]:
     """Return the ranked settings, the best as a file, and the reasons of the others."""
     found, base, cluster = result.ranked, result.base, result.cluster
     batch, over = base.run.batch, base.needed - cluster.gpu.memory
-    head = f"{result.tried:,} settings for {counted(batch.global_batch_size, 'sequences')} of {batch.seq_len:,} tokens"
-    head += f" a step, on {counted(cluster.nodes, 'machines')} with {cluster.gpus_per_node} {cluster.gpu.key}"
+    head = (
+        f"{result.tried:,} settings for {counted(batch.global_batch_size, 'sequences')} of "
+        f"{batch.seq_len:,} tokens"
+    )
+    head += (
+        f" a step, on {counted(cluster.nodes, 'machines')} with {cluster.gpus_per_node} "
+        f"{cluster.gpu.key}"
+    )
     if not found:
-        return [head, "nothing fits, with offload neither: take more GPUs, or GPUs with more memory"]
+        return [
+            head,
+            "nothing fits, with offload neither: take more GPUs, or GPUs with more memory",
+        ]
     rows = []
     for n, c in enumerate(found, 1):
-        more = [f"{key.partition('.')[2]} = {quote(c.changes[key])}" for key in c.changes if key in _SHOWN]
+        more = [
+            f"{key.partition('.')[2]} = {quote(c.changes[key])}"
+            for key in c.changes
+            if key in _SHOWN
+        ]
         numbers = f"{n}", f"{c.rate:,.0f}", f"{c.speed.mfu:.1%}", f"{c.needed / GIB:.1f}"
         rows.append((*numbers, c.layout, f"{c.micro_batch}", ", ".join(more) or "-"))
-    columns = ["", "tokens/s per GPU", "MFU", "needed GiB", "layout", "micro-batch", "further changes"]
+    columns = [
+        "",
+        "tokens/s per GPU",
+        "MFU",
+        "needed GiB",
+        "layout",
+        "micro-batch",
+        "further changes",
+    ]
     out = [head, "", render(Table(columns, rows, left=(4, 6)), style.color), ""]
     if result.config_is_best:
-        out.append(f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more")
+        out.append(
+            f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%} or more"
+        )
     else:
         state = f", which does not fit by {over / GIB:.1f} GiB" if over > 0 else ""
-        state = state or ("" if fits(base, cluster) else ", which needs more host memory than there is")
+        state = state or (
+            "" if fits(base, cluster) else ", which needs more host memory than there is"
+        )
         gain = f"{found[0].rate / base.rate - 1:+.1%} over the config as it is{state}"
-        out += [f"{gain}, with this file laid over it:", "", *overlay(result, found[0]).splitlines()]
+        out += [
+            f"{gain}, with this file laid over it:",
+            "",
+            *overlay(result, found[0]).splitlines(),
+        ]
     out += ["", "left out:"] if result.losers else []
     for loser in result.losers:
-        out.append(f"  {loser.candidate.rate:>6,.0f} tokens/s, {loser.candidate.layout}: {loser.reason}")
+        out.append(
+            f"  {loser.candidate.rate:>6,.0f} tokens/s, {loser.candidate.layout}: {loser.reason}"
+        )
     return out
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from titanlite.runs.read import Run
 
-#: Colours of runs on white: Okabe and Ito's (jfly.uni-koeln.de/color), which colour-blind readers can distinguish, then
-#: six that are far from these and from each other in CIELAB. Each has a contrast of 3 at least.
+#: Colours of runs on white: Okabe and Ito's (jfly.uni-koeln.de/color), which colour-blind readers
+#: can distinguish, then six that are far from these and from each other in CIELAB. Each has a
+#: contrast of 3 at least.
 COLORS = (
     "#0072b2",
     "#d55e00",
@@ -49,7 +50,10 @@ class PlotsMissing(ImportError):
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: (step, value) in order of steps; values may be NaN. run: its number decides the colour."""
+    """One line: (step, value) in order of steps; values may be NaN.
+
+    run: its number decides the colour.
+    """
 
     label: str
     points: Sequence[Point]
@@ -110,7 +114,8 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
 
 
 def _along(run: Run) -> tuple[list[float], list[float]]:
-    """Return tokens seen and seconds of training at each row of a run; nothing where its training rows lack them.
+    """Return tokens seen and seconds of training at each row of a run; nothing where its training
+    rows lack them.
 
     The seconds are those of steps: no start, validation, save or pause is among them.
     """
@@ -130,15 +135,23 @@ def _along(run: Run) -> tuple[list[float], list[float]]:
 
 
 def draw_png(found: Sequence[Chart], path: Path) -> None:
-    """Draw all charts below each other in one picture. Raises PlotsMissing without matplotlib, OSError."""
+    """Draw all charts below each other in one picture.
+
+    Raises PlotsMissing without matplotlib, OSError.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        message = f"matplotlib is needed to draw it ({error}); install it with: pip install 'titanlite[plots]'"
+        message = (
+            f"matplotlib is needed to draw it ({error}); install it with: pip install "
+            "'titanlite[plots]'"
+        )
         raise PlotsMissing(message) from None
     # The legend is below the charts, with a line per curve: names may be as long as folders.
     names = [curve.label for curve in found[0].curves]
-    figure = Figure(figsize=(10, 4.2 * len(found) + 0.24 * len(names) + 0.2), dpi=110, layout="constrained")
+    figure = Figure(
+        figsize=(10, 4.2 * len(found) + 0.24 * len(names) + 0.2), dpi=110, layout="constrained"
+    )
     axes = figure.subplots(len(found), 1, squeeze=False)[:, 0]
     for axis, chart in zip(axes, found, strict=True):
         for curve in chart.curves:

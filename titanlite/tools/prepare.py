@@ -1,9 +1,11 @@
-"""Tokenize text once, into a folder of token files that training maps (`titanlite.data.token_files`).
+"""Tokenize text once, into a folder of token files that training maps
+(`titanlite.data.token_files`).
 
-Processes tokenize tasks: neighbouring files, or a range of a large one. Each writes its tokens as parts, and a part
-counts once its record `part-*.json` lies beside it. So after a crash finished parts are kept, if their checksums and
-the stamps of their texts still fit, and the content is that of an undisturbed run. It does not depend on the number of
-processes either. The index comes last and replaces the records.
+Processes tokenize tasks: neighbouring files, or a range of a large one. Each writes its tokens as
+parts, and a part counts once its record `part-*.json` lies beside it. So after a crash finished
+parts are kept, if their checksums and the stamps of their texts still fit, and the content is that
+of an undisturbed run. It does not depend on the number of processes either. The index comes last
+and replaces the records.
 """
 
 from __future__ import annotations
@@ -38,7 +40,15 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
 from titanlite.tools.prepare_tasks import Options, Task, divide, hash_of, list_source, records_of
-from titanlite.utils import atomic_write, counted, human_bytes, human_time, parse_json, progress_text, public_tree
+from titanlite.utils import (
+    atomic_write,
+    counted,
+    human_bytes,
+    human_time,
+    parse_json,
+    progress_text,
+    public_tree,
+)
 
 PLAN = "prepare.json"
 #: Bytes of text to a token, a high guess.
@@ -49,14 +59,20 @@ _PATIENCE, _REPORT_SECONDS = 300.0, 10.0
 
 
 def prepare(
-    source: str, folder: Path, options: Options, workers: int, subset: str | None = None, split: str | None = None
+    source: str,
+    folder: Path,
+    options: Options,
+    workers: int,
+    subset: str | None = None,
+    split: str | None = None,
 ) -> str:
     """Tokenize a source into a folder; return a summary.
 
-    source: a file, folder, pattern, URL, bundled name, or name or id of the hub; of the last also `subset`.
+    source: a file, folder, pattern, URL, bundled name, or name or id of the hub; of the last also
+    `subset`.
 
-    Raises DataError for text that cannot be read, a folder that holds something else or is being written to, and a disk
-    that is too small.
+    Raises DataError for text that cannot be read, a folder that holds something else or is being
+    written to, and a disk that is too small.
     """
     tokenizer = load_tokenizer(options.tokenizer_path)
     label, began = " ".join(filter(None, (source, subset, split))), time.monotonic()
@@ -68,7 +84,11 @@ def prepare(
         shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
     else:
         shards = list_source(source, options, subset, split)
-        listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")} if shards.revision else None
+        listed = (
+            {name: getattr(shards, name) for name in ("names", "kind", "revision")}
+            if shards.revision
+            else None
+        )
     shards = replace(shards, patience=_PATIENCE, key="SOURCE")
     tasks = divide(shards, options, tokenizer)
     stamp = hash_of([task.stamp for task in tasks])
@@ -79,7 +99,10 @@ def prepare(
             index = read_index(folder) if is_index(folder / INDEX) else None
             if index is not None:
                 if all(_is_whole(folder, part) for part in index["parts"]):
-                    return f"{folder} is complete already, and its checksums are right\n{summary(index, folder)}"
+                    return (
+                        f"{folder} is complete already, and its checksums are "
+                        f"right\n{summary(index, folder)}"
+                    )
                 _reopen(folder, index)
             for name in (PLAN, INDEX, "part-*"):  # half-written files of a process that was killed
                 for path in folder.glob(f".{name}.*"):
@@ -93,7 +116,11 @@ def prepare(
     except LockedError as error:
         raise DataError(f"{folder} is being prepared by another process: {error}") from None
     except OSError as error:
-        kept = "; finished parts are kept: run the same command again" if (folder / PLAN).exists() else ""
+        kept = (
+            "; finished parts are kept: run the same command again"
+            if (folder / PLAN).exists()
+            else ""
+        )
         raise DataError(f"{error.filename or folder}: {error.strerror or error}{kept}") from error
     found = f"{shards.listing.describe()}\n" if shards.listing else ""
     return found + summary(index, folder, time.monotonic() - began)
@@ -110,17 +137,24 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], stamp: str) -> None:
-    """Raise DataError for a folder that holds anything but this text, finished or begun. known: its index or plan."""
+    """Raise DataError for a folder that holds anything but this text, finished or begun.
+
+    known: its index or plan.
+    """
     other = "name another folder, or remove this one"
     changed = [name for name in plan if known.get(name) != plan[name]] or ["text"] * (
         known.get("stamp", stamp) != stamp
     )
     if known and changed:
         raise DataError(
-            f"{folder} holds tokens of {known.get('source')} with another {' and '.join(changed)}; give the same "
-            f"arguments to finish or check it, or {other}"
+            f"{folder} holds tokens of {known.get('source')} with another "
+            f"{' and '.join(changed)}; give the same arguments to finish or check it, or {other}"
         )
-    found = [] if known else [name for name in os.listdir(folder) if not name.startswith((".run.lock", "run.lock"))]
+    found = (
+        []
+        if known
+        else [name for name in os.listdir(folder) if not name.startswith((".run.lock", "run.lock"))]
+    )
     if found:
         raise DataError(f"{folder} holds other files ({sorted(found)[0]}, …); {other}")
 
@@ -130,7 +164,10 @@ def _is_whole(folder: Path, part: dict[str, Any]) -> bool:
     with contextlib.suppress(OSError):
         paths = {suffix: folder / f"{part['name']}.{suffix}" for suffix in part["bytes"]}
         if all(path.stat().st_size == part["bytes"][suffix] for suffix, path in paths.items()):
-            return all(file_digest(path, _HASH) == part["checksums"][suffix] for suffix, path in paths.items())
+            return all(
+                file_digest(path, _HASH) == part["checksums"][suffix]
+                for suffix, path in paths.items()
+            )
     return False
 
 
@@ -155,10 +192,15 @@ def _check_space(folder: Path, tasks: Sequence[Task], tokenizer: Tokenizer) -> N
     needed = size / _HIGH * dtype_for(tokenizer.vocab_size).itemsize - written
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise DataError(f"{folder}: the tokens need {human_bytes(needed)} or more, and {human_bytes(free)} are free")
+        raise DataError(
+            f"{folder}: the tokens need {human_bytes(needed)} or more, and {human_bytes(free)} "
+            "are free"
+        )
 
 
-def _publish(folder: Path, parts: list[dict[str, Any]], tokenizer: Tokenizer, plan: dict[str, Any]) -> dict[str, Any]:
+def _publish(
+    folder: Path, parts: list[dict[str, Any]], tokenizer: Tokenizer, plan: dict[str, Any]
+) -> dict[str, Any]:
     """Write the index, and remove all that is not of it."""
     files = list(dict.fromkeys(file for part in parts for file, _, _ in part["sources"]))
     numbers = {file: n for n, file in enumerate(files)}
@@ -168,7 +210,10 @@ def _publish(folder: Path, parts: list[dict[str, Any]], tokenizer: Tokenizer, pl
         "format": KIND,
         "version": VERSION,
         "dtype": dtype_for(tokenizer.vocab_size).str,
-        **{name: sum(part[name] for part in parts) for name in ("tokens", "documents", "text_bytes")},
+        **{
+            name: sum(part[name] for part in parts)
+            for name in ("tokens", "documents", "text_bytes")
+        },
         "max_id": max(part["max_id"] for part in parts),
         **plan,
         "tokenizer_path": plan["options"]["tokenizer_path"],
@@ -181,7 +226,9 @@ def _publish(folder: Path, parts: list[dict[str, Any]], tokenizer: Tokenizer, pl
     index["fingerprint"] = fingerprint_of(index)
     ours = {f"{part['name']}.{suffix}" for part in parts for suffix in part["bytes"]}
     for path in folder.glob("part-*"):
-        if path.name not in ours and path.suffix != ".json":  # of a text that has become shorter since
+        if (
+            path.name not in ours and path.suffix != ".json"
+        ):  # of a text that has become shorter since
             path.unlink()
     atomic_write(folder / INDEX, json.dumps(index))
     for path in (*folder.glob("part-*.json"), folder / PLAN):
@@ -193,10 +240,14 @@ def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -
     """Return the figures of a prepared folder. seconds: that its making took."""
     text, tokens = index["text_bytes"], index["tokens"]
     size = sum(sum(part["bytes"].values()) for part in index["parts"])
-    speed = f", {human_time(seconds)}, {text / 1e6 / max(seconds, 1e-9):,.1f} MB of text per second" if seconds else ""
+    speed = (
+        f", {human_time(seconds)}, {text / 1e6 / max(seconds, 1e-9):,.1f} MB of text per second"
+        if seconds
+        else ""
+    )
     return (
-        f"{folder}: {counted(index['documents'], 'documents')}, {counted(tokens, 'tokens')}, {human_bytes(text)} of "
-        f"text, {text / tokens:.2f} bytes per token\n"
+        f"{folder}: {counted(index['documents'], 'documents')}, {counted(tokens, 'tokens')}, "
+        f"{human_bytes(text)} of text, {text / tokens:.2f} bytes per token\n"
         f"{counted(len(index['parts']), 'parts')}, {human_bytes(size)}{speed}\n"
         f'train on them with training.dataset_path = "{folder}"'
     )
@@ -240,7 +291,9 @@ def _start(worker: _Worker) -> None:
     _worker.append(worker)
 
 
-def _run(tasks: list[Task], shards: Shards, folder: Path, options: Options, workers: int) -> list[dict[str, Any]]:
+def _run(
+    tasks: list[Task], shards: Shards, folder: Path, options: Options, workers: int
+) -> list[dict[str, Any]]:
     """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")
     processes = max(1, min(workers, len(tasks)))
@@ -249,7 +302,9 @@ def _run(tasks: list[Task], shards: Shards, folder: Path, options: Options, work
     total = _text_size(tasks)
     began = reported = time.monotonic()
     with ProcessPoolExecutor(processes, context, _start, (worker,)) as pool:
-        futures: list[Future[list[dict[str, Any]]]] = [pool.submit(_tokenize, task) for task in tasks]
+        futures: list[Future[list[dict[str, Any]]]] = [
+            pool.submit(_tokenize, task) for task in tasks
+        ]
         try:
             finished: set[Future[list[dict[str, Any]]]] = set()
             while len(finished) < len(futures):
@@ -263,12 +318,16 @@ def _run(tasks: list[Task], shards: Shards, folder: Path, options: Options, work
                     speed = f"{text_bytes / 1e6 / (reported - began):,.1f} MB/s"
                     share = progress_text(text_bytes, total, reported - began)
                     groups = f"{len(finished)} of {counted(len(tasks), 'groups of files')}"
-                    print(f"{groups}: {words}, {speed}{share and f', {share}'}", file=sys.stderr, flush=True)
+                    print(
+                        f"{groups}: {words}, {speed}{share and f', {share}'}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             return [part for future in futures for part in future.result()]
         except BrokenProcessPool:
             raise DataError(
-                f"{folder}: a process that tokenizes has died, perhaps for lack of memory; finished parts are kept: "
-                "run the same command again, with fewer --workers"
+                f"{folder}: a process that tokenizes has died, perhaps for lack of memory; "
+                "finished parts are kept: run the same command again, with fewer --workers"
             ) from None
         finally:
             stop.set()
@@ -304,22 +363,30 @@ def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
     return part if part and part["stamp"] == task.stamp and _is_whole(folder, part) else None
 
 
-def _documents(worker: _Worker, task: Task, piece: int, number: int) -> Iterator[tuple[tuple[int, int], Document]]:
-    """Iterate over the documents of a task after record `number` of a piece: ((piece, number), document)."""
+def _documents(
+    worker: _Worker, task: Task, piece: int, number: int
+) -> Iterator[tuple[tuple[int, int], Document]]:
+    """Iterate over the documents of a task after record `number` of a piece: ((piece, number),
+    document).
+    """
     tokenizer = worker.tokenizer
     for n in range(piece, len(task.pieces)):
         records = records_of(worker.shards, task.pieces[n], number if n == piece else 0)
         for documents in encode(records, tokenizer, tokenizer.vocab_size, worker.threads):
             if worker.stop.is_set():
                 raise InterruptedError("stopped")
-            worker.count(len(documents), sum(map(_size, documents)), sum(len(one.ids) for one in documents))
+            worker.count(
+                len(documents), sum(map(_size, documents)), sum(len(one.ids) for one in documents)
+            )
             for document in documents:
                 yield (n, document.record.number), document
 
 
 def _size(document: Document) -> int:
     record = document.record
-    return sum(len(text.encode(errors="surrogatepass")) for text in (record.text, record.prompt) if text)
+    return sum(
+        len(text.encode(errors="surrogatepass")) for text in (record.text, record.prompt) if text
+    )
 
 
 class _PartWriter:
@@ -327,7 +394,10 @@ class _PartWriter:
 
     def __init__(self, worker: _Worker, name: str, task: Task) -> None:
         self.path, self.task = worker.folder / name, task
-        self._dtype, self._has_targets = dtype_for(worker.tokenizer.vocab_size), worker.options.columns.has_masks
+        self._dtype, self._has_targets = (
+            dtype_for(worker.tokenizer.vocab_size),
+            worker.options.columns.has_masks,
+        )
         self._at("json").unlink(missing_ok=True)
         self._file = open(self._at("tokens"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._hash = new_hash(_HASH)
@@ -358,14 +428,18 @@ class _PartWriter:
         self._end = end
 
     def close(self, last: bool) -> dict[str, Any]:
-        """Write the part's record, after all else is on the disk, and return it. last: of its task."""
+        """Write the part's record, after all else is on the disk, and return it. last: of
+        its task.
+        """
         with self._file as file:
             file.flush()
             os.fsync(file.fileno())
         checksums = {"tokens": f"{_HASH}:{self._hash.hexdigest()}"}
         others = {"offsets": np.array(self._offsets, dtype="<i8").tobytes()}
         if self._has_targets:
-            others["targets"] = np.packbits(targets_of(self._offsets, self._masks), bitorder="little").tobytes()
+            others["targets"] = np.packbits(
+                targets_of(self._offsets, self._masks), bitorder="little"
+            ).tobytes()
         for suffix, content in others.items():
             atomic_write(self._at(suffix), content)
             checksums[suffix] = digest_of(content, _HASH)

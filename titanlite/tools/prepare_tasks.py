@@ -1,4 +1,6 @@
-"""The text that `titanlite data prepare` reads, divided into tasks; the same ones for any number of processes."""
+"""The text that `titanlite data prepare` reads, divided into tasks; the same ones for any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ class Options:
 
     @classmethod
     def of(cls, source: str, tokenizer: str | None, keys: Data, part_tokens: int) -> Options:
-        """Return options for a source, with its own fields where it is bundled. keys: the fields that were asked for"""
+        """Return options for a source, with its own fields where it is bundled.
+
+        keys: the fields that were asked for
+        """
         path = source if os.path.exists(source) else None
         columns = columns_of(keys, source, path, None, load_tokenizer(tokenizer))
         if columns.chat is not None:
@@ -61,13 +66,23 @@ class Options:
         return Columns(text, self.prompt_key, chat=self.chat)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the options as JSON has them. Of folders without conversations they are as they always were."""
+        """Return the options as JSON has them.
+
+        Of folders without conversations they are as they always were.
+        """
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return found if self.chat else {name: found[name] for name in found if name not in ("messages_key", "chat")}
+        return (
+            found
+            if self.chat
+            else {name: found[name] for name in found if name not in ("messages_key", "chat")}
+        )
 
 
 class Piece(NamedTuple):
-    """A file, or a range of its bytes or rows. `about`: tells whether the file is still the same one."""
+    """A file, or a range of its bytes or rows.
+
+    `about`: tells whether the file is still the same one.
+    """
 
     name: str
     about: tuple[Any, ...]
@@ -110,7 +125,9 @@ def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]
     most = options.part_tokens * _LOW
     groups: list[list[Piece]] = []
     room = 0
-    for piece in itertools.chain.from_iterable(_pieces(name, shards, most) for name in shards.names):
+    for piece in itertools.chain.from_iterable(
+        _pieces(name, shards, most) for name in shards.names
+    ):
         size = piece.size or most * is_url(piece.name)
         if not groups or size > room:
             groups.append([])
@@ -119,7 +136,8 @@ def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]
         room -= size
     decisive = [VERSION, options.to_json() | {"tokenizer_path": None}, tokenizer.fingerprint]
     return [
-        Task(n, tuple(group), hash_of([*decisive, [piece[1:] for piece in group]])) for n, group in enumerate(groups)
+        Task(n, tuple(group), hash_of([*decisive, [piece[1:] for piece in group]]))
+        for n, group in enumerate(groups)
     ]
 
 
@@ -139,11 +157,17 @@ def _about(name: str) -> tuple[Any, ...]:
         about = system.info(path)
     except Exception as error:
         raise DataError(f"SOURCE: {public_name(name)} cannot be read: {words(error)}") from error
-    return public_name(name), about.get("size") or 0, str(about.get("ETag") or about.get("LastModified"))
+    return (
+        public_name(name),
+        about.get("size") or 0,
+        str(about.get("ETag") or about.get("LastModified")),
+    )
 
 
 def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
-    """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of parquet."""
+    """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of
+    parquet.
+    """
     about = _about(name)
     size: int = about[1]
     unit: Literal["file", "bytes", "rows"] = "file"
@@ -164,10 +188,16 @@ def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
                 groups = range(metadata.num_row_groups)
                 ends = list(itertools.accumulate(metadata.row_group(n).num_rows for n in groups))
                 wanted = range(0, metadata.num_rows, max(most * metadata.num_rows // size, 1))
-                borders = [0, *(ends[bisect_left(ends, row)] for row in wanted if row), metadata.num_rows]
+                borders = [
+                    0,
+                    *(ends[bisect_left(ends, row)] for row in wanted if row),
+                    metadata.num_rows,
+                ]
     borders = sorted(set(borders))
     pieces = itertools.pairwise(borders)
-    return [Piece(name, about, (b - a) * size // borders[-1], unit, a, b) for a, b in pieces] or [Piece(name, about, 0)]
+    return [Piece(name, about, (b - a) * size // borders[-1], unit, a, b) for a, b in pieces] or [
+        Piece(name, about, 0)
+    ]
 
 
 class _Section(io.RawIOBase):
@@ -188,7 +218,10 @@ class _Section(io.RawIOBase):
 
 
 def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
-    """Iterate over the records of a piece after number `start`. Those of a range of bytes count from its begin."""
+    """Iterate over the records of a piece after number `start`.
+
+    Those of a range of bytes count from its begin.
+    """
     if piece.unit == "bytes":
         name = f"{piece.name} from byte {piece.first:,} on" if piece.first else piece.name
         with open(piece.name, "rb") as file:
@@ -196,6 +229,8 @@ def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
             yield from iter_rows(content, name, "json", shards.columns, start)
     else:
         records = replace(shards, names=(piece.name,)).records(0, max(start, piece.first))
-        yield from itertools.takewhile(lambda one: piece.unit == "file" or one.number <= piece.end, records)
+        yield from itertools.takewhile(
+            lambda one: piece.unit == "file" or one.number <= piece.end, records
+        )
     if not is_url(piece.name) and _about(piece.name) != piece.about:
         raise DataError(f"{piece.name} has changed while it was read; run the same command again")

@@ -24,13 +24,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     runs = commands.add_parser(
         "runs",
         help="list runs and how they are doing",
-        description="List the runs below some folders, the newest first: state, step, losses, speed. "
+        description="List the runs below some folders, the newest first: state, step, losses, "
+        "speed. "
         "A run without an end that shows no sign of life has died.",
         allow_abbrev=False,
     )
-    runs.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="where to look (default: ./outputs)")
+    runs.add_argument(
+        "folders", nargs="*", metavar="FOLDER", type=Path, help="where to look (default: ./outputs)"
+    )
     runs.add_argument("--json", action="store_true", help="print a JSON list, one object per run")
-    runs.add_argument("--attempts", action="store_true", help="show each run's attempts: how each began and ended")
+    runs.add_argument(
+        "--attempts", action="store_true", help="show each run's attempts: how each began and ended"
+    )
     runs.set_defaults(run=_run)
 
 
@@ -51,13 +56,18 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
 
 
 def to_json(value: Any) -> str:
-    """Return JSON. Numbers that are not finite become strings, as in metrics.jsonl, and dates of a config too."""
+    """Return JSON.
+
+    Numbers that are not finite become strings, as in metrics.jsonl, and dates of a config too.
+    """
     plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: str(float(name)))
     return json.dumps(plain, indent=1)
 
 
 def list_runs(folders: Iterable[Path]) -> list[Run]:
-    """Return every run below the folders, the newest first. Raises RunError for a missing folder."""
+    """Return every run below the folders, the newest first. Raises RunError for a missing
+    folder.
+    """
     paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
     runs = (read_run(path, partial=True) for path in paths)
     return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
@@ -67,7 +77,9 @@ def runs_text(runs: Sequence[Run], terminal: bool) -> str:
     """Return a table, and below it the reasons of stops and the parts that could not be read."""
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
-    return "\n".join([render(table(runs), terminal), *(f"note: {escape_name(note)}" for note in notes)])
+    return "\n".join(
+        [render(table(runs), terminal), *(f"note: {escape_name(note)}" for note in notes)]
+    )
 
 
 def table(runs: Sequence[Run]) -> Table:
@@ -134,20 +146,52 @@ def attempts_text(folder: Path, terminal: bool) -> str:
     said = [f"note: {escape_name(problem)}" for problem in problems]
     if not attempts:
         return "\n".join(said)
-    lost = {one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one}
+    lost = {
+        one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one
+    }
     rows, notes = [], []
     for one in attempts:
-        tokens = 0 if one.get("state") == "done" else one.get("lost_tokens", lost.get(one["attempt"]))
+        tokens = (
+            0 if one.get("state") == "done" else one.get("lost_tokens", lost.get(one["attempt"]))
+        )
         step = one.get("step") if "state" in one else None
-        texts = (one["attempt"], _utc(one.get("started")), one.get("began", NONE), _utc(one.get("ended")))
-        figures = (number(figure, ",") for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens))
+        texts = (
+            one["attempt"],
+            _utc(one.get("started")),
+            one.get("began", NONE),
+            _utc(one.get("ended")),
+        )
+        figures = (
+            number(figure, ",")
+            for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens)
+        )
         rows.append([*map(str, texts), one.get("state", "no end"), *figures])
         changes: Mapping[str, str] = one.get("config_changes", {})
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
         notes += [f"note: attempt {one['attempt']}: {escape_name(text)}" for text in about if text]
-    columns = ("attempt", "started (UTC)", "began", "ended (UTC)", "state", "exit", "step", "saved", "tokens lost")
-    return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes, *said])
+    columns = (
+        "attempt",
+        "started (UTC)",
+        "began",
+        "ended (UTC)",
+        "state",
+        "exit",
+        "step",
+        "saved",
+        "tokens lost",
+    )
+    return "\n".join(
+        [
+            render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal),
+            *notes,
+            *said,
+        ]
+    )
 
 
 def _utc(seconds: float | None) -> str:
-    return NONE if seconds is None else f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
+    return (
+        NONE
+        if seconds is None
+        else f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
+    )

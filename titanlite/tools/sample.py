@@ -1,4 +1,7 @@
-"""`titanlite sample`: continue prompts with the weights of a checkpoint. No torch until the prompts are read."""
+"""`titanlite sample`: continue prompts with the weights of a checkpoint.
+
+No torch until the prompts are read.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +33,77 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "sample",
         help="continue text with a checkpoint",
-        description="Continue each TEXT with the weights of a checkpoint, token by token, on one device. Without TEXT "
-        "the prompt is read from standard input. The text goes to standard output, figures go to standard error.",
+        description="Continue each TEXT with the weights of a checkpoint, token by token, on one "
+        "device. Without TEXT the prompt is read from standard input. The text goes "
+        "to standard output, figures go to standard error.",
         allow_abbrev=False,
     )
     add_arguments(parser)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
-    add("--prompt-file", metavar="FILE", help="a prompt on each line, after those of the command line")
-    add("--chat", action="store_true", help="each prompt is a user's message, rendered by the chat template")
-    add("--chat-template", metavar="FILE", help="Jinja file for --chat (default: the run's, or the tokenizer's)")
-    add("--max-tokens", type=at_least(1), default=256, metavar="N", help="most tokens to write (default: 256)")
-    add("--temperature", type=_number(0, None), default=1.0, metavar="T", help="0 is --greedy (default: 1)")
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help="a prompt on each line, after those of the command line",
+    )
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message, rendered by the chat template",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja file for --chat (default: the run's, or the tokenizer's)",
+    )
+    add(
+        "--max-tokens",
+        type=at_least(1),
+        default=256,
+        metavar="N",
+        help="most tokens to write (default: 256)",
+    )
+    add(
+        "--temperature",
+        type=_number(0, None),
+        default=1.0,
+        metavar="T",
+        help="0 is --greedy (default: 1)",
+    )
     add("--greedy", action="store_true", help="always take the most probable token")
-    add("--top-k", type=at_least(0), default=0, metavar="K", help="draw from the K most probable tokens (0: all)")
-    add("--top-p", type=_number(0, 1), default=1.0, metavar="P", help="draw from the fewest that sum to P (1: all)")
-    add("--seed", type=at_least(0), default=0, metavar="N", help="the same seed gives the same text (default: 0)")
-    add("--batch-size", type=at_least(1), default=8, metavar="N", help="prompts continued at once (default: 8)")
-    add("--json", action="store_true", help="print a JSON object at the end instead of the text as it comes")
+    add(
+        "--top-k",
+        type=at_least(0),
+        default=0,
+        metavar="K",
+        help="draw from the K most probable tokens (0: all)",
+    )
+    add(
+        "--top-p",
+        type=_number(0, 1),
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest that sum to P (1: all)",
+    )
+    add(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="the same seed gives the same text (default: 0)",
+    )
+    add(
+        "--batch-size",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="prompts continued at once (default: 8)",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print a JSON object at the end instead of the text as it comes",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -72,7 +128,8 @@ class Row:
     stream: TextStream
     text: str = ""
     new: list[int] = field(default_factory=list)
-    #: stop: the model ended its text; length: --max-tokens; context: the longest sequence of the model.
+    #: stop: the model ended its text; length: --max-tokens; context: the longest sequence of the
+    #: model.
     finish: str = ""
 
 
@@ -91,10 +148,14 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
     show = None
     try:
         show = None if arguments.json else _Printer(rows, style, arguments.chat)
-        first_seconds = sample(loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show)
+        first_seconds = sample(
+            loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show
+        )
     except KeyboardInterrupt:
         return "\n" if show else "", exit_codes.INTERRUPTED
-    except BrokenPipeError:  # `head` has seen enough; Python would complain again while it shuts down
+    except (
+        BrokenPipeError
+    ):  # `head` has seen enough; Python would complain again while it shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", exit_codes.DONE
     seconds, tokens = time.perf_counter() - started, sum(len(row.new) for row in rows)
@@ -110,21 +171,37 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
             }
             for row in rows
         ]
-        about = {"checkpoint": loaded.path, "step": loaded.step, **sampling._asdict(), "tokens_per_second": speed}
+        about = {
+            "checkpoint": loaded.path,
+            "step": loaded.step,
+            **sampling._asdict(),
+            "tokens_per_second": speed,
+        }
         return to_json({**about, "samples": found}), exit_codes.DONE
     if cut := [str(number) for number, row in enumerate(rows, 1) if row.finish == "context"]:
         which = f"prompt {', '.join(cut)}" if len(rows) > 1 else "the text"
-        print(f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it", file=sys.stderr)
-    print(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s", file=sys.stderr)
+        print(
+            f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it",
+            file=sys.stderr,
+        )
+    print(
+        f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s",
+        file=sys.stderr,
+    )
     return "", exit_codes.DONE
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """Return the prompts of a command line. Raises ConfigError if there is none, or the file cannot be read."""
+    """Return the prompts of a command line.
+
+    Raises ConfigError if there is none, or the file cannot be read.
+    """
 
     if not given and file is None:
         if sys.stdin.isatty():
-            raise bad_flag("TEXT", "no prompt: give a text, --prompt-file FILE, or a text on standard input")
+            raise bad_flag(
+                "TEXT", "no prompt: give a text, --prompt-file FILE, or a text on standard input"
+            )
         given = ["-"]
     found = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     if file is not None:
@@ -137,17 +214,24 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     return found
 
 
-def make_rows(loaded: LoadedModel, prompts: Sequence[str], chat: bool, template: str | None) -> list[Row]:
+def make_rows(
+    loaded: LoadedModel, prompts: Sequence[str], chat: bool, template: str | None
+) -> list[Row]:
     """Return the prompts with their ids: BOS and the text, or with `chat` the conversation.
 
-    Raises DataError for a prompt that does not fit into the context, or that the chat template refuses.
+    Raises DataError for a prompt that does not fit into the context, or that the chat template
+    refuses.
     """
     from titanlite.data import DataError
     from titanlite.data.chat import encode_chat, load_template
     from titanlite.generate import TextStream
 
     tokenizer, rows = loaded.tokenizer, list[Row]()
-    jinja = load_template(template or loaded.chat_template, tokenizer, "--chat-template") if chat else None
+    jinja = (
+        load_template(template or loaded.chat_template, tokenizer, "--chat-template")
+        if chat
+        else None
+    )
     for number, prompt in enumerate(prompts, 1):
         if jinja is None:
             ids = tokenizer.encode(prompt, bos=True)
@@ -156,15 +240,20 @@ def make_rows(loaded: LoadedModel, prompts: Sequence[str], chat: bool, template:
             ids = encode_chat(text, tokenizer)[0].tolist()
         if not 0 < len(ids) < loaded.limit:
             raise DataError(
-                f"prompt {number} has {len(ids):,} tokens, and the model's context is {loaded.limit:,}: shorten it, or "
-                f"lengthen the context with --context N"
+                f"prompt {number} has {len(ids):,} tokens, and the model's context is "
+                f"{loaded.limit:,}: shorten it, or lengthen the context with --context N"
             )
         rows.append(Row(prompt, ids, TextStream(tokenizer, ids)))
     return rows
 
 
 def sample(
-    loaded: LoadedModel, rows: Sequence[Row], sampling: Sampling, max_tokens: int, batch: int, show: _Printer | None
+    loaded: LoadedModel,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    max_tokens: int,
+    batch: int,
+    show: _Printer | None,
 ) -> float:
     """Continue the rows in place, so many at once. Return the seconds until the first token."""
     from titanlite.generate import generate
@@ -195,7 +284,9 @@ def sample(
                     row.finish = "context"
                 elif len(row.new) >= max_tokens:
                     row.finish = "length"
-                row.text += row.stream.add([] if row.finish == "stop" else [new], whole=bool(row.finish))
+                row.text += row.stream.add(
+                    [] if row.finish == "stop" else [new], whole=bool(row.finish)
+                )
             if show is not None:
                 show()
     return first
@@ -225,8 +316,12 @@ class _Printer:
             if self._at:
                 self._print("\n")
             row = self._rows[self._at]
-            lead = row.prompt if not self._chat else f"> {row.prompt}\n" if len(self._rows) > 1 else ""
-            print(self._style.dim(escape(lead) if sys.stdout.isatty() else lead), end="", flush=True)
+            lead = (
+                row.prompt if not self._chat else f"> {row.prompt}\n" if len(self._rows) > 1 else ""
+            )
+            print(
+                self._style.dim(escape(lead) if sys.stdout.isatty() else lead), end="", flush=True
+            )
 
     @staticmethod
     def _print(text: str) -> None:

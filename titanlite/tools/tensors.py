@@ -1,5 +1,6 @@
-"""Tensors of checkpoints without a process group: reads them, compares two checkpoints, and logits before and after a
-conversion, those of titanlite's model and of `transformers` where it is installed.
+"""Tensors of checkpoints without a process group: reads them, compares two checkpoints, and logits
+before and after a conversion, those of titanlite's model and of `transformers` where it is
+installed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class Contents:
     """Reads the tensors of one checkpoint, one at a time."""
 
     def __init__(self, folder: AnyPath, manifest: Manifest | None = None) -> None:
-        """Raises CheckpointError when it is not a valid checkpoint. manifest: of one that is not published yet."""
+        """Raises CheckpointError when it is not a valid checkpoint.
+
+        manifest: of one that is not published yet.
+        """
         self.folder = folder
         self.manifest: Manifest = manifest or read_manifest(folder)
         self._reader = CheckedReader(folder, self.manifest)
@@ -58,21 +62,24 @@ class Contents:
                 dcp.load(state, storage_reader=self._reader, no_dist=True)
         except (CheckpointException, Exception) as error:
             raise CheckpointError(
-                f"{name} cannot be read from {self.folder}: {error!r}; `titanlite checkpoint verify {self.folder}` "
-                "tells which file is damaged"
+                f"{name} cannot be read from {self.folder}: {error!r}; `titanlite checkpoint "
+                f"verify {self.folder}` tells which file is damaged"
             ) from error
         return state[name]
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs. `left` and `right` are [dtype, shape], None where there is no such tensor."""
+    """How one tensor differs.
+
+    `left` and `right` are [dtype, shape], None where there is no such tensor.
+    """
 
     name: str
     left: list[Any] | None
     right: list[Any] | None
-    #: Elements that differ, and the largest difference of them: |a - b|, and |a - b| / max(|a|, |b|). 0 of tensors
-    #: that cannot be compared. Infinity where one side alone is NaN or infinite.
+    #: Elements that differ, and the largest difference of them: |a - b|, and |a - b| / max(|a|,
+    #: |b|). 0 of tensors that cannot be compared. Infinity where one side alone is NaN or infinite.
     elements: int = 0
     absolute: float = 0.0
     relative: float = 0.0
@@ -88,12 +95,16 @@ def compare(left: Contents, right: Contents) -> Iterator[TensorDifference]:
     for name in sorted({*ours, *theirs}):
         found = TensorDifference(name, ours.get(name), theirs.get(name))
         if found.comparable:
-            found = TensorDifference(name, found.left, found.right, *measure(left.read(name), right.read(name)))
+            found = TensorDifference(
+                name, found.left, found.right, *measure(left.read(name), right.read(name))
+            )
         yield found
 
 
 def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
-    """Return the elements that differ (two NaNs do not), and the largest absolute and relative difference."""
+    """Return the elements that differ (two NaNs do not), and the largest absolute and relative
+    difference.
+    """
     elements, absolute, relative = 0, 0.0, 0.0
     for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
         if torch.equal(x, y):
@@ -111,42 +122,59 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
     return elements, absolute, relative
 
 
-#: Tokens of the sample; largest relative difference |a - b| / |b| of the logits, as vectors, computed in float32.
+#: Tokens of the sample; largest relative difference |a - b| / |b| of the logits, as vectors,
+#: computed in float32.
 TOKENS, TOLERANCE = 64, 1e-4
 Read = Callable[[str], torch.Tensor]
 
 
-def compare_logits(family: str, args: Any, read: Read, theirs: AnyPath | Read, dtype: str | None = None) -> str:
+def compare_logits(
+    family: str, args: Any, read: Read, theirs: AnyPath | Read, dtype: str | None = None
+) -> str:
     """Compare the logits of a sample of random tokens; return a line about it.
 
-    read: our name → tensor, of one side. theirs: the other side, a folder of Hugging Face's or a function like `read`;
-    dtype: its weights are rounded to that type first.
+    read: our name → tensor, of one side. theirs: the other side, a folder of Hugging Face's or a
+    function like `read`; dtype: its weights are rounded to that type first.
 
     Raises CheckpointError when the logits differ.
     """
-    sample = torch.randint(args.vocab_size, (1, min(TOKENS, args.max_seq_len)), generator=torch.Generator())
+    sample = torch.randint(
+        args.vocab_size, (1, min(TOKENS, args.max_seq_len)), generator=torch.Generator()
+    )
     ours = our_logits(family, args, read, sample)
     if callable(theirs):
-        other, way = our_logits(family, args, _rounded(theirs, dtype), sample), "titanlite, of the weights read"
+        other, way = (
+            our_logits(family, args, _rounded(theirs, dtype), sample),
+            "titanlite, of the weights read",
+        )
     elif reason := _cannot(family, args):
         back = open_weights(theirs, get_spec(family), args)
-        other, way = our_logits(family, args, _rounded(back.read, dtype), sample), f"titanlite ({reason})"
+        other, way = (
+            our_logits(family, args, _rounded(back.read, dtype), sample),
+            f"titanlite ({reason})",
+        )
     else:
         other, way = _transformers(Path(str(theirs)), dtype, sample), "transformers"
     if ours.shape != other.shape:
-        raise CheckpointError(f"the logits of {way} have another shape: {list(other.shape)}, {list(ours.shape)} here")
+        raise CheckpointError(
+            f"the logits of {way} have another shape: {list(other.shape)}, {list(ours.shape)} here"
+        )
     gap = (torch.linalg.norm(ours - other) / torch.linalg.norm(other)).item()
-    line = f"logits of {sample.numel()} tokens, compared with those of {way}: they differ by {gap:.1e}"
+    line = (
+        f"logits of {sample.numel()} tokens, compared with those of {way}: they differ by {gap:.1e}"
+    )
     if not gap <= TOLERANCE:
         raise CheckpointError(f"{line}, more than {TOLERANCE:.0e}: nothing is published")
     return line
 
 
 def compare_ids(tokenizer: str, folder: AnyPath) -> str:
-    """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with titanlite's; return a line.
+    """Compare the ids of sample texts by `AutoTokenizer`, from an exported folder, with
+    titanlite's; return a line.
 
-    tokenizer: path or URL of the run's. Raises CheckpointError when ids differ, unless `transformers` takes a class of
-    its own for such a model: no file can change that, and the line says so.
+    tokenizer: path or URL of the run's. Raises CheckpointError when ids differ, unless
+    `transformers` takes a class of its own for such a model: no file can change that, and the line
+    says so.
     """
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
@@ -163,7 +191,10 @@ def compare_ids(tokenizer: str, folder: AnyPath) -> str:
         shown = "".join(f"\n  {one}" for one in found[:5])
         with contextlib.suppress(Exception):  # it cannot be read at all
             if taken := other_class(Path(str(folder))):
-                return f"{line}: {len(found)} differ, as transformers takes {taken} for every such model:{shown}"
+                return (
+                    f"{line}: {len(found)} differ, as transformers takes {taken} for every such "
+                    f"model:{shown}"
+                )
         raise CheckpointError(
             f"{line}: {len(found)} differ, and nothing is published:{shown}\n"
             "`titanlite checkpoint convert --to hf` writes the folder without this comparison"
@@ -176,7 +207,9 @@ def _rounded(read: Read, dtype: str | None) -> Read:
 
 
 def our_logits(family: str, args: Any, read: Read, tokens: torch.Tensor) -> torch.Tensor:
-    """Return titanlite's logits [1, seq, vocab] in float32; the weights of one block at a time are in memory."""
+    """Return titanlite's logits [1, seq, vocab] in float32; the weights of one block at a time are
+    in memory.
+    """
     spec = get_spec(family)
     model = spec.build_on_meta(args).eval()
     for module in model.modules():
@@ -214,12 +247,19 @@ def _cannot(family: str, args: Any) -> str:
         return "transformers is not installed"
     needed = 5 * get_spec(family).count_parameters(args)  # in float32, and a part of it once more
     available = next(
-        (1024 * int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvail" in line),
+        (
+            1024 * int(line.split()[1])
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if "MemAvail" in line
+        ),
         needed,
     )
     if available >= needed:
         return ""
-    return f"transformers would need {human_bytes(needed)} of memory, {human_bytes(available)} are free"
+    return (
+        f"transformers would need {human_bytes(needed)} of memory, {human_bytes(available)} are "
+        "free"
+    )
 
 
 def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -240,14 +280,21 @@ def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torc
 
 
 def _pretrained(folder: Path, dtype: Any) -> Any:
-    """Return the model of `transformers` for a folder, which may be of somebody else: no code of it runs.
+    """Return the model of `transformers` for a folder, which may be of somebody else: no code of it
+    runs.
 
-    Python files that `auto_map` names stay unread, and kernels that config.json names are not fetched.
+    Python files that `auto_map` names stay unread, and kernels that config.json names are not
+    fetched.
     """
     from transformers import AutoModelForCausalLM
 
     config = read_config(read_json(folder / HF_CONFIG))
-    options = {"config": config, "dtype": dtype, "local_files_only": True, "trust_remote_code": False}
+    options = {
+        "config": config,
+        "dtype": dtype,
+        "local_files_only": True,
+        "trust_remote_code": False,
+    }
     try:
         return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", **options)
     except ValueError:  # some models have only their own attention

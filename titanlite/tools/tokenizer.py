@@ -21,12 +21,20 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     fetch = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser(
         "fetch",
         help="download the tokenizer of a model",
-        description="Download the tokenizer's files of a model from the Hugging Face hub, and check that titanlite "
-        "reads them. HF_TOKEN, or a login of huggingface_hub, opens gated models.",
+        description="Download the tokenizer's files of a model from the Hugging Face hub, and "
+        "check that titanlite reads them. HF_TOKEN, or a login of huggingface_hub, "
+        "opens gated models.",
         allow_abbrev=False,
     )
-    fetch.add_argument("repository", metavar="REPO", help="id of the model, such as meta-llama/Llama-3.1-8B")
-    fetch.add_argument("--out", type=Path, metavar="FOLDER", help="where to put them; default: assets/hf/NAME of REPO")
+    fetch.add_argument(
+        "repository", metavar="REPO", help="id of the model, such as meta-llama/Llama-3.1-8B"
+    )
+    fetch.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where to put them; default: assets/hf/NAME of REPO",
+    )
     fetch.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
     fetch.set_defaults(run=_fetch)
 
@@ -48,28 +56,45 @@ def _fetch(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> str
 def fetch(repository: str, folder: Path, revision: str | None = None) -> list[str]:
     """Download the tokenizer's files of a model of the hub into a folder; return their names.
 
-    Raises DataError with the remedy if the hub refuses, or cannot be reached, or the model has no tokenizer.
+    Raises DataError with the remedy if the hub refuses, or cannot be reached, or the model has no
+    tokenizer.
     """
     try:
         from huggingface_hub import HfApi, errors, hf_hub_download
     except ImportError:
-        raise DataError("fetching needs the package huggingface_hub: pip install 'titanlite[hf]'") from None
+        raise DataError(
+            "fetching needs the package huggingface_hub: pip install 'titanlite[hf]'"
+        ) from None
     page = f"https://huggingface.co/{repository}"
     try:
         there = HfApi().list_repo_files(repository, revision=revision)
         names = [name for name in (*FOLDER_FILES, *NAMING_FILES, TEMPLATE) if name in there]
         if not set(names) & set(FOLDER_FILES):
-            raise DataError(f"{repository} holds no {' or '.join(FOLDER_FILES)}; look at {page} for another model")
+            raise DataError(
+                f"{repository} holds no {' or '.join(FOLDER_FILES)}; look at {page} for another "
+                "model"
+            )
         for name in names:
             hf_hub_download(repository, name, revision=revision, local_dir=folder)
     except errors.GatedRepoError:
         remedy = f"ask for access at {page}, and set HF_TOKEN to a token of that account"
         raise DataError(f"{repository} is gated: {remedy}") from None
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        what = f"{repository}{f', revision {revision},' if revision else ''} is not on the hub, or not visible to you"
-        raise DataError(f"{what}: check the spelling (owner/name); if it is private, set HF_TOKEN") from error
+    except (
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
+        errors.HFValidationError,
+    ) as error:
+        what = (
+            f"{repository}{f', revision {revision},' if revision else ''} is not on the hub, or "
+            "not visible to you"
+        )
+        raise DataError(
+            f"{what}: check the spelling (owner/name); if it is private, set HF_TOKEN"
+        ) from error
     except Exception as error:  # those of its HTTP library too
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{repository} cannot be fetched: {words(error)}; see HF_ENDPOINT, HTTPS_PROXY") from error
+        raise DataError(
+            f"{repository} cannot be fetched: {words(error)}; see HF_ENDPOINT, HTTPS_PROXY"
+        ) from error
     return names

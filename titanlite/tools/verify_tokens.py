@@ -1,4 +1,6 @@
-"""`titanlite data verify`: read a folder of token files again, and compare all that can be compared."""
+"""`titanlite data verify`: read a folder of token files again, and compare all that can be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,16 @@ class Verdict:
         about = f"{self.folder} ({self.kind}): {size}, {human_time(self.seconds)}"
         if self.problems:
             repair = f"; {REPAIR}" if self.kind == _PREPARED else "; copy them again"
-            yield f"{about}: {len(self.problems)} of {counted(self.parts, 'parts')} are damaged{repair}"
+            yield (
+                f"{about}: {len(self.problems)} of {counted(self.parts, 'parts')} are "
+                f"damaged{repair}"
+            )
         elif self.without_hashes:
             fits = "sizes, offsets and ids are right"
-            yield f"{about}: {fits}; {counted(len(self.without_hashes), 'parts')} have no hashes to compare"
+            yield (
+                f"{about}: {fits}; {counted(len(self.without_hashes), 'parts')} have no hashes to "
+                "compare"
+            )
         else:
             yield f"{about}: the hashes of all parts are right"
 
@@ -76,18 +84,24 @@ class _Progress:
             self._reported = now
         speed = self._done / (now - self._began)
         left = human_time((self._total - self._done) / speed)
-        share = f"{human_bytes(self._done)} of {human_bytes(self._total)} ({self._done / self._total:.0%})"
+        share = (
+            f"{human_bytes(self._done)} of {human_bytes(self._total)} "
+            f"({self._done / self._total:.0%})"
+        )
         print(f"{share}, {human_bytes(speed)}/s, {left} left", file=sys.stderr, flush=True)
 
 
 def verify(folder: Path, workers: int) -> Verdict:
-    """Compare sizes, offsets, ids and hashes of token files: a prepared folder, or files of another program.
+    """Compare sizes, offsets, ids and hashes of token files: a prepared folder, or files of another
+    program.
 
     Raises DataError for a path that is not of token files, and for an index that cannot be read.
     """
     began = time.monotonic()
     if not is_tokens(str(folder)):
-        raise DataError(f"{folder} holds no token files; `titanlite data prepare` makes such a folder")
+        raise DataError(
+            f"{folder} holds no token files; `titanlite data prepare` makes such a folder"
+        )
     verdict = _verify_prepared(folder, workers) if _is_prepared(folder) else _verify_foreign(folder)
     verdict.seconds = time.monotonic() - began
     return verdict
@@ -101,7 +115,9 @@ def _verify_prepared(folder: Path, workers: int) -> Verdict:
     index = read_index(folder)
     parts: Sequence[Mapping[str, Any]] = index["parts"]
     total = sum(sum(part["bytes"].values()) for part in parts)
-    verdict = Verdict(str(folder), _PREPARED, len(parts), total, sum(part["tokens"] for part in parts))
+    verdict = Verdict(
+        str(folder), _PREPARED, len(parts), total, sum(part["tokens"] for part in parts)
+    )
     progress = _Progress(total)
     hashes = part_hashes(folder, index, records_folder("auto"))
 
@@ -132,7 +148,11 @@ def _verify_prepared(folder: Path, workers: int) -> Verdict:
 
 
 def _problem(
-    folder: Path, index: Mapping[str, Any], part: Mapping[str, Any], hashes: PartHashes, progress: _Progress
+    folder: Path,
+    index: Mapping[str, Any],
+    part: Mapping[str, Any],
+    hashes: PartHashes,
+    progress: _Progress,
 ) -> str | None:
     """Return what is wrong with a part; None if nothing is."""
     try:
@@ -159,7 +179,9 @@ def _check_ids(part: Part, most: int) -> int:
     for begin in range(0, part.size, _TOKENS):
         highest = max(highest, int(part.tokens[begin : begin + _TOKENS].max()))
     if highest > most:
-        raise DataError(f"{part.file} holds the id {highest}, and {INDEX} says that {most} is the highest")
+        raise DataError(
+            f"{part.file} holds the id {highest}, and {INDEX} says that {most} is the highest"
+        )
     return highest
 
 
@@ -168,10 +190,14 @@ def _verify_foreign(path: Path) -> Verdict:
     try:
         parts = foreign_parts(path, thorough=True)
     except OSError as error:
-        raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}"
+        ) from error
     except DataError as error:
         return Verdict(str(path), "files of another program", 1, problems={path.name: str(error)})
     names = [part.file.name for part in parts]
     size = sum(part.size * part.dtype.itemsize for part in parts)
     kind = "numpy" if parts and parts[0].file.suffix == ".npy" else "Megatron-LM"
-    return Verdict(str(path), kind, len(parts), size, sum(part.size for part in parts), without_hashes=names)
+    return Verdict(
+        str(path), kind, len(parts), size, sum(part.size for part in parts), without_hashes=names
+    )

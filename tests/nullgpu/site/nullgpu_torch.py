@@ -1,4 +1,6 @@
-"""Attention without cuDNN's library, which torch loads at the end of its import in every process on the null GPU."""
+"""Attention without cuDNN's library, which torch loads at the end of its import in every process on
+the null GPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def load() -> None:
         def empty(tensor: Any, device: Any) -> Any:
             if not isinstance(tensor, torch.Tensor):
                 return tensor
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+            )
 
         def call(*args: Any, **kwargs: Any) -> Any:
             device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
@@ -31,7 +35,10 @@ def load() -> None:
         return call
 
     library = torch.library.Library("aten", "IMPL")
-    for name in ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"):
+    for name in (
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_cudnn_attention_backward",
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             library.impl(name, hollow(getattr(torch.ops.aten, name).default), "CUDA")

@@ -1,7 +1,7 @@
 """Tokenizers of three kinds; the content of the file decides which.
 
-tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's tokenizer.json all become a `Tokenizer`
-with the ids of the library of that name.
+tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's tokenizer.json all
+become a `Tokenizer` with the ids of the library of that name.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _EXPECTED = "a tiktoken rank file, a sentencepiece model or a Hugging Face token
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the names of tokens
-    that stand for no text to their ids; `fingerprint` is the hex sha256 of everything in the file that decides the ids.
+    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the
+    names of tokens that stand for no text to their ids; `fingerprint` is the hex sha256 of
+    everything in the file that decides the ids.
     """
 
     vocab_size: int
@@ -46,11 +47,15 @@ class Tokenizer(ABC):
     fingerprint: str
     #: What names BOS and EOS.
     named_by = "the file"
-    #: Path or URL of the folder of the files beside it, if that is known: a chat template is one of them.
+    #: Path or URL of the folder of the files beside it, if that is known: a chat template is one of
+    #: them.
     folder: str | None = None
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Return the ids of `text`. Names of special tokens in it are plain text; lone surrogates become U+FFFD."""
+        """Return the ids of `text`.
+
+        Names of special tokens in it are plain text; lone surrogates become U+FFFD.
+        """
         ids = self._encode(text if text.isascii() else _whole_characters(text))
         if bos:
             ids.insert(0, self.bos_id)
@@ -59,7 +64,10 @@ class Tokenizer(ABC):
         return ids
 
     def encode_document(self, text: str) -> NDArray[np.int64]:
-        """Return BOS, the ids of `text` and EOS as an array [ids]. Several threads may call it at once."""
+        """Return BOS, the ids of `text` and EOS as an array [ids].
+
+        Several threads may call it at once.
+        """
         ids = self._encode_array(text if text.isascii() else _whole_characters(text))
         return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
 
@@ -74,8 +82,8 @@ class Tokenizer(ABC):
         for position, token_id in enumerate(ids):
             if not 0 <= token_id < self.vocab_size:
                 raise DataError(
-                    f"token id {token_id} at position {position} is outside the tokenizer's vocabulary of "
-                    f"{self.vocab_size}; decode with the tokenizer that made the ids"
+                    f"token id {token_id} at position {position} is outside the tokenizer's "
+                    f"vocabulary of {self.vocab_size}; decode with the tokenizer that made the ids"
                 )
             if token_id in names:
                 # Some kinds drop the first space of a text: each document is decoded by itself.
@@ -90,7 +98,9 @@ class Tokenizer(ABC):
         """Return a new list of the ids of valid Unicode, without BOS and EOS."""
 
     def _encode_array(self, text: str) -> NDArray[np.integer]:
-        """Return the ids as an array. Kinds that can do it without a list need a third of the time."""
+        """Return the ids as an array. Kinds that can do it without a list need a third of
+        the time.
+        """
         return np.array(self._encode(text), dtype=np.int64)
 
     @abstractmethod
@@ -107,11 +117,12 @@ def _whole_characters(text: str) -> str:
 
 
 def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer:
-    """Load the tokenizer at `path`; None: a bundled one, sentencepiece for the family llama2, else tiktoken.
+    """Load the tokenizer at `path`; None: a bundled one, sentencepiece for the family llama2, else
+    tiktoken.
 
-    In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the file and the remedy if
-    there is none, it is damaged, or its BOS and EOS are not known. A URL names a file, or with a slash at its end a
-    folder.
+    In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the
+    file and the remedy if there is none, it is damaged, or its BOS and EOS are not known. A URL
+    names a file, or with a slash at its end a folder.
     """
     if path is not None and is_url(path):
         from titanlite.data.tokenizer.files import load_url
@@ -144,18 +155,26 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
-    """Return the kind of tokenizer file, whole or damaged. Raises DataError, naming `path`, for any other file."""
+    """Return the kind of tokenizer file, whole or damaged.
+
+    Raises DataError, naming `path`, for any other file.
+    """
     where = f"model.tokenizer_path: {path}"
     start = content[:4096].lstrip()
     if not content.strip():
         raise DataError(f"{where} is empty; copy the tokenizer again")
     if start.startswith(b"version https://git-lfs"):
-        raise DataError(f"{where} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
+        raise DataError(
+            f"{where} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`"
+        )
     if start.startswith(b"<"):
-        raise DataError(f"{where} is a web page, perhaps of a failed download; expected {_EXPECTED}")
+        raise DataError(
+            f"{where} is a web page, perhaps of a failed download; expected {_EXPECTED}"
+        )
     if start.startswith((b"{", b"[")):
         return "tokenizer.json"
-    # A sentencepiece model begins with its first piece: field 1, the length, and in it field 1, the piece's name.
+    # A sentencepiece model begins with its first piece: field 1, the length, and in it field 1, the
+    # piece's name.
     if re.match(rb"\x0a[\x00-\x7f]\x0a[\x00-\x7f]", content):
         return "sentencepiece"
     if b"\0" in start:
@@ -173,9 +192,14 @@ def find_file(path: Path) -> Path:
             names = " and ".join(str(file.relative_to(path)) for file in found)
             logger.info(f"tokenizer: {path} holds {names}; the first is used")
         return found[0]
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".tiktoken", ".model", ".json"))
+    others = sorted(
+        file.name for file in path.iterdir() if file.suffix in (".tiktoken", ".model", ".json")
+    )
     raise DataError(
-        f"model.tokenizer_path: the folder {path} holds no {' or '.join(FOLDER_FILES)}; give the file itself"
+        (
+            f"model.tokenizer_path: the folder {path} holds no {' or '.join(FOLDER_FILES)}; give "
+            "the file itself"
+        )
         + (f": {', '.join(others)}" if others else "")
     )
 
@@ -184,7 +208,10 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        hint = fetch_hint(str(path)) or f"give the path of {_EXPECTED}, or leave the key out for the bundled tokenizer"
+        hint = (
+            fetch_hint(str(path))
+            or f"give the path of {_EXPECTED}, or leave the key out for the bundled tokenizer"
+        )
         raise DataError(f"model.tokenizer_path: {path} does not exist; {hint}") from None
     except OSError as error:
         raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error

@@ -1,7 +1,8 @@
-"""A tokenizer for `transformers`: files that give the ids of ours, with BOS before each text, and their comparison.
+"""A tokenizer for `transformers`: files that give the ids of ours, with BOS before each text, and
+their comparison.
 
-Every document that a run trains on begins with BOS, and so does every text that `titanlite sample` continues. Other
-programs read an export by `AutoTokenizer`, so its files must do the same.
+Every document that a run trains on begins with BOS, and so does every text that `titanlite sample`
+continues. Other programs read an export by `AutoTokenizer`, so its files must do the same.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from titanlite.data import DataError
 from titanlite.data.tokenizer import Kind, Tokenizer
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
-#: Texts whose ids are compared: spaces at each place, digits, contractions, code, scripts, accents in both forms of
-#: Unicode, emoji, control characters.
+#: Texts whose ids are compared: spaces at each place, digits, contractions, code, scripts, accents
+#: in both forms of Unicode, emoji, control characters.
 SAMPLES = (
     "",
     " ",
@@ -41,7 +42,8 @@ SAMPLES = (
     "\u2581 a sign of its own",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
 )
-#: Entries of a tokenizer_config.json that say nothing of ids, and come along into one that is made here.
+#: Entries of a tokenizer_config.json that say nothing of ids, and come along into one that is made
+#: here.
 _KEPT = (
     "additional_special_tokens",
     "chat_template",
@@ -63,14 +65,18 @@ _SPACE = "\u2581"
 
 
 def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
-    """Compare the ids of `SAMPLES` by `AutoTokenizer`, from the files in `folder`, with ours; a line per difference.
+    """Compare the ids of `SAMPLES` by `AutoTokenizer`, from the files in `folder`, with ours; a
+    line per difference.
 
-    Texts with the name of a special token are left out: `transformers` takes it for the token, titanlite for text.
+    Texts with the name of a special token are left out: `transformers` takes it for the token,
+    titanlite for text.
     """
     from transformers import AutoTokenizer
 
     try:
-        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        theirs = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # of any of its parts
         return [f"transformers cannot read it: {type(error).__name__}: {error}"]
     found = []
@@ -84,15 +90,20 @@ def differing_ids(folder: Path, tokenizer: Tokenizer) -> list[str]:
 
 
 def other_class(folder: Path) -> str:
-    """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "": it takes that one.
+    """Return the class that `AutoTokenizer` takes in place of the one in tokenizer_config.json; "":
+    it takes that one.
 
     For some kinds of models `transformers` 5 has its own class, whatever the file says.
     """
     from transformers import AutoTokenizer
 
     asked = _json((folder / CONFIG).read_bytes()).get("tokenizer_class")
-    taken = type(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)).__name__
-    is_plain = asked == "PreTrainedTokenizerFast" and taken == "TokenizersBackend"  # two names of one class
+    taken = type(
+        AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    ).__name__
+    is_plain = (
+        asked == "PreTrainedTokenizerFast" and taken == "TokenizersBackend"
+    )  # two names of one class
     return "" if taken == asked or is_plain else taken
 
 
@@ -105,8 +116,11 @@ def _around_difference(there: list[int], ours: list[int]) -> str:
     return f"{lead}{there[start : place + 4]} there, {lead}{ours[start : place + 4]} here"
 
 
-def equal_files(found: Mapping[str, bytes], content: bytes, kind: Kind, tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return files from which `AutoTokenizer` reads the ids of `tokenizer`: `found` itself, or files made from it.
+def equal_files(
+    found: Mapping[str, bytes], content: bytes, kind: Kind, tokenizer: Tokenizer
+) -> dict[str, bytes]:
+    """Return files from which `AutoTokenizer` reads the ids of `tokenizer`: `found` itself, or
+    files made from it.
 
     found: the files that lie beside the tokenizer's own; content, kind: of that file.
     """
@@ -125,7 +139,8 @@ def equal_files(found: Mapping[str, bytes], content: bytes, kind: Kind, tokenize
 def with_class(found: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files with a class for a tokenizer.json.
 
-    Without one `transformers` takes that of the model's family, which may split text by rules of its own.
+    Without one `transformers` takes that of the model's family, which may split text by rules of
+    its own.
     """
     config = _json(found.get(CONFIG, b"{}"))
     if TOKENIZER not in found or "tokenizer_class" in config:
@@ -148,7 +163,10 @@ def _json(content: bytes) -> dict[str, Any]:
 
 
 def _config(kept: Mapping[str, Any], tokenizer: Tokenizer) -> bytes:
-    """Return a tokenizer_config.json. The class takes tokenizer.json as it is, in `transformers` 4 and 5."""
+    """Return a tokenizer_config.json.
+
+    The class takes tokenizer.json as it is, in `transformers` 4 and 5.
+    """
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -162,7 +180,10 @@ def _config(kept: Mapping[str, Any], tokenizer: Tokenizer) -> bytes:
 
 
 def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes:
-    """Return a tokenizer.json with the ids of a tokenizer's file, which puts BOS before each text. Raises DataError."""
+    """Return a tokenizer.json with the ids of a tokenizer's file, which puts BOS before each text.
+
+    Raises DataError.
+    """
     if kind == "sentencepiece":
         parsed = _of_sentencepiece(content)
     elif kind == "tiktoken":
@@ -171,7 +192,11 @@ def as_tokenizer_json(content: bytes, kind: Kind, tokenizer: Tokenizer) -> bytes
         parsed = json.loads(content)
     names = {number: name for name, number in tokenizer.special_tokens.items()}
     bos = _begin_with(names[tokenizer.bos_id], tokenizer.bos_id)
-    others = [part for part in _processors(parsed.get("post_processor")) if part.get("type") == "ByteLevel"]
+    others = [
+        part
+        for part in _processors(parsed.get("post_processor"))
+        if part.get("type") == "ByteLevel"
+    ]
     parsed["post_processor"] = {"type": "Sequence", "processors": [*others, bos]} if others else bos
     parsed["truncation"] = parsed["padding"] = None
     return json.dumps(parsed, ensure_ascii=False).encode()
@@ -190,7 +215,10 @@ def _begin_with(name: str, number: int) -> dict[str, Any]:
     """Return the post-processor that puts a token before each text."""
 
     def text(letter: str, kind: int) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": name, "type_id": kind}}, {"Sequence": {"id": letter, "type_id": kind}}]
+        return [
+            {"SpecialToken": {"id": name, "type_id": kind}},
+            {"Sequence": {"id": letter, "type_id": kind}},
+        ]
 
     return {
         "type": "TemplateProcessing",
@@ -210,15 +238,19 @@ def _of_ranks(content: bytes) -> dict[str, Any]:
         file.write(content)
         file.flush()
         special = list(SPECIAL_TOKENS)
-        converter = TikTokenConverter(vocab_file=file.name, pattern=SPLIT_PATTERN, extra_special_tokens=special)
+        converter = TikTokenConverter(
+            vocab_file=file.name, pattern=SPLIT_PATTERN, extra_special_tokens=special
+        )
         parsed: dict[str, Any] = json.loads(converter.converted().to_str())
     return parsed
 
 
 def _of_sentencepiece(content: bytes) -> dict[str, Any]:
-    """Return the tokenizer.json of a sentencepiece model: its pieces, its normalisation, and a space before a text.
+    """Return the tokenizer.json of a sentencepiece model: its pieces, its normalisation, and a
+    space before a text.
 
-    `transformers` makes one that puts no space before a text that begins with one, so its ids differ.
+    `transformers` makes one that puts no space before a text that begins with one, so its ids
+    differ.
     """
     import tokenizers
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
@@ -226,7 +258,10 @@ def _of_sentencepiece(content: bytes) -> dict[str, Any]:
     proto = ModelProto.FromString(content)
     trainer = proto.trainer_spec
     if trainer.treat_whitespace_as_suffix or trainer.model_type not in (_UNIGRAM, _BPE):
-        raise DataError("tokenizer.json has no such kind of sentencepiece model: only BPE and Unigram, spaces first")
+        raise DataError(
+            "tokenizer.json has no such kind of sentencepiece model: only BPE and Unigram, spaces "
+            "first"
+        )
     pieces = list(proto.pieces)
     own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
     unknown = next((number for number, piece in enumerate(pieces) if piece.type == _UNKNOWN), None)
@@ -248,16 +283,22 @@ def _of_sentencepiece(content: bytes) -> dict[str, Any]:
     made.normalizer = _normalizer(proto.normalizer_spec)
     made.decoder = _decoder()
     special = [piece.piece for piece in pieces if piece.type in (_UNKNOWN, _CONTROL)]
-    made.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in special])
+    made.add_special_tokens(
+        [tokenizers.AddedToken(name, normalized=False, special=True) for name in special]
+    )
     if own:  # an added token would be normalised itself, and the text after it would get a space
         longest_first = "|".join(re.escape(name) for name in sorted(own, key=len, reverse=True))
-        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(longest_first), "isolated")
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+            tokenizers.Regex(longest_first), "isolated"
+        )
     parsed: dict[str, Any] = json.loads(made.to_str())
     return parsed
 
 
 def _merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that sentencepiece joins, the best first: all that make a piece, by its score."""
+    """Return the pairs of pieces that sentencepiece joins, the best first: all that make a piece,
+    by its score.
+    """
     scores = {piece.piece: piece.score for piece in pieces if piece.type == _NORMAL}
     places = {name: place for place, name in enumerate(scores)}
     found = []
@@ -287,5 +328,10 @@ def _normalizer(spec: Any) -> Any:
 def _decoder() -> Any:
     from tokenizers import decoders
 
-    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    steps = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     return decoders.Sequence(steps)

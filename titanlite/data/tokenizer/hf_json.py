@@ -34,20 +34,25 @@ _NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
 class JsonTokenizer(Tokenizer):
     """The ids of the `tokenizers` library, without its post-processor, truncation and padding.
 
-    So BOS is never added twice and no document is cut. Text never matches an added token that the file marks as
-    special. Added tokens that are not special are found in text, as in the library. A model whose own vocabulary
-    spells a special token (word lists, Unigram files) still gives its id for such text, as in the library.
+    So BOS is never added twice and no document is cut. Text never matches an added token that the
+    file marks as special. Added tokens that are not special are found in text, as in the library. A
+    model whose own vocabulary spells a special token (word lists, Unigram files) still gives its id
+    for such text, as in the library.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """content: of the file at `path`. Raises DataError if it is no whole tokenizer.json or has no BOS and EOS."""
+        """content: of the file at `path`.
+
+        Raises DataError if it is no whole tokenizer.json or has no BOS and EOS.
+        """
         where = f"model.tokenizer_path: {path}"
         parsed = _parse(content, where)
         try:
             import tokenizers
         except ImportError:
             raise DataError(
-                f"{where}: reading a tokenizer.json needs the tokenizers library: pip install 'titanlite[hf]'"
+                f"{where}: reading a tokenizer.json needs the tokenizers library: pip install "
+                "'titanlite[hf]'"
             ) from None
         # Our threads give it a text each. Its own threads would only add a warning at each fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -55,8 +60,9 @@ class JsonTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
-                f"{where} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads ({error}); "
-                "copy the file again, or install the version of tokenizers that wrote it"
+                f"{where} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads "
+                f"({error}); copy the file again, or install the version of tokenizers that wrote "
+                "it"
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -68,7 +74,9 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.encode_special_tokens = True
 
         added = self._tokenizer.get_added_tokens_decoder()
-        self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
+        self.special_tokens = {
+            token.content: i for i, token in sorted(added.items()) if token.special
+        }
         self.special_tokens |= dict(zip(names, (self.bos_id, self.eos_id), strict=True))
         self.vocab_size = 1 + max(vocabulary.values())
         deciding = {part: value for part, value in parsed.items() if part not in _NOT_IN_THE_IDS}
@@ -87,10 +95,13 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
     try:
         parsed = parse_json(content)
     except ValueError as error:
-        raise DataError(f"{where} is JSON that is damaged or cut short ({error}); copy the file again") from None
+        raise DataError(
+            f"{where} is JSON that is damaged or cut short ({error}); copy the file again"
+        ) from None
     if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
         raise DataError(
-            f'{where} is JSON without a "model" part; give a tokenizer.json of Hugging Face (not tokenizer_config.json)'
+            f'{where} is JSON without a "model" part; give a tokenizer.json of Hugging Face (not '
+            "tokenizer_config.json)"
         )
     return parsed
 
@@ -104,27 +115,33 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
                 continue
             if tokenizer.token_to_id(token) is None:
                 raise DataError(
-                    f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does not have; each document "
-                    "begins with BOS and ends with EOS: take both files from the same place, or name a token it has"
+                    f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does "
+                    "not have; each document begins with BOS and ends with EOS: take both files "
+                    "from the same place, or name a token it has"
                 )
             named[key] = token, file.name
     if len(named) == len(_KEYS):
         (bos, first), (eos, second) = (named[key] for key in _KEYS)
         return (bos, eos), " and ".join(dict.fromkeys([first, second]))
     for pair in WELL_KNOWN:
-        agrees = all(named[key][0] == token for key, token in zip(_KEYS, pair, strict=True) if key in named)
+        agrees = all(
+            named[key][0] == token for key, token in zip(_KEYS, pair, strict=True) if key in named
+        )
         if agrees and None not in map(tokenizer.token_to_id, pair):
             return pair, "their usual names"
     missing = " and ".join(key for key in _KEYS if key not in named)
     usual = ", ".join(" ".join(dict.fromkeys(pair)) for pair in WELL_KNOWN)
     raise DataError(
-        f"model.tokenizer_path: {path}: no file names its {missing}, and it has none of the usual ones ({usual}); "
+        f"model.tokenizer_path: {path}: no file names its {missing}, and it has none of the usual "
+        f"ones ({usual}); "
         f'put a {NAMING_FILES[0]} beside it, such as {{"bos_token": "<s>", "eos_token": "</s>"}}'
     )
 
 
 def _named_in(file: Path) -> dict[str, str | None]:
-    """Return bos_token and eos_token if `file` has them: a string, an object with its `content`, or null."""
+    """Return bos_token and eos_token if `file` has them: a string, an object with its `content`, or
+    null.
+    """
     try:
         parsed = parse_json(file.read_bytes())
         if not isinstance(parsed, dict):
@@ -132,6 +149,10 @@ def _named_in(file: Path) -> dict[str, str | None]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again") from None
+        raise DataError(
+            f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again"
+        ) from None
     tokens = {key: parsed[key] for key in _KEYS if key in parsed}
-    return {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
+    return {
+        key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()
+    }

@@ -14,18 +14,24 @@ from titanlite.data.tokenizer import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The library's ids with the model's own options (normalisation, dummy prefix, byte fallback) and no others.
+    """The library's ids with the model's own options (normalisation, dummy prefix, byte fallback)
+    and no others.
 
-    Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the library always does:
-    they stand for text, and are not among `special_tokens`. Decoding a document returns its text, except for a first
-    space (the dummy prefix looks the same) and for changes by normalisation.
+    Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the
+    library always does: they stand for text, and are not among `special_tokens`. Decoding a
+    document returns its text, except for a first space (the dummy prefix looks the same) and for
+    changes by normalisation.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """content: of the file at `path`. Raises DataError if it is not a whole model with BOS and EOS."""
+        """content: of the file at `path`.
+
+        Raises DataError if it is not a whole model with BOS and EOS.
+        """
         key = f"model.tokenizer_path: {path}"
         try:
-            # The library takes a file that ends between two pieces for a small model with other settings.
+            # The library takes a file that ends between two pieces for a small model with other
+            # settings.
             # protobuf, which reads the file's parts, is a requirement of tensorboard.
             parsed = ModelProto.FromString(content)
             if not (parsed.HasField("trainer_spec") and parsed.HasField("normalizer_spec")):
@@ -33,18 +39,21 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except (ValueError, RuntimeError, DecodeError) as error:
             raise DataError(
-                f"{key} is a sentencepiece model that is damaged or cut short ({error}); copy the file again"
+                f"{key} is a sentencepiece model that is damaged or cut short ({error}); copy the "
+                "file again"
             ) from error
         self.vocab_size = self._processor.vocab_size()
         self.bos_id, self.eos_id = self._processor.bos_id(), self._processor.eos_id()
         for name, token_id in (("bos", self.bos_id), ("eos", self.eos_id)):
             if token_id < 0:
                 raise DataError(
-                    f"{key} has no {name.upper()} piece, and each document begins with BOS and ends with EOS; "
-                    f"give a sentencepiece model trained with {name}_id"
+                    f"{key} has no {name.upper()} piece, and each document begins with BOS and "
+                    f"ends with EOS; give a sentencepiece model trained with {name}_id"
                 )
         self.special_tokens = {
-            self._processor.id_to_piece(i): i for i in range(self.vocab_size) if self._processor.is_control(i)
+            self._processor.id_to_piece(i): i
+            for i in range(self.vocab_size)
+            if self._processor.is_control(i)
         }
         self.fingerprint = hashlib.sha256(b"sentencepiece " + content).hexdigest()
 

@@ -40,7 +40,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
 
-# tiktoken's regex engine recurses over a piece, and its merge is worse than linear in a piece's length.
+# tiktoken's regex engine recurses over a piece, and its merge is worse than linear in a piece's
+# length.
 # So longer texts, and longer runs without (or only of) white space, are cut before.
 _MAX_ENCODE_CHARS = 400_000
 _MAX_RUN_CHARS = 25_000
@@ -51,8 +52,12 @@ class TiktokenTokenizer(Tokenizer):
 
     named_by = "Llama 3"
 
-    def __init__(self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
-        """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among them."""
+    def __init__(
+        self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+    ) -> None:
+        """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among
+        them.
+        """
         specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
         self._encoding = tiktoken.Encoding(
             name="titanlite", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
@@ -76,7 +81,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def _encode_array(self, text: str) -> NDArray[np.integer]:
         segments = _segments(text)
-        return np.concatenate([self._encoding.encode_to_numpy(s, disallowed_special=()) for s in segments])
+        return np.concatenate(
+            [self._encoding.encode_to_numpy(s, disallowed_special=()) for s in segments]
+        )
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
@@ -94,7 +101,10 @@ def _segments(text: str) -> list[str]:
 
 
 def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """Parse the `content` of a tiktoken file. Raises DataError with path and line if it is another or incomplete."""
+    """Parse the `content` of a tiktoken file.
+
+    Raises DataError with path and line if it is another or incomplete.
+    """
     ranks: dict[bytes, int] = {}
     key = f"model.tokenizer_path: {path}"
     for number, line in enumerate(content.splitlines(), start=1):
@@ -106,11 +116,14 @@ def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
         except ValueError:
             found = line[:60].decode(errors="replace")
             raise DataError(
-                f"{key}, line {number}: expected a base64 token, a space and its rank, found {found!r}; "
+                f"{key}, line {number}: expected a base64 token, a space and its rank, found "
+                f"{found!r}; "
                 "this is not a tiktoken file, or it is damaged"
             ) from None
         if rank != len(ranks) or token in ranks:
-            problem = f"the token {token!r} has rank {rank}, expected a new token of rank {len(ranks)}"
+            problem = (
+                f"the token {token!r} has rank {rank}, expected a new token of rank {len(ranks)}"
+            )
             raise DataError(f"{key}, line {number}: {problem}; the file is damaged")
         ranks[token] = rank
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
