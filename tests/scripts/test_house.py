@@ -31,7 +31,8 @@ def missed(figures: list[Any]) -> list[str]:
 
 
 def test_the_library_keeps_its_limits(house: Any) -> None:
-    assert not missed(house.static_figures(house.Source(ROOT)))
+    source = house.Source(ROOT)
+    assert not missed([*house.static_figures(source), *house.density_figures(source)])
 
 
 @pytest.mark.slow
@@ -52,3 +53,30 @@ def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path
     source = house.Source(tmp_path)
     assert source.total == 503 and house.circles_of(library, source.trees) == ["guard", "loss"]
     assert list(house.takes_whole_config(library, source.trees)) == ["loss:loss"]
+
+
+def test_dense_code_is_counted(house: Any, tmp_path: Path) -> None:
+    library = tmp_path / "titanlite"
+    library.mkdir()
+    long = "def long():\n" + "    x = 1\n" * 60
+    lines = [
+        "a, b = 1, 2",
+        "c = 1 if a else 2 if b else 3",
+        'd = [*("a", "b"), *[n for n in range(3)]]',
+        f"e = '{'x' * 100}'  # text and comments are no tokens",
+        long,
+    ]
+    (library / "dense.py").write_text("\n".join(lines))
+    found = {
+        figure.name: figure.numbers for figure in house.density_figures(house.Source(tmp_path))
+    }
+    # The text in the fourth line and its comment do not count.
+    assert found["tokens"] == {"": 7 + 9 + 22 + 2 + 5 + 60 * 3}
+    assert found["lines over 100 characters"] == {"": 1}
+    assert found["packed"] == {"nested ternaries": 1, "starred tuples": 1}
+    assert found["functions to divide"] == {"": 1} and found["files at the top"] == {"": 1}
+    assert found["in 1,000 lines"] == {
+        "comprehensions": round(1000 / 65, 1),
+        "ternaries": round(2000 / 65, 1),
+        "tuple = tuple": round(1000 / 65, 1),
+    }
