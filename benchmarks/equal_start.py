@@ -152,10 +152,10 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     `CONFIG`.
     """
     from titanlite.build import build
-    from titanlite.fit import load_config
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama_hf import permute
-    from titanlite.run_text import read_datasets
+    from titanlite.start.fit import load_config
+    from titanlite.start.run_text import read_datasets
     from titanlite.trainer import Trainer
 
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"

@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.plan_speed import POINTS, SHARES, Point, gpu_of, rate  # noqa: E402
 from tests.nullgpu.cases import CASES, HERE, PLAIN, STORED, Case, figures, play, run  # noqa: E402
-from titanlite.fit import check_config  # noqa: E402
 from titanlite.plan.hardware import DEFAULT_NETWORK, Gpu, cluster_of, find_gpu  # noqa: E402
 from titanlite.plan.parts import GIB  # noqa: E402
 from titanlite.plan.plan import make_plan  # noqa: E402
 from titanlite.plan.speed import CONSTANTS, ERROR, _Step  # noqa: E402
+from titanlite.start.fit import check_config  # noqa: E402
 
 PAGE = ROOT / "benchmarks/results/nullgpu.md"
 #: torchtitan's figures, and the flags of its runs: its own 8B on 8 ranks.

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import sys
 
-from titanlite.fit import check_config
 from titanlite.plan.memory import estimate
-from titanlite.tools.plan_trace import trace
+from titanlite.start.fit import check_config
+from titanlite.tools.plan.trace import trace
 
 GIB = 2**30
 _AC = {

@@ -19,7 +19,7 @@ from tests.plan.measured import CASES, measure, planned  # noqa: E402
 from tests.pool import Pools  # noqa: E402
 from titanlite.plan.memory import estimate  # noqa: E402
 from titanlite.plan.parts import PARTS, Moment, RankMemory  # noqa: E402
-from titanlite.tools.plan_trace import trace  # noqa: E402
+from titanlite.tools.plan.trace import trace  # noqa: E402
 
 
 def main() -> None:

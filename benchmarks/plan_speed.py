@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config
 from titanlite.plan.hardware import DEFAULT_NETWORK, GPUS, Cluster, Gpu
 from titanlite.plan.speed import CONSTANTS, ERROR, Constants, predict
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config
 
 TITAN_2024 = "torchtitan, benchmarks/llama3_h100_202412"
 TITAN_2025 = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06"

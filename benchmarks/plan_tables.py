@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import Plan, make_plan
+from titanlite.start.fit import check_config
 from titanlite.utils import human_count
 
 #: Config, GPUs, GPU.

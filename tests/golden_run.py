@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.tools.drill_ranks import check, train
+from titanlite.tools.drill.ranks import check, train
 
 STEPS, MORE, BAD_STEP = 20, 24, 5
 #: Beside the tiny model of `tests.training.test_run`.
@@ -98,7 +98,7 @@ def golden_run(base: Path) -> GoldenRun:
 def main() -> NoReturn:
     """Train as `train.py`; in one step a value of rank 1 is not finite."""
     from titanlite import main as entry
-    from titanlite.tools.faults import before_steps
+    from titanlite.tools.drill.faults import before_steps
 
     handles: list[Any] = []
 

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from titanlite.signals import end_with_parent
-from titanlite.tools.drill_ranks import start_fork_server
+from titanlite.start.signals import end_with_parent
+from titanlite.tools.drill.ranks import start_fork_server
 
 
 class RankFailure(AssertionError):

@@ -13,11 +13,11 @@ from torch import nn
 
 from titanlite.build import build
 from titanlite.data.loader import Batch
-from titanlite.fit import load_config
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import load_config
 from titanlite.step import PlainRunner, Runner, StepResult, TrainStep
 from titanlite.trainer import Trainer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.refusals import refusal
-from titanlite.dotted_names import unresolved
+from titanlite.config.dotted_names import unresolved
 
 SOURCE = '''
 """los is a word in this text; so is words."""

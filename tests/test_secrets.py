@@ -22,11 +22,12 @@ from titanlite.config.errors import ConfigError
 from titanlite.data import DataError
 from titanlite.data.remote import open_file, public_name
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
-from titanlite.fit import check_config
 from titanlite.runs.read import read_run
-from titanlite.tools import launch_kubernetes, launch_sagemaker
+from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
-from titanlite.tools.launch import prepare, write
+from titanlite.tools.launch import kubernetes as launch_kubernetes
+from titanlite.tools.launch import sagemaker as launch_sagemaker
+from titanlite.tools.launch.launch import prepare, write
 from titanlite.utils import append_line, is_hidden, logger, public, public_tree
 
 #: In the user, the password, the signature and the key of the tests.

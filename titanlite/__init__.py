@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from titanlite._version import __version__ as __version__
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.build import TrainingComponents as TrainingComponents
@@ -26,8 +26,6 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.config.sections import Checkpoint as Checkpoint
     from titanlite.data.loader import Batch as Batch
     from titanlite.data.loader import to_device as to_device
-    from titanlite.derive import RunConfig as RunConfig
-    from titanlite.fit import load_config as load_config
     from titanlite.guard import BadStepError as BadStepError
     from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import Cost as Cost
@@ -43,16 +41,18 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
     from titanlite.parallel.wrapping import groups_by_class as groups_by_class
-    from titanlite.rank_checks import check_ranks as check_ranks
-    from titanlite.run_text import Datasets as Datasets
-    from titanlite.run_text import read_datasets as read_datasets
-    from titanlite.signals import StopSignal as StopSignal
+    from titanlite.start.derive import RunConfig as RunConfig
+    from titanlite.start.fit import load_config as load_config
+    from titanlite.start.rank_checks import check_ranks as check_ranks
+    from titanlite.start.run_text import Datasets as Datasets
+    from titanlite.start.run_text import read_datasets as read_datasets
+    from titanlite.start.signals import StopSignal as StopSignal
     from titanlite.step import PlainRunner as PlainRunner
     from titanlite.step import ReplicationFactors as ReplicationFactors
     from titanlite.step import StepResult as StepResult
     from titanlite.step import TrainStep as TrainStep
     from titanlite.trainer import Trainer as Trainer
-    from titanlite.validation import validate as validate
+    from titanlite.training.validation import validate as validate
 
 #: Module → its public names.
 _PUBLIC = {
@@ -63,8 +63,8 @@ _PUBLIC = {
     "config.model_sections": ["Optimizer"],
     "config.sections": ["ActivationCheckpoint", "Checkpoint"],
     "data.loader": ["Batch", "to_device"],
-    "derive": ["RunConfig"],
-    "fit": ["load_config"],
+    "start.derive": ["RunConfig"],
+    "start.fit": ["load_config"],
     "guard": ["BadStepError", "FiniteGuard"],
     "models.spec": ["Cost", "Init", "ModelSpec", "Size"],
     "optim.adamw": ["AnyPrecisionAdamW"],
@@ -76,12 +76,12 @@ _PUBLIC = {
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
     "parallel.wrapping": ["groups_by_class"],
-    "rank_checks": ["check_ranks"],
-    "run_text": ["Datasets", "read_datasets"],
-    "signals": ["StopSignal"],
+    "start.rank_checks": ["check_ranks"],
+    "start.run_text": ["Datasets", "read_datasets"],
+    "start.signals": ["StopSignal"],
     "step": ["PlainRunner", "ReplicationFactors", "StepResult", "TrainStep"],
     "trainer": ["Trainer"],
-    "validation": ["validate"],
+    "training.validation": ["validate"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = ["__version__", *_MODULES]

@@ -21,9 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite import start_report as rep
-from titanlite._version import __version__
-from titanlite.anomalies import AnomalyLog
+from titanlite import __version__
 from titanlite.callbacks import Callback, Callbacks, load_callbacks
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import digest_of
@@ -43,9 +41,6 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_report import checks_of
 from titanlite.data.tokenizer.files import hf_files, tokenizer_path
-from titanlite.derive import RunConfig, with_steps
-from titanlite.fingerprints import fingerprints
-from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.metrics.console import ensure_console
@@ -74,7 +69,12 @@ from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.hardware import peak_flops
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.runtime import PeakCheck, start_rows
-from titanlite.preflight import (
+from titanlite.runs.provenance import public_config
+from titanlite.start import report as rep
+from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.fingerprints import fingerprints
+from titanlite.start.fit import tensor_problems
+from titanlite.start.preflight import (
     async_tp_problems,
     float8_problems,
     fsdp_problems,
@@ -82,8 +82,11 @@ from titanlite.preflight import (
     mask_problems,
     optimizer_problems,
 )
-from titanlite.rank_checks import check_ranks
-from titanlite.run_callbacks import (
+from titanlite.start.rank_checks import check_ranks
+from titanlite.start.run_text import Datasets, phases_of, read_datasets
+from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+from titanlite.training.anomalies import AnomalyLog
+from titanlite.training.run_callbacks import (
     AttemptRecord,
     CompileReport,
     DocumentLog,
@@ -93,11 +96,8 @@ from titanlite.run_callbacks import (
     VerifyResume,
     Watchdog,
 )
-from titanlite.run_text import Datasets, phases_of, read_datasets
-from titanlite.runs.provenance import public_config
-from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+from titanlite.training.validation import ValidationSet
 from titanlite.utils import is_dotted, public
-from titanlite.validation import ValidationSet
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer

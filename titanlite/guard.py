@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite import exit_codes
-from titanlite.nonfinite import name_ranks
-from titanlite.spikes import LossWindow
+from titanlite.training.nonfinite import name_ranks
+from titanlite.training.spikes import LossWindow
 
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 

@@ -25,10 +25,16 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_functions
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
-from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
-from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
+from titanlite.start.fit import check_config, fitted
+from titanlite.start.signals import (
+    SIGNALS,
+    StopRequested,
+    StopSignal,
+    end_with_parent,
+    exit_on_signals,
+)
 from titanlite.utils import MissingPackageError, atomic_write, escape, logger, require
 
 if TYPE_CHECKING:
@@ -79,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are
     found before any process group or model exists. A signal before the first step ends the run at
-    once, a later one when a checkpoint is written; see `titanlite.signals`.
+    once, a later one when a checkpoint is written; see `titanlite.start.signals`.
     """
     try:
         environment = read_launch_env()
@@ -104,10 +110,10 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.parallel.process import keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
     from titanlite.plan.runtime import last_words
-    from titanlite.preflight import check_machine
-    from titanlite.run_text import read_datasets
     from titanlite.runs.logs import FOLDER as LOGS
     from titanlite.runs.logs import rank_log
+    from titanlite.start.preflight import check_machine
+    from titanlite.start.run_text import read_datasets
     from titanlite.trainer import Trainer, save_seed
 
     gc.freeze()

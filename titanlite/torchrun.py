@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.parallel.process import raise_file_limit
-from titanlite.signals import exit_on_signals, line_break
+from titanlite.start.signals import exit_on_signals, line_break
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

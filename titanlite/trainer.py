@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from titanlite import exit_codes
-from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.load import LEFT_OUT, LoadedState
 from titanlite.checkpoint.manifest import HELD_OUT, CheckpointError, steps_in
@@ -24,10 +23,11 @@ from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Progress
 from titanlite.data.state import StateError, check_loader
 from titanlite.guard import BadStepError, WeightsError, check_statistics
-from titanlite.nonfinite import find_nonfinite
-from titanlite.signals import StopRequested, StopSignal
+from titanlite.start.signals import StopRequested, StopSignal
+from titanlite.training.anomalies import Fetched, explain, skip_to
+from titanlite.training.nonfinite import find_nonfinite
+from titanlite.training.validation import ValidationResult
 from titanlite.utils import human_time, logger
-from titanlite.validation import ValidationResult
 
 if TYPE_CHECKING:
     from titanlite.build import TrainingComponents
@@ -76,7 +76,7 @@ class Trainer:
 
         Raises BadStepError when the guard ends the run, CheckpointError when the checkpoint is of
         another run or the last one cannot be written, StopRequested when it was asked to stop (see
-        `titanlite.signals`) and has.
+        `titanlite.start.signals`) and has.
         """
         with self.stop:
             try:

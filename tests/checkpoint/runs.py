@@ -17,7 +17,7 @@ from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.tools.tensors import Contents, compare
+from titanlite.tools.hub.tensors import Contents, compare
 
 STEPS = 20
 TOKENS, LABELS = batches(STEPS, 8, 16, 192)

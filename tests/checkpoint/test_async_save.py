@@ -23,7 +23,7 @@ from titanlite.checkpoint import async_save, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
 from titanlite.parallel.dist_env import DistEnv, set_timeouts
-from titanlite.tools.tensors import Contents
+from titanlite.tools.hub.tensors import Contents
 
 PINNED = "async_with_pinned_mem"
 REAL_SAVE = manager.dcp.save

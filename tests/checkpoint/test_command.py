@@ -20,7 +20,7 @@ from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.cli import main
-from titanlite.tools.tensors import Contents, measure
+from titanlite.tools.hub.tensors import Contents, measure
 from titanlite.utils import human_bytes
 
 
@@ -276,8 +276,8 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
 def test_rm_frees_a_full_disk(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     code = (
-        "import resource, sys\nfrom pathlib import Path\nfrom titanlite.tools.checkpoint import "
-        "remove\n"
+        "import resource, sys\nfrom pathlib import Path\n"
+        "from titanlite.tools.commands.checkpoint import remove\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # files can be made, and none can "
         "hold a byte\n"
         "remove([Path(sys.argv[1])])\n"

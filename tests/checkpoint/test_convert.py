@@ -27,10 +27,10 @@ from titanlite.checkpoint.source_model import differences, read_model
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.checkpoint import verify
 from titanlite.tools.cli import main
-from titanlite.tools.convert import convert
-from titanlite.tools.tensors import Contents
+from titanlite.tools.commands.checkpoint import verify
+from titanlite.tools.hub.convert import convert
+from titanlite.tools.hub.tensors import Contents
 
 ARGS = LlamaArgs(
     dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5
@@ -248,7 +248,7 @@ _LARGE = """
 import resource, sys
 from pathlib import Path
 import torch
-from titanlite.tools.convert import convert
+from titanlite.tools.hub.convert import convert
 source, target, to = sys.argv[1:]
 convert(Path(source), Path(target + ".warm"), to)
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
@@ -329,7 +329,7 @@ import shutil, sys
 from collections import namedtuple
 from pathlib import Path
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.tools import convert
+from titanlite.tools.hub import convert
 
 def tried(to):
     try:

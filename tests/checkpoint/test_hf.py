@@ -41,8 +41,8 @@ from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.convert import convert, open_source
-from titanlite.tools.tensors import Contents, our_logits
+from titanlite.tools.hub.convert import convert, open_source
+from titanlite.tools.hub.tensors import Contents, our_logits
 
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])

@@ -29,8 +29,8 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
-from titanlite.tools.convert import convert
-from titanlite.tools.tensors import Contents
+from titanlite.tools.hub.convert import convert
+from titanlite.tools.hub.tensors import Contents
 
 GOOD = HERE / "format-4" / "step-3"
 

@@ -25,7 +25,7 @@ from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.tensors import Contents
+from titanlite.tools.hub.tensors import Contents
 
 Described = dict[str, list[object]]
 

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.retention import begin
-from titanlite.tools.checkpoint import list_checkpoints, remove
+from titanlite.tools.commands.checkpoint import list_checkpoints, remove
 
 
 def _edit(folder: Path, **changes: object) -> None:

@@ -12,7 +12,7 @@ from tests.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.signals import GRACE_VARIABLE, grace_warning
+from titanlite.start.signals import GRACE_VARIABLE, grace_warning
 
 
 def _ask(

@@ -16,7 +16,7 @@ from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
-from titanlite.tools.tensors import Contents
+from titanlite.tools.hub.tensors import Contents
 from titanlite.trainer import save_seed
 
 SEED = "--checkpoint.create_seed_checkpoint"

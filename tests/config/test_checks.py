@@ -14,7 +14,7 @@ from tests.refusals import refusal, refusals
 from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
-from titanlite.fit import check_config, divisors, fitted, load_config
+from titanlite.start.fit import check_config, divisors, fitted, load_config
 
 RUN = """\
 [training]

@@ -7,8 +7,8 @@ from dataclasses import astuple
 import pytest
 
 from titanlite.config.load import load
-from titanlite.derive import RunConfig, smallest_world, with_steps
-from titanlite.fit import check_config, fitted
+from titanlite.start.derive import RunConfig, smallest_world, with_steps
+from titanlite.start.fit import check_config, fitted
 
 T, E = "--training.", "--experimental."
 DDP = f"{T}data_parallel_type=ddp"

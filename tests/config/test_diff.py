@@ -10,7 +10,7 @@ import pytest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.tools.cli import main
-from titanlite.tools.config import differences, side
+from titanlite.tools.commands.config import differences, side
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_every_code_of_a_problem_is_listed():
     codes = {
         code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)
     }
-    for name in ("config/checks.py", "fit.py"):  # tuples (code, key, message, hint)
+    for name in ("config/checks.py", "start/fit.py"):  # tuples (code, key, message, hint)
         for node in ast.walk(ast.parse((package / name).read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Tuple)

@@ -14,8 +14,8 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
 from titanlite.config.unsupported_keys import OTHER_TRAINERS
-from titanlite.fit import check_config
 from titanlite.models import SPECS
+from titanlite.start.fit import check_config
 
 HERE = Path("run.toml")
 

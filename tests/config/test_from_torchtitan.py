@@ -16,12 +16,12 @@ import pytest
 from titanlite.config.aliases import LATER_FLAVORS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, read_text
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config, fitted
 from titanlite.models import SHAPES, LlamaArgs
 from titanlite.optim.schedule import learning_rate
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config, fitted
 from titanlite.tools.cli import main
-from titanlite.tools.migrate import migrate_text
+from titanlite.tools.commands.migrate import migrate_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-torchtitan.md"
 TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)

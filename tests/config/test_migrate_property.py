@@ -16,7 +16,7 @@ from titanlite.config.keys import Key, base, fits, keys, members, names_beside_p
 from titanlite.config.load import read_text
 from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.tools.migrate import migrate_text
+from titanlite.tools.commands.migrate import migrate_text
 
 HERE = Path("run.toml")
 SKIPPED = ("job.config_file", "job.extends", "job.dialect")

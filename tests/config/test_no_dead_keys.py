@@ -17,7 +17,7 @@ SINGLE = "float8.scaling_type_"
 
 def test_every_key_is_read_by_code_that_acts_on_it() -> None:
     package = Path(titanlite.__file__).parent
-    # config/ and fit.py load, check and print keys.
+    # config/ and start/fit.py load, check and print keys.
     files = [
         f
         for f in package.rglob("*.py")

@@ -11,7 +11,7 @@ from titanlite.config.aliases import ALIASES
 from titanlite.config.keys import keys
 from titanlite.config.toml import loads
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.tools.config_pages import json_schema, schema_text
+from titanlite.tools.commands.config_pages import json_schema, schema_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))

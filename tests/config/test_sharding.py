@@ -8,8 +8,8 @@ import torch
 from titanlite.build import check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.derive import RunConfig
-from titanlite.fit import fitted
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import fitted
 
 
 def run_of(*flags: str) -> RunConfig:

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
 from titanlite.config.not_implemented import refused
-from titanlite.fit import fitted
-from titanlite.tools.config_pages import markdown, template
+from titanlite.start.fit import fitted
+from titanlite.tools.commands.config_pages import markdown, template
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-keys.md"
 COMMAND = "titanlite config template --markdown > docs/config-keys.md"

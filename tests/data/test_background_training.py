@@ -14,9 +14,9 @@ from tests.tiny import EIGHT_STEPS
 from titanlite.build import build
 from titanlite.checkpoint import manager
 from titanlite.data.prefetch import THREAD
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.signals import StopRequested
+from titanlite.start.fit import load_config
+from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer
 
 TINY = [

@@ -24,7 +24,7 @@ from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import _stamp
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
-from titanlite.fit import load_config
+from titanlite.start.fit import load_config
 from titanlite.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,9 +17,9 @@ from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.run_text import read_training_text
+from titanlite.start.fit import load_config
+from titanlite.start.run_text import read_training_text
 from titanlite.tools import cli
 
 FLAGS = [

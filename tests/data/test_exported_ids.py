@@ -21,7 +21,7 @@ from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.files import hf_files
 from titanlite.data.tokenizer.hf_export import SAMPLES, as_tokenizer_json
-from titanlite.tools.tensors import compare_ids
+from titanlite.tools.hub.tensors import compare_ids
 
 TEXTS = (
     *SAMPLES,

@@ -21,7 +21,7 @@ from titanlite.data.chat import ChatTemplate, load_template
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools.cli import main
-from titanlite.tools.sample import make_rows
+from titanlite.tools.commands.sample import make_rows
 
 CHAT = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, sir."}]
 TOKENIZER = load_tokenizer()

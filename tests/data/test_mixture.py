@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.anomalies import AnomalyLog, Fetched, skip_to
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
@@ -20,14 +19,15 @@ from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Phases
 from titanlite.data.rows import Row, Stateless
 from titanlite.data.skip_ranges import take
-from titanlite.fit import load_config
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.figures import RowLosses, SourceFigures
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.run_text import phases_of
+from titanlite.start.fit import load_config
+from titanlite.start.run_text import phases_of
 from titanlite.step import ReplicationFactors
 from titanlite.trainer import load_text
+from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
 
 
 class Numbers(Stateless):

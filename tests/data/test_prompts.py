@@ -26,8 +26,8 @@ from titanlite.data.sources import BUNDLED, columns_of, iter_records, list_files
 from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import load_config
 
 TOKENIZER = load_tokenizer()
 SFT = list_files(BUNDLED["sft_test"])

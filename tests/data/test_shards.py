@@ -269,8 +269,8 @@ def test_fetched_files_are_whole_and_a_part_is_continued(
     ]
     assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]
     monkeypatch.setattr("titanlite.data.remote._MOST", 50_000)
-    monkeypatch.setattr("titanlite.tools.fetch._PIECE", 10_000)
-    monkeypatch.setattr("titanlite.tools.fetch.PATIENCE", 0.1)
+    monkeypatch.setattr("titanlite.tools.hub.fetch._PIECE", 10_000)
+    monkeypatch.setattr("titanlite.tools.hub.fetch.PATIENCE", 0.1)
     command = ["data", "fetch", folder, "--out", str(out)]
     server.fail("*/b.jsonl", status=503, after=2, times=None)
     assert main(command) == 2 and "b.jsonl cannot be read at byte 1" in capsys.readouterr().err

@@ -21,9 +21,9 @@ from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
 from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
 from titanlite.data.token_paths import INDEX
-from titanlite.run_callbacks import TokenHashes
-from titanlite.signals import StopSignal
+from titanlite.start.signals import StopSignal
 from titanlite.tools.cli import main
+from titanlite.training.run_callbacks import TokenHashes
 
 LENGTHS = [[30, 20, 50]] * 3
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from titanlite import main as entry
 from titanlite.data.hashes import batch_hash
-from titanlite.tools.faults import before_steps
+from titanlite.tools.drill.faults import before_steps
 
 
 def main() -> NoReturn:

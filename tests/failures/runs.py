@@ -9,9 +9,9 @@ from typing import Any
 from tests.tiny import EIGHT_STEPS
 from titanlite.data.hashes import add_hashes
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.tools import drill_ranks
-from titanlite.tools.faults import NO_FAULT, Fault
-from titanlite.tools.tensors import Contents, compare
+from titanlite.tools.drill import ranks as drill_ranks
+from titanlite.tools.drill.faults import NO_FAULT, Fault
+from titanlite.tools.hub.tensors import Contents, compare
 from titanlite.utils import read_lines
 
 STEPS, INTERVAL = 8, 2

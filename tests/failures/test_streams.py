@@ -21,7 +21,7 @@ from tests.pool import free_port
 from tests.processes import python
 from titanlite import exit_codes
 from titanlite.data.sources import BUNDLED
-from titanlite.tools.faults import Fault
+from titanlite.tools.drill.faults import Fault
 
 STREAM = ["--data.shuffle_buffer=24", "--data.lanes=4", "--data.streaming"]
 

@@ -13,9 +13,9 @@ from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
 from titanlite.runs.record import read_entries
-from titanlite.tools import drill_ranks
-from titanlite.tools.faults import Fault
-from titanlite.tools.tensors import Contents
+from titanlite.tools.drill import ranks as drill_ranks
+from titanlite.tools.drill.faults import Fault
+from titanlite.tools.hub.tensors import Contents
 
 
 @pytest.fixture(scope="module")

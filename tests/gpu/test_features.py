@@ -36,7 +36,7 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.loss_chunks import _chunked
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.tensors import Contents, compare
+from titanlite.tools.hub.tensors import Contents, compare
 
 BF16 = Training()
 RUN = Run(TOKENS, LABELS, WARM)

@@ -14,9 +14,9 @@ import torch
 from tests.words import listening
 from titanlite.build import build
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.runtime import memory_report
+from titanlite.start.fit import load_config
 from titanlite.trainer import Trainer
 
 FLAGS = [

@@ -37,7 +37,7 @@ from titanlite.models import get_spec
 from titanlite.models.spec import Init
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import ROWS, fill
-from titanlite.tools.tensors import Contents, compare
+from titanlite.tools.hub.tensors import Contents, compare
 
 SHAPE, KINDS = (2 * ROWS + 5, 1000), ("normal", "trunc_normal", "uniform")
 

@@ -20,9 +20,10 @@ from msgspec.structs import replace
 from tests.launch.examples import EXAMPLES
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
-from titanlite.fit import check_config
-from titanlite.tools import launch_kubernetes, launch_sagemaker
-from titanlite.tools.launch import prepare
+from titanlite.start.fit import check_config
+from titanlite.tools.launch import kubernetes as launch_kubernetes
+from titanlite.tools.launch import sagemaker as launch_sagemaker
+from titanlite.tools.launch.launch import prepare
 
 SNAPSHOTS = ROOT / "deploy" / "examples" / "kubernetes"
 KINDS = ("PyTorchJob", "TrainJob", "HyperPodPyTorchJob")

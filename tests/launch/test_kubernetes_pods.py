@@ -16,8 +16,8 @@ import yaml
 from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host
 from tests.processes import ROOT
-from titanlite.tools import launch_kubernetes
-from titanlite.tools.launch import prepare
+from titanlite.tools.launch import kubernetes as launch_kubernetes
+from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines
 
 STEPS = 9

@@ -18,8 +18,8 @@ from tests.launch.namespaces import Host
 from tests.processes import ROOT, environment, python
 from titanlite import exit_codes
 from titanlite.runs.record import read_entries
-from titanlite.tools import launch_local
-from titanlite.tools.launch import prepare
+from titanlite.tools.launch import local as launch_local
+from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines
 
 EXAMPLE = ROOT / "deploy" / "examples" / "local" / "llama3_8b.sh"

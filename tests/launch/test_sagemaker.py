@@ -16,9 +16,9 @@ from tests.golden_run import GoldenRun
 from tests.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.metrics.console import aws_fsdp_line
-from titanlite.tools import launch_sagemaker
 from titanlite.tools.cli import main
-from titanlite.tools.launch import prepare
+from titanlite.tools.launch import sagemaker as launch_sagemaker
+from titanlite.tools.launch.launch import prepare
 
 EXAMPLE = ROOT / "deploy" / "examples" / "sagemaker" / "llama3_1_8b.py"
 FLAGS = [

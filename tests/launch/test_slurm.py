@@ -24,8 +24,10 @@ from tests.tiny import TWO_LAYERS
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.runs.record import read_entries
-from titanlite.tools import cli, drill_ranks, launch_slurm
-from titanlite.tools.launch import limit_seconds, prepare
+from titanlite.tools import cli
+from titanlite.tools.drill import ranks as drill_ranks
+from titanlite.tools.launch import slurm as launch_slurm
+from titanlite.tools.launch.launch import limit_seconds, prepare
 from titanlite.utils import read_lines
 
 FOLDER = ROOT / "deploy" / "examples" / "slurm"

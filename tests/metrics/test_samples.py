@@ -14,8 +14,8 @@ import pytest
 from tests.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.config.errors import ConfigError
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import load_config
 
 STEPS = ["--training.steps=4", "--checkpoint.interval=2"]
 PROMPTS = [

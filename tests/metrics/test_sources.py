@@ -17,9 +17,9 @@ from tests.tiny import TWO_LAYERS
 from titanlite.build import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows
-from titanlite.fit import load_config
 from titanlite.metrics.figures import RowLosses
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import load_config
 
 BATCH, STEPS = 12, 4
 FLAGS = [

@@ -21,11 +21,11 @@ from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
-from titanlite.fit import load_config
 from titanlite.metrics import boards as background_writer
 from titanlite.metrics.boards import ID_FILE, WandbWriter, tags
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import load_config
 
 
 @pytest.fixture(autouse=True)

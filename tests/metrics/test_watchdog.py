@@ -34,8 +34,8 @@ from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
+from titanlite.training.run_callbacks import Watchdog
 
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.

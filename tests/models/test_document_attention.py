@@ -23,7 +23,7 @@ from titanlite.models import get_spec
 from titanlite.models.layers import SdpaAttention, document_positions
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
-from titanlite.preflight import mask_problems
+from titanlite.start.preflight import mask_problems
 
 LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
 

@@ -9,10 +9,10 @@ import pytest
 
 from titanlite.config.load import load_file
 from titanlite.config.not_implemented import not_implemented
-from titanlite.derive import RunConfig
-from titanlite.fit import fitted
 from titanlite.models import LlamaArgs, count_parameters
 from titanlite.plan.plan import kept_at_once
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import fitted
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SIZES = {

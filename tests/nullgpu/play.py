@@ -64,10 +64,10 @@ def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
     """Train as the flags say until all steps are counted, and return the counts."""
     from titanlite.build import build
     from titanlite.callbacks import Callback, load_callbacks
-    from titanlite.fit import check_config
     from titanlite.parallel.dist_env import DistEnv
-    from titanlite.preflight import check_machine
-    from titanlite.run_text import read_datasets
+    from titanlite.start.fit import check_config
+    from titanlite.start.preflight import check_machine
+    from titanlite.start.run_text import read_datasets
     from titanlite.trainer import Trainer
 
     class Counter(Callback):

@@ -20,9 +20,9 @@ from titanlite.callbacks import Callback
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
-from titanlite.tools.convert import convert
-from titanlite.tools.loading import add_arguments, load_model
-from titanlite.tools.tensors import Contents
+from titanlite.tools.commands.loading import add_arguments, load_model
+from titanlite.tools.hub.convert import convert
+from titanlite.tools.hub.tensors import Contents
 
 EMA = [
     "--optimizer.ema_decay=0.5",

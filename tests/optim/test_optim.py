@@ -15,12 +15,12 @@ import torch
 
 from titanlite.config.load import read_text
 from titanlite.config.model_sections import Optimizer
-from titanlite.derive import derive
 from titanlite.optim.gradients import clip_divisor, clip_gradients, total_norm
 from titanlite.optim.optimizer import build_optimizer, divides_gradients, gated_step
 from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
-from titanlite.tools.aws_fsdp import migrate_arguments
+from titanlite.start.derive import derive
 from titanlite.tools.cli import main
+from titanlite.tools.commands.aws_fsdp import migrate_arguments
 
 
 def schedule_of(**numbers: Any) -> Schedule:

@@ -17,8 +17,8 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.load import load
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
-from titanlite.fit import check_config
 from titanlite.optim.optimizer import build_optimizer, gated_step
+from titanlite.start.fit import check_config
 
 CPU = torch.device("cpu")
 OWN = '''

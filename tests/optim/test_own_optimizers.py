@@ -24,7 +24,7 @@ from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, _levels, block_o
 from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups, state_bytes
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.preflight import optimizer_problems
+from titanlite.start.preflight import optimizer_problems
 
 CPU = torch.device("cpu")
 PURE_BF16 = Training(dtype="bfloat16", mixed_precision_reduce="bfloat16")

@@ -45,10 +45,10 @@ from titanlite.parallel.compile import (
     use_cache_folder,
 )
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.preflight import check_machine
+from titanlite.start.preflight import check_machine
 from titanlite.step import PlainRunner
+from titanlite.training.validation import validate
 from titanlite.utils import logger
-from titanlite.validation import validate
 
 
 class Counting:

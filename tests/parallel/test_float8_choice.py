@@ -14,7 +14,7 @@ from titanlite.config.sections import Compile, Float8, Training
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
-from titanlite.preflight import check_machine
+from titanlite.start.preflight import check_machine
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
 KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]

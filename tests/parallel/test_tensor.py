@@ -21,7 +21,7 @@ from titanlite.parallel.async_tp import check_async
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors
-from titanlite.validation import validate
+from titanlite.training.validation import validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")

@@ -11,11 +11,11 @@ from tests.allocated import peak_bytes
 from tests.tiny import KEPT_TOKENS
 from titanlite.build import build
 from titanlite.data.loader import Batch, to_device
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config, load_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory
-from titanlite.tools.memory_meter import MemoryMeter
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config, load_config
+from titanlite.tools.plan.memory_meter import MemoryMeter
 
 _BASE = {
     "model.vocab_size": 2304,

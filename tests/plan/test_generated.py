@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import make_plan
+from titanlite.start.fit import check_config
 from titanlite.tools import cli
 
 FOLDER = Path(__file__).parents[2] / "train_configs"

@@ -1,9 +1,9 @@
-"""Memory by formula, against peaks that `titanlite.tools.plan_trace` found."""
+"""Memory by formula, against peaks that `titanlite.tools.plan.trace` found."""
 
 import pytest
 
-from titanlite.fit import check_config
 from titanlite.plan.memory import NoFormula, estimate, worst_rank
+from titanlite.start.fit import check_config
 
 GIB = 2**30
 BLOCKS_6 = (

@@ -13,13 +13,13 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.retention import delete, prune
 from titanlite.checkpoint.schedule import is_milestone
 from titanlite.config.errors import ConfigError
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB
 from titanlite.plan.plan import checkpoint_disk, kept_at_once, make_plan
 from titanlite.plan.text import verdict
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config
 
 
 def planned(file: str, ranks: int, *flags: str) -> RunConfig:
@@ -142,7 +142,7 @@ def test_the_rank_that_is_asked_for_and_one_that_does_not_exist() -> None:
 
 
 def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
-    from titanlite.tools.plan_trace import trace
+    from titanlite.tools.plan.trace import trace
 
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")

@@ -10,11 +10,11 @@ from statistics import median
 import pytest
 
 from tests.nullgpu.cases import CASES, STORED
-from titanlite.fit import check_config
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.parts import CONTEXT, RESERVED_SHARDED, RESERVED_WHOLE, Reserved
 from titanlite.plan.plan import Plan, make_plan
 from titanlite.plan.text import plan_text
+from titanlite.start.fit import check_config
 from titanlite.utils import Style
 
 

@@ -16,9 +16,7 @@ from tests.pool import Pools
 from tests.words import listening
 from titanlite.callbacks import CallbackError, Callbacks
 from titanlite.data import DataError
-from titanlite.derive import RunConfig
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
-from titanlite.fit import check_config
 from titanlite.main import _first_here
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
@@ -29,6 +27,8 @@ from titanlite.plan.memory import estimate
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.runtime import PeakCheck, memory_report, remedies, start_rows
 from titanlite.plan.speed import predict
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config
 
 #: As torch words it, with 6.3 GiB that the allocator holds and cannot use.
 ON_GPU = torch.OutOfMemoryError(

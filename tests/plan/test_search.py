@@ -12,12 +12,12 @@ import pytest
 from benchmarks import plan_tables
 from titanlite import exit_codes
 from titanlite.config.keys import sections
-from titanlite.fit import check_config
 from titanlite.plan.hardware import Cluster, find_gpu
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, make_plan
+from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
-from titanlite.tools.plan_search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
+from titanlite.tools.plan.search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
 from titanlite.utils import Style
 
 CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
@@ -182,7 +182,7 @@ def test_the_command_writes_the_best_settings(
 
 @pytest.mark.slow
 def test_a_trace_confirms_the_best_settings_for_8b_on_8_gpus() -> None:
-    from titanlite.tools.plan_trace import trace
+    from titanlite.tools.plan.trace import trace
 
     found = search(["--job.config_file=llama3_8b.toml"], replace(H100, gpus_per_node=8))
     best = found.ranked[0]

@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config
 from titanlite.parallel.float8 import apply_float8
 from titanlite.plan import speed
 from titanlite.plan.hardware import (
@@ -27,6 +25,8 @@ from titanlite.plan.hardware import (
     peak_flops,
 )
 from titanlite.plan.speed import CONSTANTS, Speed, predict
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config
 
 H100 = GPUS["h100-80g"]
 #: Every share of a peak is reached in whole.

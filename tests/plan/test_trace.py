@@ -13,12 +13,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.plan.measured import CASES, allocated, measure, planned
 from tests.pool import Pools
 from titanlite.config.errors import ConfigError
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import PARTS
-from titanlite.tools import plan_trace
-from titanlite.tools.plan_trace import trace
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config
+from titanlite.tools.plan import trace as plan_trace
+from titanlite.tools.plan.trace import trace
 
 #: Whole runs in a second each; the benchmark compares all.
 QUICK = ["1 rank, AC full", "fsdp 2, four micro-batches"]

@@ -25,8 +25,6 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
-from titanlite.derive import RunConfig
-from titanlite.fit import check_config
 from titanlite.main import _lock
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import lock as lock_module
@@ -39,6 +37,8 @@ from titanlite.runs.lock import (
     RunLock,
     last_sign_of_life,
 )
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config
 
 HOLDER = (
     "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"

@@ -15,7 +15,7 @@ import pytest
 
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.cli import main
-from titanlite.tools.drill_ranks import train
+from titanlite.tools.drill.ranks import train
 
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.

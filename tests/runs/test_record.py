@@ -17,10 +17,10 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file
-from titanlite.fit import check_config
 from titanlite.runs import provenance
 from titanlite.runs.logs import rank_log
 from titanlite.runs.record import CONFIG, FILE, read_attempts, read_entries
+from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
 from titanlite.utils import logger
 

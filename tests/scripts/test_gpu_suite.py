@@ -15,7 +15,7 @@ import pytest
 import benchmarks.gpu as suite
 import benchmarks.gpu_ladder as gpu_ladder
 from benchmarks.gpu_bench import Bench
-from titanlite.fit import load_config
+from titanlite.start.fit import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {
@@ -43,7 +43,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_levels_are_the_ladders() -> None:
-    from titanlite.tools.benchmark import LEVELS
+    from titanlite.tools.commands.benchmark import LEVELS
 
     assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 

@@ -19,8 +19,9 @@ assert time.perf_counter() - began < 0.5
 from titanlite import Callback
 import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock
 import titanlite.tools.cli
-import titanlite.tools.runs, titanlite.tools.compare_page, titanlite.tools.plots
-from titanlite.fit import check_config
+import titanlite.tools.commands.runs, titanlite.tools.commands.compare_page
+import titanlite.tools.commands.plots
+from titanlite.start.fit import check_config
 titanlite.models.resolve_args("llama3", "8B")
 check_config(["--job.config_file=debug_model.toml"], 2, training=False)
 heavy = {"torch", "numpy", "rich", "tomlkit", "fsspec", "matplotlib", "filelock"}

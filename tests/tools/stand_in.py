@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-from titanlite.fit import check_config
 from titanlite.runs import provenance
+from titanlite.start.fit import check_config
 
 #: Tokens per second and rank; each repeat on this machine is half as fast as the one before.
 SPEEDS = {"default": 1000.0, "compile": 1500.0, "more": 500.0}

@@ -24,11 +24,12 @@ from tests.tools.stand_in import SPEEDS
 from titanlite.build import build
 from titanlite.config.errors import Problem
 from titanlite.config.load import load_file
-from titanlite.fit import check_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.read import read_run
-from titanlite.tools import benchmark as room
-from titanlite.tools.benchmark import (
+from titanlite.start.fit import check_config
+from titanlite.tools.cli import main
+from titanlite.tools.commands import benchmark as room
+from titanlite.tools.commands.benchmark import (
     LEVELS,
     SWITCHES,
     BenchmarkError,
@@ -39,8 +40,7 @@ from titanlite.tools.benchmark import (
     make_levels,
     write_levels,
 )
-from titanlite.tools.benchmark_report import RunFigures, after_warmup, measure, summarize
-from titanlite.tools.cli import main
+from titanlite.tools.commands.benchmark_report import RunFigures, after_warmup, measure, summarize
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]

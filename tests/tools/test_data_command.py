@@ -20,7 +20,7 @@ from titanlite.data.sources import iter_records, list_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runs.record import begin
-from titanlite.tools.look import Run, State, _history, sequences_of
+from titanlite.tools.commands.look import Run, State, _history, sequences_of
 
 TOKENIZER = load_tokenizer()
 

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlite.fit import check_config
 from titanlite.plan.hardware import INSTANCES
 from titanlite.plan.plan import checkpoint_disk
-from titanlite.tools import doctor
+from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
-from titanlite.tools.doctor import ERROR, OK, WARNING, Finding, checks, examine
+from titanlite.tools.commands import doctor
+from titanlite.tools.commands.doctor import ERROR, OK, WARNING, Finding, checks, examine
 from titanlite.utils import human_bytes
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "launch"

@@ -17,8 +17,8 @@ import pytest
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.tools.cli import main
-from titanlite.tools.drill import SCENARIOS
-from titanlite.tools.drill_config import tiny_config
+from titanlite.tools.drill.config import tiny_config
+from titanlite.tools.drill.drill import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
 

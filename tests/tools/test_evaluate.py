@@ -18,10 +18,10 @@ from tests.training.test_run import _run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.cli import main
-from titanlite.tools.evaluate import config_of, evaluate, read_texts
-from titanlite.validation import ValidationResult
+from titanlite.tools.commands.checkpoint import checkpoint_of
+from titanlite.tools.commands.evaluate import config_of, evaluate, read_texts
+from titanlite.training.validation import ValidationResult
 
 LAYOUTS = {
     "fsdp": [],

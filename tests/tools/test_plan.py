@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from titanlite import exit_codes, main
-from titanlite.fit import check_config
 from titanlite.plan.text import print_plan
+from titanlite.start.fit import check_config
 from titanlite.tools import cli
 
 H100 = ["--gpus", "8", "--gpu", "h100-80g"]

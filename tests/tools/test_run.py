@@ -11,8 +11,8 @@ import pytest
 from tests.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.parallel.process import TUNABLES
-from titanlite.tools import run
 from titanlite.tools.cli import main
+from titanlite.tools.commands import run
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from titanlite import exit_codes
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
 from titanlite.tools.cli import main
-from titanlite.tools.convert import convert
+from titanlite.tools.hub.convert import convert
 
 
 def hf_folder(folder: Path) -> Path:

@@ -15,8 +15,8 @@ from tests.tools.conftest import Command
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
-from titanlite.fit import load_config
-from titanlite.start_report import file_rows, is_told, text_warnings
+from titanlite.start.fit import load_config
+from titanlite.start.report import file_rows, is_told, text_warnings
 from titanlite.tools.cli import main
 
 

@@ -142,7 +142,7 @@ def _start(words: list[str]) -> int:
     if words[0] != "eval":
         return main(words)
     from titanlite.config.errors import ConfigError
-    from titanlite.tools.loading import load_model
+    from titanlite.tools.commands.loading import load_model
 
     try:
         load_model(make_parser("eval").parse_args(words))
@@ -170,7 +170,7 @@ def poisoned(
     monkeypatch.chdir(run)
     monkeypatch.syspath_prepend(str(run))
     monkeypatch.setenv(VARIABLE, SECRET)
-    monkeypatch.setattr("titanlite.tools.evaluate.start_ranks", _started)
+    monkeypatch.setattr("titanlite.tools.commands.evaluate.start_ranks", _started)
     yield Poisoned(run, step, evil, tmp_path / "out", capsys)
     forget(evil)
 
@@ -227,7 +227,7 @@ def test_code_that_a_kept_config_names_is_not_imported(
 
 
 def test_a_rank_of_evaluate_refuses_too(poisoned: Poisoned) -> None:
-    from titanlite.tools.evaluate import _evaluate_rank
+    from titanlite.tools.commands.evaluate import _evaluate_rank
 
     poison(poisoned.step, code_config(poisoned.evil, "beside"))
     code = _evaluate_rank(str(poisoned.step), None, [], as_json=False, trust_code=False)
@@ -454,7 +454,7 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     from titanlite.data.remote import open_file
     from titanlite.data.shards import url_files
     from titanlite.data.tokenizer.files import read_url
-    from titanlite.tools.prepare_tasks import _about
+    from titanlite.tools.commands.prepare_tasks import _about
 
     references = tmp_path / "references.json"
     references.write_text(json.dumps({"version": 1, "refs": {"x": "another text"}}))
@@ -482,7 +482,7 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.golden_run import FLAGS
     from tests.training.test_run import TINY
-    from titanlite.tools.drill_ranks import train
+    from titanlite.tools.drill.ranks import train
 
     values = code_config(poisoned.evil, "beside")
     poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
@@ -564,17 +564,17 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "parallel/agents.py",
         "parallel/lazy_dynamo.py",
         "tools/cli.py",
-        "tools/drill_ranks.py",
-        "tools/faults.py",
-        "tools/launch.py",
-        "tools/plan.py",
+        "tools/drill/ranks.py",
+        "tools/drill/faults.py",
+        "tools/launch/launch.py",
+        "tools/plan/plan.py",
     }
 
 
 def test_every_record_of_a_model_and_every_text_of_a_config_says_whose_it_is() -> None:
     for file, call in _calls({"from_record"}):
         assert len(call.args) >= 2, file
-    own = {"tools/aws_fsdp.py", "tools/migrate.py"}
+    own = {"tools/commands/aws_fsdp.py", "tools/commands/migrate.py"}
     for file, call in _calls({"read_text"}):
         if isinstance(call.func, ast.Name):
             named = {keyword.arg for keyword in call.keywords}

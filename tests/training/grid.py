@@ -25,9 +25,9 @@ from tests.training.compare import (
     References,
 )
 from tests.training.harness import Degrees, Run
-from titanlite.derive import RunConfig
-from titanlite.fit import load_config
 from titanlite.parallel.pipeline_split import SCHEDULES
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import load_config
 
 #: Two blocks of grouped queries, as small as four ranks can share.
 MODEL = {

@@ -24,7 +24,7 @@ from titanlite.config.load import load_file
 from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
-from titanlite.signals import StopRequested
+from titanlite.start.signals import StopRequested
 from titanlite.trainer import Trainer
 from titanlite.utils import resolve
 

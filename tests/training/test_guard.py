@@ -17,9 +17,9 @@ from tests.pool import Pools
 from tests.training.harness import W2, Run, all_stages, batches, full, run_stages, stepper
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.loss import cross_entropy_sum
-from titanlite.nonfinite import find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
+from titanlite.training.nonfinite import find_nonfinite
 
 CPU = torch.device("cpu")
 TOKENS, LABELS = batches(6, 4, 16, 192)

@@ -23,15 +23,15 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.fit import fitted
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.run_text import read_datasets
 from titanlite.runs.read import read_run
 from titanlite.runs.record import read_attempts
-from titanlite.signals import StopRequested
-from titanlite.tools.drill_ranks import train
+from titanlite.start.fit import fitted
+from titanlite.start.run_text import read_datasets
+from titanlite.start.signals import StopRequested
+from titanlite.tools.drill.ranks import train
 from titanlite.trainer import Trainer
 
 TINY = [

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tests.golden_run import GoldenRun
-from titanlite import start_report as report
 from titanlite.checkpoint.load import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.start_report import Setup
+from titanlite.start import report
+from titanlite.start.report import Setup
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
 

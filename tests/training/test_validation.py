@@ -12,16 +12,16 @@ import pytest
 from tests.data.conftest import make_corpus, write_texts
 from tests.pool import Pools
 from tests.training.test_run import _outcome, _run, _trainer
-from titanlite import validation
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.run_text import read_held_out
-from titanlite.validation import HeldOutLoss, ValidationResult
+from titanlite.start.fit import load_config
+from titanlite.start.run_text import read_held_out
+from titanlite.training import validation
+from titanlite.training.validation import HeldOutLoss, ValidationResult
 
 #: A full pass over each text.
 FULL = ["--validation.enable", "--validation.steps=-1", "--validation.batch_size=2"]

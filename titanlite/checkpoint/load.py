@@ -52,10 +52,10 @@ from titanlite.checkpoint.storage import (
 from titanlite.config.trust import Origin
 from titanlite.models.args import from_record
 from titanlite.models.spec import ModelSpec, get_spec
-from titanlite.nonfinite import find_nonfinite
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes
+from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import counted
 
 if TYPE_CHECKING:

@@ -59,11 +59,11 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.guard import WeightsError
-from titanlite.nonfinite import find_nonfinite
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
+from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.dotted_names import unresolved
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.signatures import class_signature, names_class
-from titanlite.dotted_names import unresolved
 from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:

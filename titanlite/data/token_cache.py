@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite._version import __version__
+from titanlite import __version__
 from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, Corpus, tokenize
 from titanlite.data.formats import Columns

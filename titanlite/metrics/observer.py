@@ -23,7 +23,7 @@ from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, start_view, tita
 from titanlite.metrics.jsonl import FILE, MetricsLog
 from titanlite.metrics.throughput import StragglerDetector, Throughput, read_memory, reset_peak
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.signals import grace_warning
+from titanlite.start.signals import grace_warning
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 

@@ -47,7 +47,7 @@ from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import RankState, table, verdict
-from titanlite.signals import StopRequested
+from titanlite.start.signals import StopRequested
 from titanlite.utils import logger
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.

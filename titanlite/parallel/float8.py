@@ -245,8 +245,8 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, DTensor)
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     placements = dict(zip(names, weight.placements, strict=True))
-    # FSDP's ranks hold equal numbers of rows (`titanlite.fit` refuses others); tensor parallelism's
-    # part stays divided.
+    # FSDP's ranks hold equal numbers of rows (`titanlite.start.fit` refuses others); tensor
+    # parallelism's part stays divided.
     over = [name for name in names if name != "tp"][-1]
     parts = DTensor.from_local(weight.to_local().to(dtype), mesh[over], [Shard(0)])
     whole = parts.full_tensor()

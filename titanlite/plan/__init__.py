@@ -1,1 +1,1 @@
-"""Needs of a run before it starts: memory, time, disk. `titanlite.tools.plan` is the command."""
+"""Needs of a run before it starts: memory, time, disk. The command is in `titanlite.tools.plan`."""

@@ -2,7 +2,7 @@
 
 No torch here.
 
-docs/plan.md derives each formula. `titanlite.tools.plan_trace` runs the real code instead.
+docs/plan.md derives each formula. `titanlite.tools.plan.trace` runs the real code instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Literal
 
 from msgspec.structs import replace as replace_fields
 
-from titanlite.derive import MeshSizes, RunConfig
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
@@ -32,12 +31,13 @@ from titanlite.plan.blocks import (
 )
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
+from titanlite.start.derive import MeshSizes, RunConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class NoFormula(ValueError):
-    """A model or setting without formulas; `titanlite.tools.plan_trace` can plan it."""
+    """A model or setting without formulas; `titanlite.tools.plan.trace` can plan it."""
 
 
 def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> RankMemory:

@@ -11,7 +11,6 @@ from typing import Any
 from titanlite.checkpoint.schedule import is_milestone
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
-from titanlite.derive import RunConfig
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import NoFormula, Weight, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
@@ -25,6 +24,7 @@ from titanlite.plan.parts import (
     reserved_bytes,
 )
 from titanlite.plan.speed import Speed, predict
+from titanlite.start.derive import RunConfig
 
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's
 #: libraries.
@@ -205,7 +205,7 @@ def make_plan(
     """Plan a run on a cluster of as many GPUs as its mesh has ranks.
 
     rank: None: the one that needs most memory, by formula. trace: (run, rank) → its memory in place
-    of the formulas', as `titanlite.tools.plan_trace` measures it.
+    of the formulas', as `titanlite.tools.plan.trace` measures it.
 
     Raises ConfigError for a model that has no formulas, unless it is traced, and for a rank that
     does not exist.

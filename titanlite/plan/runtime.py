@@ -18,13 +18,13 @@ from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
-from titanlite.derive import RunConfig
 from titanlite.exit_codes import memory_error_of
-from titanlite.fit import check_loaded
 from titanlite.parallel.dist_env import ALLOCATOR
 from titanlite.plan.hardware import Gpu, cluster_of, gpu_of_device
 from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
 from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory, needed_bytes
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_loaded
 from titanlite.utils import Table, human_bytes, logger, render
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.derive import RunConfig
 from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
+from titanlite.start.derive import RunConfig
 from titanlite.utils import counted
 
 #: Parts of a step, in the order of reports. Traffic is what computing does not hide.

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.derive import RunConfig
 from titanlite.metrics.console import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS
 from titanlite.plan.plan import Plan, make_plan
+from titanlite.start.derive import RunConfig
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
 _BAR = 24

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import titanlite
-from titanlite._version import __version__
+from titanlite import __version__
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.utils import REMOVED, public
 

@@ -32,25 +32,25 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.tools.cli:add_train",
-    "run": "titanlite.tools.run:add_command",
-    "launch": "titanlite.tools.launch:add_command",
-    "doctor": "titanlite.tools.doctor:add_command",
-    "evaluate": "titanlite.tools.evaluate:add_command",
-    "sample": "titanlite.tools.sample:add_command",
-    "eval": "titanlite.tools.harness:add_command",
-    "config": "titanlite.tools.config:add_commands",
-    "runs": "titanlite.tools.runs:add_command",
-    "compare": "titanlite.tools.compare:add_command",
-    "data": "titanlite.tools.data:add_commands",
-    "plan": "titanlite.tools.plan:add_command",
-    "lr": "titanlite.tools.learning_rate:add_command",
-    "checkpoint": "titanlite.tools.checkpoint:add_commands",
-    "export": "titanlite.tools.checkpoint:add_exchange",
-    "import": "titanlite.tools.checkpoint:add_exchange",
-    "benchmark": "titanlite.tools.benchmark:add_command",
-    "ladder": "titanlite.tools.benchmark:add_command",
-    "drill": "titanlite.tools.drill:add_command",
-    "tokenizer": "titanlite.tools.tokenizer:add_commands",
+    "run": "titanlite.tools.commands.run:add_command",
+    "launch": "titanlite.tools.launch.launch:add_command",
+    "doctor": "titanlite.tools.commands.doctor:add_command",
+    "evaluate": "titanlite.tools.commands.evaluate:add_command",
+    "sample": "titanlite.tools.commands.sample:add_command",
+    "eval": "titanlite.tools.commands.harness:add_command",
+    "config": "titanlite.tools.commands.config:add_commands",
+    "runs": "titanlite.tools.commands.runs:add_command",
+    "compare": "titanlite.tools.commands.compare:add_command",
+    "data": "titanlite.tools.commands.data:add_commands",
+    "plan": "titanlite.tools.plan.plan:add_command",
+    "lr": "titanlite.tools.commands.learning_rate:add_command",
+    "checkpoint": "titanlite.tools.commands.checkpoint:add_commands",
+    "export": "titanlite.tools.commands.checkpoint:add_exchange",
+    "import": "titanlite.tools.commands.checkpoint:add_exchange",
+    "benchmark": "titanlite.tools.commands.benchmark:add_command",
+    "ladder": "titanlite.tools.commands.benchmark:add_command",
+    "drill": "titanlite.tools.drill.drill:add_command",
+    "tokenizer": "titanlite.tools.hub.tokenizer:add_commands",
     "completion": "titanlite.tools.completion:add_command",
     "help": "titanlite.tools.cli:add_help",
 }
@@ -239,8 +239,8 @@ def add_train(commands: Commands) -> None:
 
 def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
     from titanlite import main
-    from titanlite.fit import check_config
-    from titanlite.signals import SIGNALS, exit_on_signals
+    from titanlite.start.fit import check_config
+    from titanlite.start.signals import SIGNALS, exit_on_signals
 
     argv = [*files_of(arguments), *flags]
     ranks = arguments.nproc_per_node
@@ -268,7 +268,7 @@ def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -
     import signal
 
     from titanlite import torchrun
-    from titanlite.signals import hold_signals
+    from titanlite.start.signals import hold_signals
 
     require("torch")
 

@@ -1,0 +1,518 @@
+"""Derive a run from a config: what follows from two sections, the number of ranks or the length of
+the text.
+
+It checks nothing: `titanlite.start.fit.load_config` does both. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from msgspec.structs import replace as replace_fields
+
+from titanlite.config import extensions
+from titanlite.config.keys import sections
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import without_effect
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote
+from titanlite.config.urls import is_url
+from titanlite.data.skip_ranges import count, ranges_of_steps
+from titanlite.models.args import model_args
+from titanlite.models.spec import ModelSpec, ShapeError, get_spec
+from titanlite.optim.schedule import Schedule
+from titanlite.parallel.pipeline_split import find_schedule, stage_count
+from titanlite.utils import counted
+
+S = TypeVar("S", bound=Any)
+
+
+#: Keys that change how sums are rounded, by section.
+_ROUNDING = {
+    "training": (
+        *(
+            "mixed_precision_param",
+            "mixed_precision_reduce",
+            "gradient_sync",
+            "fsdp_units",
+            "fsdp_min_params",
+        ),
+        *(
+            "reshard_after_forward",
+            "loss_chunks",
+            "enable_loss_parallel",
+            "enable_cpu_offload",
+            "compile",
+        ),
+    ),
+    "compile": ("components", "backend"),
+    "experimental": (
+        *(
+            "enable_async_tensor_parallel",
+            "pipeline_parallel_schedule",
+            "pipeline_parallel_split_points",
+        ),
+        "pipeline_parallel_microbatches",
+    ),
+    "activation_checkpoint": ("mode", "selective_ac_option"),
+    "float8": (
+        *(
+            "enable_float8_linear",
+            "recipe_name",
+            "enable_fsdp_float8_all_gather",
+            "filter_fqns",
+            "min_features",
+        ),
+        "emulate",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Degrees of parallelism; their product is the world size."""
+
+    world_size: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    #: Ranks that share one sequence (context), one layer's weights (tensor), the layers of one copy
+    #: (pipeline).
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    #: Those of `weight_shards` that share the experts of a mixture; no factor of the world size.
+    expert: int = 1
+
+    @property
+    def dimensions(self) -> dict[str, int]:
+        """Degrees by the names of the device mesh, the outermost first."""
+        sizes = {"pp": self.pipeline, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        return {**sizes, "cp": self.context, "tp": self.tensor}
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks over which `fully_shard` divides each weight; ranks that share sequences hold the
+        same weights.
+        """
+        return self.dp_shard * self.context
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Batch arithmetic: sequences per step = micro_batch_size * accumulation *
+    data-parallel ranks.
+    """
+
+    #: Sequences per micro-batch and data-parallel rank.
+    micro_batch_size: int
+    #: Micro-batches per step and rank.
+    accumulation: int
+    #: Sequences per step over all ranks.
+    global_batch_size: int
+    #: Tokens per sequence.
+    seq_len: int
+    #: Tokens per step over all ranks (global_batch_size * seq_len).
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class PipelineSizes:
+    """How often a model and a micro-batch are cut."""
+
+    #: Stages of the whole model, over all ranks.
+    stages: int = 1
+    #: Pieces of each micro-batch of `BatchSizes.micro_batch_size` sequences.
+    microbatches: int = 1
+
+
+class RunConfig(Config, frozen=True, kw_only=True):
+    """One run: its sections, with folders joined and defaults of other sections filled in, and what
+    follows from them.
+
+    Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline
+    its schedule's exact name, its micro-batches and training.reshard_after_forward. The degrees and
+    sizes that are -1 in the sections are in `mesh` and `batch`.
+    """
+
+    mesh: MeshSizes
+    batch: BatchSizes
+    pipeline: PipelineSizes
+    #: Optimizer steps; None: `training.epochs` waits for the length of the text.
+    steps: int | None
+    schedule: Schedule
+    #: How each derived number came about, one sentence each.
+    notes: tuple[str, ...]
+    #: What a user should know and what stops nothing.
+    warnings: tuple[str, ...]
+    #: The config as written, as one TOML file with the source of each value as a comment.
+    toml: str
+
+    @property
+    def rounding(self) -> dict[str, str]:
+        """What changes the rounding of a step's loss and norm, by name."""
+        found = {
+            "batch.micro_batch_size": str(self.batch.micro_batch_size),
+            "batch.accumulation": str(self.batch.accumulation),
+            "deterministic": str(self.debug.deterministic),
+        }
+        found.update((f"mesh.{name}", str(value)) for name, value in asdict(self.mesh).items())
+        for section, keys in _ROUNDING.items():
+            found.update(
+                (f"{section}.{key}", str(getattr(getattr(self, section), key))) for key in keys
+            )
+        return found
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence of training and validation, in tokens."""
+        held_out = self.validation.seq_len if self.validation.enable else None
+        return max(self.training.seq_len, held_out or 0)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model. Raises ShapeError for an unknown name."""
+        return get_spec(self.model.name)
+
+    def model_args(self, tokenizer_size: int | None = None) -> Any:
+        """Return the model's arguments.
+
+        Raises ShapeError when the tokenizer has more entries than the model.
+        """
+        return model_args(self.model, self.max_seq_len, tokenizer_size)
+
+
+def smallest_world(config: LoadedConfig) -> int:
+    """Return the fewest ranks on which the degrees of parallelism fit."""
+    if config.sections.checkpoint.create_seed_checkpoint:
+        return 1
+    degrees = degrees_of(config.sections)
+    reshard, shard = (
+        config.sections.training.reshard_after_forward,
+        "training.data_parallel_shard_degree",
+    )
+    expert, context = (
+        config.sections.parallelism.expert_parallel_degree,
+        degrees["experimental.context_parallel_degree"],
+    )
+    if degrees[shard] == -1:
+        degrees[shard] = (
+            (reshard if isinstance(reshard, int) else 1) * expert // math.gcd(expert, context)
+        )
+    return math.prod(max(degree, 1) for degree in degrees.values())
+
+
+def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+    """Derive the run of a config on `world_size` ranks. It checks nothing.
+
+    total_sequences: packed sequences in all epochs of the text. A run in epochs has no length
+    without it:
+    `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are
+    provisional.
+    """
+    d = config.sections
+    notes, warnings = list(config.notes), list[str]()
+    mesh = _mesh(d, world_size, notes)
+    batch = _batch(d, mesh, notes)
+    if mesh.weight_shards == 1 and d.training.prefetch:
+        warnings.append(
+            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
+            "weights"
+        )
+    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
+        # torch reshapes gathered tensors, and inductor finds no match
+        key = "experimental.enable_async_tensor_parallel"
+        warnings.append(
+            f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
+        )
+    d, pipeline = _filled(d, mesh, batch, notes, warnings)
+    steps = _steps(d, batch, total_sequences, notes)
+    schedule = _schedule(d, steps, notes, warnings)
+    _name_idle_keys(config, notes, warnings)
+    warnings += extensions.not_given(config)
+    run = RunConfig(
+        **{name: getattr(d, name) for name in sections()},
+        mesh=mesh,
+        batch=batch,
+        pipeline=pipeline,
+        steps=steps,
+        schedule=schedule,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        toml=config.to_toml(),
+    )
+    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
+
+
+def with_steps(run: RunConfig, steps: int) -> RunConfig:
+    """Return the same run with another number of steps; a schedule as long as the run keeps to its
+    length.
+    """
+    follows = run.schedule.total_steps == run.steps
+    schedule = replace(run.schedule, total_steps=steps) if follows else run.schedule
+    return replace_fields(run, steps=steps, schedule=schedule)
+
+
+def below(folder: str, path: str) -> str:
+    """Return a path of the run: below `folder`, unless it is absolute or a URL."""
+    return path if is_url(path) else os.path.join(folder, path)
+
+
+# Ranks and batches
+
+
+def degrees_of(d: Config) -> dict[str, int]:
+    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks
+    left over.
+    """
+    replicate, shard = (
+        d.training.data_parallel_replicate_degree,
+        d.training.data_parallel_shard_degree,
+    )
+    if d.training.data_parallel_type == "ddp":
+        replicate, shard = replicate if replicate > 1 else -1, 1
+    return {
+        "training.data_parallel_replicate_degree": replicate,
+        "training.data_parallel_shard_degree": shard,
+        "training.tensor_parallel_degree": d.training.tensor_parallel_degree,
+        "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
+        "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
+    }
+
+
+def parallelism(key: str) -> str:
+    """Return the name of a dimension of the mesh, by the key of its degree."""
+    return key.rpartition(".")[2].removesuffix("_degree")
+
+
+def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
+    if d.checkpoint.create_seed_checkpoint:  # it holds whole tensors, which any mesh can load
+        notes.append(
+            "one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends"
+        )
+        return MeshSizes(world_size)
+    degrees = degrees_of(d)
+    for key in [key for key, degree in degrees.items() if degree == -1]:
+        fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
+        degrees[key] = max(world_size // math.prod(fixed.values()), 1)
+        divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
+        why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
+        ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
+        notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
+    replicate, shard, tensor, pipeline, context = degrees.values()
+    return MeshSizes(
+        world_size,
+        replicate,
+        shard,
+        context,
+        tensor,
+        pipeline,
+        d.parallelism.expert_parallel_degree,
+    )
+
+
+def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
+    micro, wanted, ranks = d.training.batch_size, d.training.global_batch_size, mesh.dp_degree
+    at_once = micro * ranks
+    accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
+    total = at_once * accumulation
+    tokens = total * d.training.seq_len
+    share = f"batch_size {micro} * {counted(ranks, 'data-parallel ranks')}"
+    if wanted == -1:
+        notes.append(f"global batch = {counted(total, 'sequences')}: {share}")
+    else:
+        notes.append(
+            f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} "
+            f"/ ({share})"
+        )
+    notes.append(
+        f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len "
+        f"{d.training.seq_len}"
+    )
+    return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
+
+
+# Sections that depend on others
+
+
+def _filled(
+    d: Config, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
+) -> tuple[Config, PipelineSizes]:
+    """Return the sections of `RunConfig`, and how a pipeline cuts."""
+
+    def joined(section: S, *names: str) -> S:
+        paths = {name: getattr(section, name) for name in names}
+        return replace_fields(
+            section, **{n: below(d.job.dump_folder, path) for n, path in paths.items() if path}
+        )
+
+    validation = replace_fields(
+        d.validation,
+        batch_size=d.validation.batch_size or d.training.batch_size,
+        seq_len=d.validation.seq_len or d.training.seq_len,
+    )
+    filled = replace_fields(
+        d,
+        job=joined(d.job, "save_config_file"),
+        checkpoint=joined(d.checkpoint, "folder"),
+        metrics=joined(d.metrics, "save_tb_folder"),
+        profiling=joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+        validation=validation,
+    )
+    if mesh.pipeline == 1:
+        return filled, PipelineSizes()
+    e, reshard = d.experimental, d.training.reshard_after_forward
+    name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
+    pieces = e.pipeline_parallel_microbatches or mesh.pipeline
+    sizes = PipelineSizes(
+        stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces
+    )
+    notes.append(
+        f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch "
+        f"of {batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
+    )
+    if mesh.weight_shards > 1 and reshard == "default":
+        notes.append(
+            "weights stay gathered for the whole step: each pipeline micro-batch would gather "
+            "them again"
+        )
+    elif mesh.weight_shards > 1 and reshard != "never":
+        what = f"training.reshard_after_forward = {quote(reshard)}"
+        warnings.append(f"{what} gathers the weights again for each pipeline micro-batch")
+    experimental = replace_fields(
+        e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces
+    )
+    training = replace_fields(
+        d.training, reshard_after_forward="never" if reshard == "default" else reshard
+    )
+    return replace_fields(filled, experimental=experimental, training=training), sizes
+
+
+# The length of the run and the schedule
+
+
+def _steps(
+    d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]
+) -> int | None:
+    tokens, epochs, size = d.training.tokens, d.training.epochs, batch.global_batch_size
+    if tokens is not None:
+        steps = math.ceil(tokens / batch.tokens_per_step)
+        why = f"training.tokens {tokens:,} / {batch.tokens_per_step:,} tokens per step"
+    elif epochs is None:
+        return d.training.steps
+    elif total_sequences is None:
+        notes.append(f"steps follow from {counted(epochs, 'epochs')} once the text is counted")
+        return None
+    else:
+        skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
+        steps = math.ceil((total_sequences - skipped) / size)
+        less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
+        read = f"{counted(total_sequences, 'sequences')} in {counted(epochs, 'epochs')}{less}"
+        why = f"{read} / {counted(size, 'sequences')} per step"
+    notes.append(f"steps = {steps}: {why}, rounded up")
+    return steps
+
+
+def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str]) -> Schedule:
+    s, warmup = d.lr_scheduler, d.training.warmup_steps
+    total = steps if s.total_steps is None else s.total_steps
+    schedule = Schedule(
+        total_steps=total,
+        warmup_steps=0 if s.warmup_ratio is not None else warmup,
+        decay_type="linear" if s.decay_type == "plateau" else s.decay_type,
+        decay_steps=s.decay_steps,
+        min_lr_factor=s.min_lr_factor,
+        min_lr=s.min_lr,
+        style=s.style,
+    )
+    if total is None:
+        return schedule
+    if steps not in (None, total):
+        notes.append(
+            f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}"
+        )
+
+    def length(
+        name: str, ratio: float | None, given: float | None, limit: float, whole: bool
+    ) -> float | None:
+        """Return the steps of one part of the schedule, shortened to `limit`.
+
+        whole: no fractions of steps.
+        """
+        if ratio is not None:
+            given = round(ratio * total) if whole else ratio * total
+            notes.append(
+                f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {total} steps"
+            )
+        if given is None or given <= limit:
+            return given
+        rest = f", {total - limit:.10g} of them warm-up" if limit < total else ""
+        shorter = f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}"
+        warnings.append(f"{shorter}: the schedule has {total} steps{rest}")
+        return limit
+
+    whole = s.style != "fsdp"  # the AWS samples take fractions of steps
+    warmup_steps = length("warmup", s.warmup_ratio, warmup, total, whole) or 0
+    rest = total - warmup_steps
+    decay = length("decay", s.decay_ratio, s.decay_steps, rest, True)
+    plateau = length("plateau", s.plateau_ratio, None, rest, whole)
+    decay_steps = None if decay is None else int(decay)
+    return replace(
+        schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, plateau_steps=plateau
+    )
+
+
+# Keys without effect
+
+
+def _wide_filters(run: RunConfig) -> list[str]:
+    """Return a warning for each filter of float8 that ends within a number of some names, as
+    layers.1 in layers.10.
+    """
+    parts = (
+        [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
+        if run.float8.enable_float8_linear
+        else []
+    )
+    try:
+        names = run.spec.linears(run.model_args(1)) if parts and run.spec.linears else {}
+    except ShapeError:  # `misfits` reports it
+        return []
+    cut = {
+        part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE)
+        for part in parts
+    }
+    found = {part: ", ".join(dict.fromkeys(others)) for part, others in cut.items() if others}
+    return [
+        f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not"
+        for p in found
+    ]
+
+
+def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
+    """Name the keys that a user wrote for a feature that is off, unless its switch is written as
+    off.
+    """
+    switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
+    turned_off = [
+        section
+        for section, key in switches.items()
+        if config.is_given(key) and not config.value(key)
+    ]
+    idle = [key for key in without_effect(config) if key.partition(".")[0] not in turned_off]
+    # A run in bf16 looks like one in float8: so this is a warning.
+    if float8 := [key for key in idle if key.startswith("float8.")]:
+        warnings.append(
+            "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
+            f"{', '.join(float8)}"
+        )
+    if rest := [key for key in idle if key not in float8]:
+        notes.append(f"no effect, as their features are off: {', '.join(rest)}")

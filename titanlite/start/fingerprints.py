@@ -1,0 +1,38 @@
+"""What two runs must share for one to resume the other's checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from typing import Any
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.start.run_text import Datasets
+from titanlite.utils import is_dotted
+
+
+def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
+    """Return what two runs must share for one to resume the other's checkpoints.
+
+    model: `model.name`.
+    """
+    order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
+    return {
+        **weights_fingerprints(model, args, datasets.tokenizer),
+        "data": datasets.train.fingerprint[:16],
+        "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
+    }
+
+
+def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the part of `fingerprints` on which the meaning of weights depends."""
+    shape = asdict(args)
+    shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
+    for name in ("aux_loss", "z_loss"):  # of a mixture's router, they change no output
+        shape.pop(name, None)
+    if is_dotted(model):
+        shape["model"] = os.path.basename(model)
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
+    return {"model": digest[:16], "tokenizer": tokenizer.fingerprint[:16]}

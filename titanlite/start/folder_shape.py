@@ -1,0 +1,169 @@
+"""A run's model and the folder that its weights come from: the shape taken from there, or compared
+with it. No torch.
+
+`titanlite.start.fit` calls both before any text is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.manifest import GROUPS, CheckpointError, steps_in
+from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath, to_path
+from titanlite.checkpoint.source_model import (
+    MANIFEST,
+    SourceModel,
+    differences,
+    from_checkpoint,
+    from_hf,
+    read_json,
+    read_model,
+    remedy,
+)
+from titanlite.config.model_sections import Model
+from titanlite.config.sections import Checkpoint
+from titanlite.config.toml import quote
+from titanlite.models.args import FROM_FOLDER, missing_fields
+from titanlite.models.hf import config_file
+from titanlite.models.llama import RopeScaling
+from titanlite.models.spec import ModelSpec, get_spec
+
+_LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
+_ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
+
+
+class FolderShapeError(ValueError):
+    """A folder that gives no shape; `key` is the one to blame, `advice` what to do."""
+
+    def __init__(self, key: str, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.key, self.advice = key, advice
+
+
+@dataclass(frozen=True)
+class FolderShape:
+    """The shape of a folder's model, as entries of `model.overrides`."""
+
+    overrides: Mapping[str, Any]
+    #: The file that it was read from.
+    file: str
+
+
+def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | None:
+    """Return the shape for `model.flavor = "from_folder"`; None: of another flavor, or one that
+    needs no folder.
+
+    folder: of the run's own checkpoints, whose newest decides: a resume does not need the folder of
+    its first start. Then `model.hf_config`, then `checkpoint.initial_load_path`. Raises
+    FolderShapeError, and ShapeError for a name that no model has.
+    """
+    if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
+        return None
+    spec = get_spec(model.name)
+    key, path = _LOAD, section.initial_load_path
+    try:
+        there = _of_own_checkpoint(to_path(folder), model.name, spec)
+        if there is None and model.hf_config is not None:
+            key, path = _CONFIG, model.hf_config
+            there = _of_config(path, model.name, spec)
+        elif there is None and path is not None:
+            there = _of_folder(to_path(path), model.name, spec)
+    except (CheckpointError, StoreError) as error:
+        raise FolderShapeError(key, f"{quote(path)} gives no shape: {error}") from None
+    if path is None and there is None:
+        advice = (
+            f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
+        )
+        raise FolderShapeError(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
+    if there is None:
+        raise FolderShapeError(
+            key, f"{quote(path)} describes no model: it has no config.json or params.json"
+        )
+    if there.family is not None:
+        message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
+        raise FolderShapeError("model.name", message, remedy(there, spec))
+    if there.args is None:
+        raise FolderShapeError(key, f"{there.file}: {there.problem}")
+    return FolderShape(_as_overrides(there.args, model), str(there.file))
+
+
+def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
+    if isinstance(root, StorePath) or not root.is_dir() or not steps_in(root):
+        return None
+    with contextlib.suppress(CheckpointError):  # a run tells what is wrong there
+        return from_checkpoint(root, name, spec)
+    return None
+
+
+def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
+    if os.path.isdir(source):
+        return read_model(Path(source), name, spec)
+    try:
+        file = Path(config_file(source))
+    except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckpointError(reason) from error
+    return from_hf(file, read_json(file), spec)
+
+
+def _of_folder(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
+    if isinstance(path, Path) and not path.exists():
+        raise CheckpointError("it is not there")
+    return read_model(path, name, spec)
+
+
+def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
+    """Return a model's arguments as entries of `model.overrides`; those that the config gives
+    itself win.
+    """
+    found = {}
+    for field in fields(args):
+        value = getattr(args, field.name)
+        is_given = (
+            getattr(model, field.name, None) is not None
+        )  # vocab_size, norm_type, rope_scaling
+        if value is not None and field.name != "max_seq_len" and not is_given:
+            found[field.name] = asdict(value) if isinstance(value, RopeScaling) else value
+    return {**found, **model.overrides}
+
+
+def source_misfits(
+    model: Model, section: Checkpoint, args: Any
+) -> Iterator[tuple[str, str, str, str]]:
+    """Compare a run's model with the one that it starts from: (code, key, message, remedy).
+
+    args: those of the run. section: with the run's own folder of checkpoints; if that holds some,
+    nothing is compared, as the run resumes. A store is not asked.
+    """
+    path = to_path(section.initial_load_path or "")
+    is_local = isinstance(path, Path) and section.initial_load_path is not None and path.exists()
+    if not is_local or not section.enable_checkpoint or "model" in section.allow_changes:
+        return
+    own = to_path(section.folder)
+    if isinstance(own, Path) and own.is_dir() and steps_in(own):
+        return
+    spec = get_spec(model.name)
+    try:
+        there = read_model(path, model.name, spec)
+    except (CheckpointError, StoreError):
+        return  # the load tells which file is damaged, and what to do
+    parts = set(GROUPS) - {"model"}
+    patterns = [
+        *section.allow_missing,
+        *(entry for entry in section.exclude_from_loading if entry not in parts),
+    ]
+    if there is None or (there.kind == MANIFEST and patterns):
+        return  # tensors that are left out may have other shapes
+    if found := differences(there, model.name, spec, args):
+        lines = "".join(f"\n  {line}" for line in found)
+        message = (
+            f"{quote(str(section.initial_load_path))} holds another model, by its "
+            f"{there.kind}:{lines}"
+        )
+        way = remedy(there, spec)
+        yield "model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED

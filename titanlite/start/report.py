@@ -1,0 +1,506 @@
+"""The start report: what will run, from where it goes on, and what changed since the attempt
+before.
+
+Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's
+folder has the keys themselves. Each `*_row` function returns (name, text) of one subject, `*_rows`
+a list of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titanlite.callbacks import Callback
+from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.selection import GROUPS
+from titanlite.config.data_sections import Data
+from titanlite.config.model_sections import Model, Optimizer
+from titanlite.config.run_sections import Metrics
+from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
+from titanlite.data.loader import served_already
+from titanlite.data.mixture import MixedRows
+from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import Range
+from titanlite.data.text_check import PASSES
+from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
+from titanlite.optim.schedule import LearningRate
+from titanlite.training.anomalies import steps_text
+from titanlite.utils import counted, human_bytes, human_count, logger
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.float8_choice import Float8Choice
+    from titanlite.parallel.pipeline_split import StageLayout
+    from titanlite.trainer import Trainer
+    from titanlite.training.run_callbacks import AttemptRecord
+
+Row = tuple[str, str]
+
+#: Prefix of a line for level WARNING.
+WARNING = "warning: "
+#: Names of rows that come last, as `note: text` and `warning: text`.
+_LAST = ("note", "warning")
+#: Prefixes of notes of the config whose numbers rows of the report show already.
+_SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
+_NO_OFFLOAD = "offload has no effect on a CPU"
+_WORDS = {
+    "optimizer": "optimizer",
+    "lr_scheduler": "schedule",
+    "dataloader": "text",
+    "rng": "random generators",
+    "ema": "averages",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Numbers of a run that follow from several sections, the ranks, the model and the text."""
+
+    #: From `titanlite.metrics.throughput.device_name`.
+    device: str
+    cpu: bool
+    #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
+    degrees: Mapping[str, int]
+    #: Count by top-level module, over all ranks.
+    parameters: Mapping[str, int]
+    #: Sequences of a micro-batch of one rank, and micro-batches per step.
+    micro_batch: int
+    accumulation: int
+    seq_len: int
+    #: Tokens of a matrix product of one rank.
+    tokens: int
+    #: Size of the training text in words, and its tokens; None for a stream.
+    text: str
+    tokens_per_epoch: int | None
+
+    @property
+    def data_parallel(self) -> int:
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+
+def startup_report(rows: Sequence[Row]) -> list[str]:
+    """Return aligned lines `name  text`, then `note:` and `warning:` lines."""
+    width = max(len(name) for name, _ in rows if name not in _LAST)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows if name not in _LAST]
+    for kind in _LAST:
+        lines += [
+            f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)
+        ]
+    return lines
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Return parameters by top-level module, in order; a tied weight counts once."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        top = name.split(".")[0]
+        counts[top] = counts.get(top, 0) + parameter.numel()
+    return counts
+
+
+def model_rows(model: Model, setup: Setup) -> list[Row]:
+    total = sum(setup.parameters.values())
+    return [
+        ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
+        (
+            "parameters",
+            ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items()),
+        ),
+    ]
+
+
+def compute_rows(
+    metrics: Metrics,
+    float8: Float8,
+    setup: Setup,
+    ranks: int,
+    flops: int,
+    peak: float | None,
+    memory: int,
+) -> list[Row]:
+    """flops: per token. peak, memory: FLOPS (None where unknown) and bytes of one device."""
+    mfu = ""
+    if peak is not None:
+        mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
+        if float8.enable_float8_linear:
+            mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
+    each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
+    rows = [
+        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
+        ("devices", f"{ranks} x {setup.device}, {each}"),
+    ]
+    if peak is None and not setup.cpu:
+        text = (
+            f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops "
+            "sets it"
+        )
+        rows.append(("note", text))
+    return rows
+
+
+def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
+    """experts: ranks that share the experts of a mixture."""
+    # The two of data parallelism are always shown: they divide a batch.
+    shown = [
+        f"{name} {degree}"
+        for name, degree in setup.degrees.items()
+        if degree > 1 or name.startswith("dp_")
+    ]
+    shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
+
+
+def pipeline_row(schedule: str, layout: StageLayout) -> Row:
+    parts = [
+        f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
+        for names, rank in zip(layout.stages, layout.ranks, strict=True)
+    ]
+    return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
+
+
+def float8_rows(
+    float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
+) -> list[Row]:
+    """Return one row of all, and one for each kind of linear."""
+    total = sum(len(choice.names) for choice in choices)
+    converted = sum(len(choice.names) for choice in choices if choice.converted)
+    parts = [float8.recipe_name + ", emulated in float32 (slow, for tests)" * float8.emulate]
+    if float8.enable_fsdp_float8_all_gather:
+        together = float8.precompute_float8_dynamic_scale_for_fsdp
+        how = (
+            "all scales by one all-reduce after the update"
+            if together
+            else "each scale found as it is"
+        )
+        parts.append(f"weights gathered in float8, {how}")
+    parts += [
+        f"{converted:,} of {total:,} linears",
+        f"M = {setup.tokens:,} tokens in a product of one rank",
+    ]
+    if float8.drift_check:
+        parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
+    rows = [("float8", "; ".join(parts))]
+    for choice in choices:
+        size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
+        what = "in float8" if choice.converted else f"kept: {choice.reason}"
+        rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
+    if not compiled and not setup.cpu:
+        text = (
+            "float8 without training.compile is slower than bf16: scaling and rounding run as "
+            "kernels of their own"
+        )
+        rows.append(("warning", f"{text}. Set training.compile = true"))
+    return rows
+
+
+def sharding_rows(training: Training, setup: Setup) -> list[Row]:
+    """Return memory that sharding does not divide, and what offload moves; nothing if there is
+    neither.
+    """
+    parts, total = [], sum(setup.parameters.values())
+    shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
+    if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
+        width = 4 if training.mixed_precision_reduce == "float32" else 2
+        parts.append(
+            f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} "
+            f"parameters = {human_bytes(width * total)} per rank (training.gradient_sync)"
+        )
+    if training.enable_cpu_offload:
+        parts.append(
+            _NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory"
+        )
+    return [("sharding", "; ".join(parts))] if parts else []
+
+
+def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: Setup) -> Row:
+    """kept: statistics of a traced block."""
+    every_byte = human_bytes(kept.blocks * kept.plain_bytes)
+    amount = f"{human_bytes(kept.total_bytes)} of {every_byte} kept per micro-batch"
+    again = {kind: times for kind, times in kept.recomputed.items() if times}
+    recomputed = _runs(kept.forward, again) if again else "no product"
+    if config.mode == "budget":
+        text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
+    elif config.mode == "selective" and config.selective_ac_option == "op":
+        text = (
+            f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes "
+            f"{recomputed}"
+        )
+    elif kept.recomputing:
+        blocks = counted(kept.blocks, "blocks")
+        text = f"{kept.recomputing} of {blocks} keep only their input and recompute {recomputed}"
+    else:
+        text, amount = (
+            "all kept",
+            f"{every_byte} in {counted(kept.blocks, 'blocks')} per micro-batch",
+        )
+    if (ranks := setup.degrees["tp"]) > 1:
+        amount += f", before {ranks} ranks share it (tensor parallelism)"
+    parts = [text, amount]
+    if config.offload:
+        away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
+        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    return "activations", "; ".join(parts)
+
+
+#: Operators of attention → their kernels.
+_KERNELS = {
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
+    "aten._scaled_dot_product_flash_attention.default": "flash",
+    "aten._scaled_dot_product_efficient_attention.default": "efficient",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "flash for CPUs",
+    "torch_attn._varlen_attn.default": "flash of variable lengths",
+}
+
+
+def attention_row(kept: ActivationStats, setup: Setup, window: int | None) -> Row:
+    """kept: statistics of a traced block. window: of the model, in tokens."""
+    names = [_KERNELS.get(name, name) for name in kept.kernels] or [
+        "math: memory grows with the square of the length"
+    ]
+    order = "" if setup.cpu else "; the first that can of cuDNN, flash, efficient, math"
+    sees = (
+        f"; each token sees {window:,}, itself and those before"
+        if window and window < setup.seq_len
+        else ""
+    )
+    return "attention", f"kernel {' and '.join(names)}{order}{sees}"
+
+
+def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
+    """Return `4 of 7 matmuls and attention`."""
+    parts = [f"{some['matmul']} of {forward['matmul']} matmuls"] if "matmul" in some else []
+    return " and ".join([*parts, *(["attention"] if some.get("attention") else [])])
+
+
+def data_row(training: Training, data: Data, setup: Setup) -> Row:
+    order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
+    name = (
+        f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
+    )
+    masks = ", attention within documents" if data.mask_documents else ""
+    return "data", f"{name}: {setup.text}, {order}{masks}"
+
+
+def file_rows(train: Rows, validation: Mapping[str, Rows]) -> list[Row]:
+    """Return what was found for the texts, and what was passed over and why. validation: by
+    name.
+    """
+    rows = [("files", line) for line in file_lines(train)]
+    for name, held_out in validation.items():
+        rows += [("files", line) for line in file_lines(held_out, f"validation {name}".strip())]
+    return rows
+
+
+def text_warnings(
+    train: Rows, validation: Mapping[str, Rows], name: str, sequences: int | None
+) -> Iterator[str]:
+    """Yield what is doubtful about the texts.
+
+    name: of a single training text. sequences: of the run.
+    """
+    yield from file_warnings(train, "" if isinstance(train, MixedRows) else name)
+    for title, held_out in validation.items():
+        yield from file_warnings(held_out, f"validation {title}".strip())
+    if sequences is not None:
+        yield from pass_warnings(train, name, sequences)
+
+
+def is_told(warning: str, warnings: Sequence[str]) -> bool:
+    """Return whether a warning of many passes is told already, perhaps with a number from before
+    the text was read.
+    """
+    name, found, _ = warning.partition(PASSES)
+    return bool(found) and any(one.startswith(name + found) for one in warnings)
+
+
+def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
+    """state: its bytes per parameter; None where they are not known."""
+    parts = [f"{optimizer.name}, {training.dtype} weights"]
+    parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
+    if optimizer.ema_decay:
+        parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
+    if optimizer.early_step_in_backward:
+        parts.append("updates in the backward, without clipping")
+    rows = [("optimizer", ", ".join(parts))]
+    if training.z_loss or training.label_smoothing:
+        more = f"with label smoothing {training.label_smoothing:g} and z-loss {training.z_loss:g}"
+        rows.append(("loss", f"cross-entropy {more}; the cross-entropy alone is shown"))
+    return rows
+
+
+def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
+    """steps: length of the run; None while the text is not counted."""
+    sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
+    per_step = setup.sequences * setup.seq_len
+    length = counted(epochs or 0, "epochs")
+    if steps is not None:
+        passes = (
+            f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch")
+            if epoch
+            else ""
+        )
+        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens{passes}"
+    return [
+        (
+            "global batch",
+            f"{sequences} = {setup.micro_batch} per micro-batch x "
+            f"{counted(setup.accumulation, 'micro-batches')} x "
+            f"{counted(setup.data_parallel, 'data-parallel ranks')}",
+        ),
+        ("tokens per step", f"{per_step:,} = {sequences} x {setup.seq_len:,} tokens"),
+        ("length", length),
+    ]
+
+
+def schedule_row(
+    decay_type: str,
+    floor: float,
+    warmup: float,
+    plateau: float | None,
+    decay: int | None,
+    total: int | None,
+) -> Row:
+    """floor: lowest learning rate of the decay. The others are lengths in steps."""
+    over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
+    parts = [
+        f"warm-up {counted(warmup, 'steps')}",
+        f"plateau {counted(plateau, 'steps')}" if plateau else "",
+        "then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}",
+        "" if total is None else f"{counted(total, 'steps')} in all",
+    ]
+    return "schedule", ", ".join(filter(None, parts))
+
+
+class StartReport(Callback):
+    """Logs the report when a run starts.
+
+    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts:
+    has lines of its own. in_epochs: the text decides how long the run is.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[Trainer], Sequence[str]],
+        checkpoint: Checkpoint,
+        skip: Sequence[Range],
+        attempts: AttemptRecord,
+        in_epochs: bool,
+    ) -> None:
+        self._report, self._checkpoint, self._skip = report, checkpoint, skip
+        self._attempts, self._in_epochs = attempts, in_epochs
+
+    def on_start(self, trainer: Trainer) -> None:
+        loaded, rank = trainer.loaded, trainer.parts.world.rank
+        for line in [
+            *self._report(trainer),
+            *self._notices(trainer),
+            began(self._checkpoint, loaded),
+        ]:
+            # Every rank has it in its own log; the console shows a warning once.
+            warns = line.startswith(WARNING) and not rank
+            logger.log(
+                logging.WARNING if warns else logging.INFO,
+                line.removeprefix(WARNING) if warns else line,
+            )
+
+    def _notices(self, trainer: Trainer) -> Iterator[str]:
+        """Yield what the checkpoint, its saves and the attempt before have to tell."""
+        loaded, section = trainer.loaded, self._checkpoint
+        if loaded is not None:
+            yield from loaded.notices
+            if "dataloader" not in loaded.left_out and "data" in loaded.train:
+                for first, end in served_already(self._skip, loaded.train["data"]):
+                    steps = steps_text(first, end, trainer.parts.global_batch_size)
+                    yield (
+                        f"data.skip_steps: {steps} comes too late, it was trained on before this "
+                        "checkpoint; to leave it out, start from an older one "
+                        "(checkpoint.load_step)"
+                    )
+        if section.enable_checkpoint and section.model_weights_only:
+            form = " in Hugging Face's format" if section.last_save_in_hf else ""
+            yield (
+                f"the last save, of step {trainer.steps}, will hold the weights only, as "
+                f"{section.export_dtype}{form} (checkpoint.model_weights_only): to train on later "
+                "means to go back to the full checkpoint before it"
+            )
+        yield from self._attempts.lines
+        if loaded is not None and (
+            change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
+        ):
+            yield f"{WARNING}{change}"
+        if trainer.step >= trainer.steps and not trainer.validation_owed:
+            key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
+            yield (
+                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and "
+                f"the run has {counted(trainer.steps, 'steps')}. To train on, raise {key}; to "
+                "start again, give another --job.dump_folder or move the checkpoints away"
+            )
+
+
+def began(section: Checkpoint, loaded: LoadedState | None) -> str:
+    """Return from where a run starts, and why."""
+    if not section.enable_checkpoint:
+        return "a fresh run, checkpoints are off"
+    asked = f"checkpoint.start = {section.start}"
+    if loaded is None:
+        return f"a fresh run ({asked}): no checkpoint to resume in {section.folder}"
+    anew = [_WORDS[name] for name in GROUPS if name in loaded.left_out and name in _WORDS]
+    but = f", but with new {', '.join(anew)}" if anew else ""
+    if loaded.origin == "from":
+        taken = "its weights" if not loaded.train else f"all it holds{but}, at step {loaded.step}"
+        why = f"checkpoint.initial_load_path; {section.folder} has no checkpoint yet"
+        return f"a run that starts from {loaded.folder} with {taken} ({why})"
+    why = asked if section.load_step == -1 else f"checkpoint.load_step = {section.load_step}"
+    if section.initial_load_path is not None:
+        why += "; so checkpoint.initial_load_path is not used"
+    return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
+
+
+#: What a schedule of a later version, or a damaged one, leads to. It only serves a comparison.
+_DAMAGED = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError)
+
+
+def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
+    """Return how learning rates differ from those of the run that wrote the checkpoint; None if
+    they do not.
+    """
+    before, now = loaded.train.get("schedule"), {"phases": [], **rate.record()}
+    if (
+        loaded.origin != "resume"
+        or "lr_scheduler" in loaded.left_out
+        or not isinstance(before, dict)
+    ):
+        return None
+    before = {"phases": [], **before}
+    changed = {
+        name: before[name]
+        for name, value in now.items()
+        if name in before and before[name] != value
+    }
+    first, coming = loaded.step + 1, range(loaded.step + 1, steps + 1)
+    try:
+        earlier = rate.with_record({**now, **changed})
+        if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
+            return None
+        rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
+    except _DAMAGED:
+        return (
+            f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: "
+            f"{changed!r:.200}"
+        )
+    words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
+    total = changed.get("total_steps")
+    keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
+    return (
+        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of "
+        f"step {first}: {rates}{keep}"
+    )

@@ -1,0 +1,103 @@
+"""The text of a run: a config's keys → tokenizer, training rows and held-out rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.data import DataError
+from titanlite.data.phases import Phases
+from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import ranges_of_steps
+from titanlite.data.text import Share, TextReader, alone
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.start.derive import RunConfig
+from titanlite.start.folder_shape import source_misfits
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What is read before anything is built."""
+
+    tokenizer: Tokenizer
+    train: Rows
+    #: By name, see `TextReader.held_out`; empty where nothing is validated.
+    validation: dict[str, Rows]
+
+
+def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
+    """Read tokenizer and texts.
+
+    Before any process group or model exists, so that bad ones end a run early.
+
+    share: gives all ranks what a function returns on rank 0, under a name; by default each rank
+    lists files itself. Raises DataError naming file and record, ShapeError when the tokenizer has
+    more entries than the model.
+    """
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
+    # checked.
+    misfits = source_misfits(run.model, run.checkpoint, run.model_args(tokenizer.vocab_size))
+    if problems := [
+        Problem("", key, message, hint, code=code) for code, key, message, hint in misfits
+    ]:
+        raise ConfigError(problems)
+    train = read_training_text(run, tokenizer, share)
+    total = train.total_sequences
+    if (
+        run.data.source
+        and total is not None
+        and run.steps
+        and total < run.steps * run.batch.global_batch_size
+    ):
+        last = total // run.batch.global_batch_size
+        raise DataError(
+            f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set "
+            f"it to {last} at most, or give one source no epochs"
+        )
+    return Datasets(
+        tokenizer, train, read_held_out(run, tokenizer, share) if run.validation.enable else {}
+    )
+
+
+def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
+    """Read the training text alone. Raises as `read_datasets`."""
+    return _text_reader(run, tokenizer, share).train(run.training, phases_of(run).shares())
+
+
+def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:
+    patience = run.data.retry_seconds
+    if run.mesh.world_size > 1:  # the other ranks wait in a collective
+        patience = min(patience, run.comm.train_timeout_seconds / 2)
+    vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
+    return TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
+
+
+def phases_of(run: RunConfig) -> Phases:
+    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin."""
+    size = run.batch.global_batch_size
+    return Phases(
+        phases=run.data.phase,
+        first={source.name or source.path or "": source.weight for source in run.data.source},
+        global_batch=size,
+        tokens_per_step=run.batch.tokens_per_step,
+        skip=ranges_of_steps(run.data.skip_steps, size),
+    )
+
+
+def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> dict[str, Rows]:
+    """Read the texts of validation, by name.
+
+    Raises as `read_datasets`, and ConfigError for a full pass without end.
+    """
+    seq_len = run.validation.seq_len or run.training.seq_len
+    found = _text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
+    endless = ", ".join(
+        name or run.validation.dataset
+        for name, rows in found.items()
+        if rows.total_sequences is None
+    )
+    if endless and run.validation.steps == -1:
+        message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
+        raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])
+    return found

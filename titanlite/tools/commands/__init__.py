@@ -1,0 +1,1 @@
+"""Commands on configs, data, checkpoints and runs."""

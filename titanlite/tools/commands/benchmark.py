@@ -1,0 +1,582 @@
+"""`titanlite benchmark`: speed, memory and losses of one config at several optimisation levels."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite import exit_codes, torchrun
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.load import find_config, read
+from titanlite.config.toml import quote
+from titanlite.runs import provenance
+from titanlite.runs.provenance import config_values
+from titanlite.runs.read import Run, RunError, read_run
+from titanlite.start.fit import check_config, fitted
+from titanlite.tools import at_least, refuse_keys
+from titanlite.tools.commands import benchmark_report as report
+from titanlite.tools.commands.plots import PlotsMissing
+from titanlite.tools.commands.runs import to_json
+from titanlite.tools.processes import Stopped, last_lines, run, stoppable
+from titanlite.utils import atomic_write, escape, render
+
+
+class BenchmarkError(RunError):
+    """A benchmark cannot start or continue; the text gives the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A row of the table. The fields after `text` are set by `check_levels`."""
+
+    name: str
+    about: str
+    #: Keys that this level switches on beside those of the level before.
+    adds: tuple[str, ...] = ()
+    #: Its TOML file, which extends the level before.
+    text: str = ""
+    #: Further flags for `train.py`.
+    flags: tuple[str, ...] = ()
+    #: The resolved config by `section.key`, without the output folder.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    #: The values that must be equal for losses to be comparable: weights, text and batch.
+    task: Mapping[str, Any] = field(default_factory=dict)
+
+
+LEVELS = (
+    Level("default", "the config with all of these off"),
+    Level("compile", "torch.compile of each block and the loss", ("training.compile",)),
+    Level("float8", "products of linear layers in float8", ("float8.enable_float8_linear",)),
+    Level(
+        "float8-all-gather",
+        "weights gathered in float8, their scales computed ahead",
+        ("float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"),
+    ),
+)
+SWITCHES = tuple(key for level in LEVELS for key in level.adds)
+#: Off in every run: extra time, or files elsewhere.
+_OFF = (
+    *("checkpoint.enable_checkpoint", "validation.enable", "profiling.enable_profiling"),
+    *("profiling.enable_memory_snapshot", "metrics.enable_tensorboard", "metrics.enable_wandb"),
+)
+#: Beside all of [model].
+_TASK = (
+    *(
+        "training.dataset",
+        "training.dataset_path",
+        "training.seed",
+        "training.seq_len",
+        "data.seed",
+        "data.shuffle",
+    ),
+    *("data.source", "data.skip_steps"),
+)
+#: Keys that the command sets itself -> the hint for a flag of that name.
+OWN = {
+    "job.config_file": "name the config first, without a flag",
+    "job.dump_folder": "every run has its own folder; --out names the folder above them",
+    **dict.fromkeys(
+        ("training.steps", "training.tokens", "training.epochs"),
+        "use --steps, the length of each run",
+    ),
+    "checkpoint.enable_checkpoint": "the runs are short and save no checkpoints",
+    **dict.fromkeys(SWITCHES, "the levels differ in this key: use --skip and --overlay"),
+}
+_RESULTS, _PAGE, _LOSSES, _SPEEDS = "benchmark.json", "benchmark.md", "losses.png", "throughput.png"
+
+_EPILOG = """\
+examples:
+  titanlite benchmark debug_model.toml --steps 20 --warmup 5
+  titanlite benchmark llama3_8b.toml --ranks 8 --repeats 5 --training.seq_len 4096
+  titanlite benchmark llama3_8b.toml --overlay no-ac=no_ac.toml --skip float8
+
+Further --section.key VALUE flags apply to every level, as for train.py. All levels are checked
+before the first run. Finished runs in FOLDER are kept: after a failure or Ctrl-C the same command
+makes the missing runs.
+Without a GPU float8 is emulated: its losses are meaningful, its speed is not.
+
+Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the command line is wrong,
+130 after Ctrl-C."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command, and its other name `ladder`, to argparse."""
+    width = max(len(level.name) for level in LEVELS)
+    levels = "\n".join(
+        f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}" for level in LEVELS
+    )
+    parser = commands.add_parser(
+        "benchmark",
+        aliases=["ladder"],
+        help="compare speed, memory and losses with compile, float8 and other settings",
+        description="Train CONFIG at four optimisation levels, in turn, from the same weights on "
+        "the same text:\n\n"
+        f"{levels}\n\nPrints and writes speed, memory and losses of each level, and "
+        "its speed over the first level's.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    overlay = "add a level: FILE over the first level; repeatable"
+    add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
+    add(
+        "--skip", action="append", default=[], metavar="LEVEL", help="leave a level out; repeatable"
+    )
+    add("--steps", type=at_least(1), default=30, metavar="N", help="steps of a run (default: 30)")
+    add(
+        "--warmup",
+        type=at_least(1),
+        default=10,
+        metavar="N",
+        help="first steps not counted for speed (default: 10)",
+    )
+    add(
+        "--repeats",
+        type=at_least(1),
+        default=3,
+        metavar="N",
+        help="runs of each level (default: 3)",
+    )
+    add(
+        "--ranks",
+        type=at_least(1),
+        metavar="N",
+        help="processes (default: one per GPU; without a GPU 2)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)",
+    )
+    add("--json", action="store_true", help="print the results as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:
+    steps, warmup = arguments.steps, arguments.warmup
+    if steps <= warmup:
+        raise BenchmarkError(f"--steps {steps}: no step is left to count after --warmup {warmup}")
+    refuse_keys(flags, OWN)
+    config = find_config(arguments.config)
+    if config is None:
+        raise ConfigError(read([f"--job.config_file={arguments.config}"])[1])
+    levels = make_levels(config, arguments.overlay)
+    names = [level.name for level in levels]
+    if unknown := [name for name in arguments.skip if name not in names]:
+        raise BenchmarkError(
+            f"--skip {unknown[0]}: unknown level; the levels are {', '.join(names)}"
+        )
+    if not (chosen := [level for level in levels if level.name not in arguments.skip]):
+        raise BenchmarkError("--skip leaves no level")
+    machine = probe()
+    ranks = arguments.ranks or machine.gpus or 2
+    if machine.gpus and ranks > machine.gpus:
+        raise BenchmarkError(
+            f"--ranks {ranks}: each rank needs its own GPU, and this machine has {machine.gpus}"
+        )
+    with tempfile.TemporaryDirectory() as scratch:  # a refused benchmark writes nothing to `out`
+        write_levels(levels, Path(scratch))
+        common = common_flags(f"{scratch}/{levels[0].name}.toml", flags, steps, ranks)
+        checked = check_levels(chosen, Path(scratch), common, ranks, machine)
+    for freq in {level.values["metrics.log_freq"] for level in checked}:
+        logged = [
+            {"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})
+        ]
+        if not report.after_warmup(logged, warmup):
+            raise BenchmarkError(
+                f"metrics.log_freq = {freq}: no step after --warmup {warmup} is logged; lower it"
+            )
+    out = arguments.out or Path("outputs", "benchmark", config.stem)
+    benchmark = Benchmark(
+        config.name, checked, common, machine, ranks, out, steps, warmup, arguments.repeats
+    )
+    try:
+        benchmark.find_finished()
+        write_levels(levels, out / "levels")
+        code = benchmark.make_runs()
+        return benchmark.finish(arguments.json), code
+    except OSError as error:
+        raise BenchmarkError(
+            f"cannot write to {out}: {error.strerror or error}; name another with --out"
+        ) from None
+
+
+def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
+    """Return the four levels of a config, then each overlay NAME=FILE.toml over the first.
+
+    Raises BenchmarkError.
+    """
+    levels: list[Level] = []
+    for level in LEVELS:
+        below = f"{levels[-1].name}.toml" if levels else str(config.resolve())
+        lines = [f"{key} = {quote(bool(level.adds))}" for key in level.adds or SWITCHES]
+        levels.append(replace(level, text=_toml(level.name, [below], lines)))
+    for words in overlays:
+        name, _, file = words.partition("=")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or not Path(file).is_file():
+            raise BenchmarkError(
+                f"--overlay {words}: expected NAME=FILE.toml, a plain name and a file that exists"
+            )
+        if name in [level.name for level in levels]:
+            raise BenchmarkError(
+                f"--overlay {words}: there is a level {name} already; take another name"
+            )
+        text = _toml(name, [f"{levels[0].name}.toml", str(Path(file).resolve())])
+        levels.append(Level(name, f"{file} over {levels[0].name}", text=text))
+    return levels
+
+
+def _toml(name: str, extends: Sequence[str], lines: Sequence[str] = ()) -> str:
+    head = (
+        f'# Level "{name}", written by `titanlite benchmark`.\njob.extends = {quote(list(extends))}'
+    )
+    return "\n".join([head, *lines, ""])
+
+
+def write_levels(levels: Sequence[Level], folder: Path) -> None:
+    """Write the file of each level. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in levels:
+        (folder / f"{level.name}.toml").write_text(level.text, encoding="utf-8")
+
+
+class Machine(NamedTuple):
+    """The hardware of the runs."""
+
+    #: Name of the device.
+    device: str
+    #: GPUs that torch finds.
+    gpus: int = 0
+    #: Why the GPUs cannot do float8 products; empty if they can, and on a CPU.
+    no_float8: Sequence[Problem] = ()
+
+
+def probe() -> Machine:
+    """Describe this machine, in a child process: a process that has used a GPU keeps some of its
+    memory.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(_describe).result()
+
+
+def _describe() -> Machine:
+    import torch
+
+    from titanlite.config.sections import Float8
+    from titanlite.metrics.throughput import device_name
+    from titanlite.start.preflight import float8_problems
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    no_float8 = float8_problems(Float8(enable_float8_linear=True)) if gpus else []
+    return Machine(device_name(torch.device("cuda" if gpus else "cpu")), gpus, no_float8)
+
+
+def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> list[str]:
+    """Return the flags of all runs: their length, one seed, and the config's own learning rates for
+    these steps.
+    """
+    found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
+    found += [*(f"--{key}=false" for key in _OFF), "--sample.prompts=[]"]
+    base, _ = read([f"--job.config_file={config}", *flags])
+    if base.value("checkpoint.start") == "resume":
+        found.append("--checkpoint.start=resume-or-fresh")
+    found.append(f"--training.seed={base.value('training.seed') or 0}")
+    with contextlib.suppress(ConfigError):  # it is reported with the levels
+        # The schedule keeps its length: the runs are its first steps, not a short copy of it.
+        found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")
+    return [*found, *flags]
+
+
+def check_levels(
+    levels: Sequence[Level], folder: Path, common: Sequence[str], ranks: int, machine: Machine
+) -> list[Level]:
+    """Check all levels as they will run, and return them with flags, values and task.
+
+    Raises ConfigError for problems of the config itself, BenchmarkError with every problem of the
+    other levels.
+    """
+    checked: list[Level] = []
+    refused: dict[str, ConfigError] = {}
+    for level in levels:
+        try:
+            checked.append(_check(level, folder, common, ranks, machine))
+        except ConfigError as error:
+            if level is levels[0]:
+                raise
+            refused[level.name] = error
+    if refused:
+        lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
+        for name, config_error in refused.items():
+            lines += [
+                f"  level {name}:",
+                *("    " + str(one).replace("\n", "\n    ") for one in config_error.problems),
+            ]
+        raise BenchmarkError(
+            "\n".join(
+                [*lines, f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"]
+            )
+        )
+    return checked
+
+
+def _check(
+    level: Level, folder: Path, common: Sequence[str], ranks: int, machine: Machine
+) -> Level:
+    arguments = [f"--job.config_file={folder / level.name}.toml", *common]
+    if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
+        level = replace(level, flags=("--float8.emulate=true",))
+    config, run_config = check_config([*arguments, *level.flags], ranks)
+    d, problems = config.sections, list[Problem]()
+    if d.training.compile:
+        from titanlite.start.preflight import compile_problems  # needs torch
+
+        problems += compile_problems(d.training, d.compile, "cuda" if machine.gpus else "cpu")
+    if d.float8.enable_float8_linear and not d.float8.emulate:
+        problems += machine.no_float8
+    if problems:
+        raise ConfigError(problems)
+    values = config_values(config.to_toml())
+    del values["job.dump_folder"]
+    task = {key: value for key, value in values.items() if key.startswith("model.") or key in _TASK}
+    return replace(
+        level,
+        values=values,
+        task={**task, "sequences per step": run_config.batch.global_batch_size},
+    )
+
+
+def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**left, **right} if left.get(name) != right.get(name)]
+
+
+@dataclass
+class Benchmark:
+    """All runs of a benchmark. `levels`: the baseline first."""
+
+    title: str
+    levels: Sequence[Level]
+    common: Sequence[str]
+    machine: Machine
+    ranks: int
+    out: Path
+    steps: int
+    warmup: int
+    repeats: int
+    #: Finished runs by level and number.
+    finished: dict[tuple[str, int], Run] = field(default_factory=dict)
+
+    def in_turn(self) -> list[tuple[Level, int]]:
+        """Return level and number of all runs, in order. Each repeat starts with another level."""
+        count = len(self.levels)
+        return [
+            (self.levels[(repeat + i) % count], repeat + 1)
+            for repeat in range(self.repeats)
+            for i in range(count)
+        ]
+
+    def folder(self, level: Level, repeat: int) -> Path:
+        return self.out / "runs" / f"{level.name}-{repeat}"
+
+    def find_finished(self) -> None:
+        """Find the runs in the folder that need no repeat.
+
+        Raises BenchmarkError if they are of another benchmark.
+        """
+        here = {
+            "device": self.machine.device,
+            "world_size": self.ranks,
+            "versions": provenance.versions(),
+        }
+        for level, repeat in self.in_turn():
+            if (done := _finished_run(self.folder(level, repeat))) is None:
+                continue
+            before = {**(done.config or {}), **_conditions(done.attempts[-1])}
+            before.pop("job.dump_folder", None)
+            now = {**level.values, **_conditions(here)}
+            if names := _differences(before, now):
+                lines = [
+                    f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now"
+                    for n in names[:8]
+                ]
+                head = f"{self.folder(level, repeat)} is a run of another benchmark:"
+                raise BenchmarkError(
+                    "\n  ".join([head, *lines]) + "\nname another folder with --out"
+                )
+            self.finished[level.name, repeat] = done
+
+    def make_runs(self) -> int:
+        """Make the missing runs. Return the exit code. Raises OSError."""
+        slots = self.in_turn()
+        if self.finished:
+            _log(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")
+        try:
+            with stoppable():
+                for level, repeat in slots:
+                    if (level.name, repeat) not in self.finished and not self._make(level, repeat):
+                        return exit_codes.ERROR
+        except Stopped as stop:
+            _log(f"stopped by {stop}; the same command makes the missing runs")
+            return 128 + stop.number
+        return exit_codes.DONE
+
+    def _make(self, level: Level, repeat: int) -> bool:
+        """Make one run. Return whether it is finished."""
+        folder, number = self.folder(level, repeat), len(self.finished) + 1
+        label = f"run {number} of {len(self.levels) * self.repeats}: {level.name}, repeat {repeat}"
+        folder.mkdir(parents=True, exist_ok=True)
+        console = folder / "console.log"
+        _log(f"{label} starts; its output: {console}")
+        config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
+        arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
+        device_type = "cuda" if self.machine.gpus else "cpu"
+        code = run(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
+        done = None if code else _finished_run(folder)
+        if done is None:
+            why = (
+                f"failed with exit code {code}"
+                if code
+                else f"left no metrics of {self.steps} steps in {folder}"
+            )
+            _log("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
+            _log(
+                f"the whole output: {console}; the same command tries again, --skip {level.name} "
+                "leaves it out"
+            )
+            return False
+        self.finished[level.name, repeat] = done
+        figures = report.measure(done, level.name, repeat, self.warmup)
+        _log(
+            f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss "
+            f"{figures.losses[self.steps]:.4f}"
+        )
+        return True
+
+    def _notes(self, unlike: Mapping[str, Sequence[str]], spread: float | None) -> list[str]:
+        base = self.levels[0].name
+        notes = [
+            f"{name} differs from {base} in {', '.join(keys)}: losses not compared"
+            for name, keys in unlike.items()
+        ]
+        emulated = [
+            one.name
+            for one in self.levels
+            if one.values["float8.emulate"] and one.values[SWITCHES[1]]
+        ]
+        if emulated:
+            notes.append(
+                f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their "
+                "speed"
+            )
+        if not self.machine.gpus:
+            notes.append(
+                "memory on a CPU is the resident memory of rank 0's process, libraries included"
+            )
+        if spread is not None:
+            notes.append(f"between repeats of {base} losses differ by at most {spread:.2g}")
+        return notes
+
+    def finish(self, as_json: bool) -> str:
+        """Write the results, the page and the pictures; return the text for standard output.
+
+        Raises OSError.
+        """
+        base, *others = self.levels
+        slots = [(level.name, repeat) for level, repeat in self.in_turn()]
+        runs = [
+            report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished
+        ]
+        unlike = {one.name: keys for one in others if (keys := _differences(base.task, one.task))}
+        levels = report.summarize([level.name for level in self.levels], runs, unlike)
+        notes = self._notes(unlike, levels[0].loss_spread)
+        command = provenance.command(["titanlite", *sys.argv[1:]])
+        versions, cores = provenance.versions(), os.cpu_count()
+        content = {
+            **{"format": 2, "title": self.title, "command": command, "versions": versions},
+            "hardware": {"device": self.machine.device, "world_size": self.ranks, "cores": cores},
+            **{"steps": self.steps, "warmup": self.warmup, "repeats": self.repeats},
+            **{
+                "levels": [asdict(level) for level in levels],
+                "runs": [asdict(one) for one in runs],
+                "notes": notes,
+            },
+            "config": {level.name: level.values for level in self.levels},
+        }
+        results = to_json(content)
+        atomic_write(self.out / _RESULTS, results + "\n")
+        pictures = [_LOSSES, _SPEEDS] if runs else []
+        try:
+            first = {
+                one.name: self.finished[one.name, 1]
+                for one in self.levels
+                if (one.name, 1) in self.finished
+            }
+            if runs:
+                report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
+        except PlotsMissing as error:
+            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
+            pictures = []
+        about = ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python"))
+        head = [
+            f"{self.ranks} x {self.machine.device}, {cores} processor cores; {about}",
+            (
+                f"{self.steps} steps a run, the first {self.warmup} not counted; medians of "
+                f"{self.repeats} repeats in turn"
+            ),
+            "",
+        ]
+        table = report.table(levels, self.steps, self.repeats)
+        below = ["", *(f"note: {note}" for note in notes)]
+        abouts = "\n".join(f"- {level.name}: {level.about}" for level in self.levels)
+        text = "\n".join([*head, render(table, False), *below])
+        images = "\n".join(f"![{Path(name).stem}]({name})" for name in pictures)
+        page = [
+            f"# Benchmark: {self.title}",
+            f"`{' '.join(command)}`",
+            f"```\n{text.rstrip()}\n```",
+            abouts,
+            images,
+        ]
+        (self.out / _PAGE).write_text("\n\n".join(page) + "\n", encoding="utf-8")
+        written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
+        lines = ["", *head, render(table, sys.stdout.isatty()), *below, "", f"written: {written}"]
+        return results if as_json else "\n".join(lines)
+
+
+def _finished_run(folder: Path) -> Run | None:
+    """Return the run in a folder if it was trained to its end."""
+    try:
+        found = read_run(folder)
+    except (RunError, OSError):
+        return None
+    return found if found.state == "done" and found.step == found.steps and found.training else None
+
+
+def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that must not change between the runs of a benchmark, from the record of an
+    attempt.
+    """
+    versions = {
+        f"version of {name}": record.get("versions", {}).get(name)
+        for name in ("titanlite", "torch")
+    }
+    return {"ranks": record.get("world_size"), "device": record.get("device"), **versions}
+
+
+def _log(text: str) -> None:
+    """Write progress to standard error: standard output holds the table."""
+    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,659 @@
+"""`titanlite checkpoint`: list, inspect, verify, compare, convert and delete.
+
+No torch until it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite import exit_codes
+from titanlite.checkpoint.hf_files import holds_weights
+from titanlite.checkpoint.manifest import (
+    DELETED,
+    FILE,
+    NAMES,
+    PARTIAL,
+    PIN,
+    REASON,
+    CheckpointError,
+    Manifest,
+    NewerFormatError,
+    Progress,
+    check_files,
+    describe_roots,
+    find,
+    parse_manifest,
+    progress,
+    read_manifest,
+    refuse_older,
+    root_of,
+    roots_below,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
+from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
+from titanlite.config import trust
+from titanlite.tools.cli import EMA, no_flags
+from titanlite.utils import Table, counted, human_bytes, human_time, render
+
+if TYPE_CHECKING:
+    from titanlite.tools.hub.tensors import TensorDifference
+
+Answer = tuple[str, int]
+#: Exit status of `diff`, as that of the program of that name.
+DIFFERENT = 1
+_PATH = (
+    "a run, its folder of checkpoints, a folder of runs, or a URL such as "
+    "s3://bucket/run/checkpoint"
+)
+VALID, INVALID, NEWER = "valid", "invalid", "newer format"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder among the checkpoints, or the mark of a leftover."""
+
+    folder: AnyPath
+    #: "valid", "invalid", "newer format" (of a later titanlite), "set aside" (an invalid one,
+    #: quarantined when its step was saved again), "partial" (a save under way or cut short) or
+    #: "being deleted".
+    state: str
+    #: Why it is not valid.
+    reason: str
+    pinned: bool
+    manifest: Manifest | None
+    #: Bytes of its files.
+    size: int
+    #: Seconds since the epoch.
+    written: float
+
+    @property
+    def step(self) -> int:
+        """Return the step in its name; -1 for a name without one."""
+        match = re.search(r"step-(\d+)", self.folder.name)
+        return int(match.group(1)) if match else -1
+
+    @property
+    def description(self) -> str:
+        more = ", weights only" if self.manifest is not None and self.manifest.weights_only else ""
+        return f"{self.state}{more}{', pinned' if self.pinned else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry for JSON."""
+        manifest = self.manifest
+        numbers = {
+            "ranks": manifest and manifest.world_size,
+            "format": manifest and manifest.format,
+        }
+        found = {
+            "folder": str(self.folder),
+            "step": self.step,
+            "state": self.state,
+            "reason": self.reason or None,
+        }
+        return {
+            **found,
+            "pinned": self.pinned,
+            "bytes": self.size,
+            "written": self.written,
+            **numbers,
+        }
+
+
+def inspect(path: AnyPath) -> Entry:
+    """Return the state of a folder or mark, by its name, its manifest and the sizes of its
+    files.
+    """
+    manifest, reason, state, folder = None, "", VALID, path
+    if path.name.startswith((PARTIAL, DELETED)):
+        state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
+        folder = leftover_folder(path) or path
+    elif step_of(path) is None:
+        state = "set aside"
+        with suppress(FileNotFoundError):
+            reason = (path / REASON).read_bytes().decode(errors="replace").rstrip()
+    else:
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
+    files = files_in(folder)
+    times = [file.st_mtime for file in files.values()]
+    if not times:
+        with suppress(OSError):
+            times = [path.stat().st_mtime]
+    written = manifest.created if manifest else max(times, default=time.time())
+    return Entry(
+        path,
+        state,
+        reason,
+        PIN in files,
+        manifest,
+        sum(file.st_size for file in files.values()),
+        written,
+    )
+
+
+def list_checkpoints(root: AnyPath) -> list[Entry]:
+    """Return all entries of a folder of checkpoints, by step."""
+    left = {leftover_folder(mark): mark for mark in leftovers(root)}
+    left.pop(None, None)  # marks of whole checkpoints
+    folders = [
+        root / name
+        for name, is_folder in entries(root).items()
+        if is_folder and NAMES.fullmatch(name)
+    ]
+    found = [*left.values(), *(folder for folder in folders if folder not in left)]
+    return sorted(map(inspect, found), key=lambda entry: (entry.step, entry.folder.name))
+
+
+def checkpoint_of(path: AnyPath | str) -> AnyPath:
+    """Return the checkpoint that is meant: `path`, or the newest valid one of its folder.
+
+    Raises CheckpointError.
+    """
+    path = to_path(path)
+    if step_of(path) is not None or (path / FILE).is_file():
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint")
+        return path
+    roots = roots_of(path)
+    if len(roots) > 1:
+        raise CheckpointError(
+            f"{path} holds the checkpoints of {len(roots)} runs: name one of "
+            f"them\n{describe_roots(roots)}"
+        )
+    root = roots[0]
+    manifest, passed = find(root)
+    if manifest is None:
+        raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
+    return step_folder(root, manifest.step)
+
+
+def roots_of(path: AnyPath) -> list[AnyPath]:
+    """Return the folder of checkpoints that `path` means, or all such folders below it.
+
+    Raises CheckpointError.
+    """
+    try:
+        return [root_of(path)]
+    except CheckpointError:
+        if path.is_dir() and (below := roots_below(path)):
+            return below
+        raise
+
+
+def check_weights(path: AnyPath) -> None:
+    """Look whether a path can hold weights, without torch. Raises CheckpointError.
+
+    Weights of other programs, and files of torch's, are only looked for; their contents are read
+    later.
+    """
+    if path.is_file() and not path.name.endswith(".toml"):
+        return
+    if path.is_dir() and holds_weights(path):
+        return
+    if path.is_dir() and step_of(path) is None:
+        refuse_older(path)
+    checkpoint_of(path)
+
+
+def verify(
+    folder: AnyPath, show: Progress = lambda done, total: None
+) -> tuple[Manifest | None, list[str]]:
+    """Read every file of a checkpoint and compare it with the manifest; return that, if it is
+    right, and problems.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return None, [str(error)]
+    return manifest, check_files(folder, manifest, progress=show)
+
+
+def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
+    """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be)
+    deleted.
+
+    One that somebody pins meanwhile stays, with a warning.
+
+    Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones,
+    saves that may be under way, those of a newer format, and all together when no checkpoint that
+    is good by its hashes would remain.
+    """
+    found = []
+    for path in dict.fromkeys(map(_absolute, paths)):
+        if not NAMES.fullmatch(path.name) or not path.exists():
+            below = roots_below(path) if path.is_dir() else []
+            hint = f"; below it are\n{describe_roots(below)}" if below else ""
+            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N){hint}")
+        found.append(inspect(path))
+    for entry in [] if force else found:
+        if entry.pinned:
+            raise CheckpointError(
+                f"{entry.folder} is pinned: remove its file {PIN} first, or give --force"
+            )
+        if entry.state == NEWER:
+            raise CheckpointError(
+                f"{entry.reason}. It may be good: give --force to delete it all the same"
+            )
+        if entry.state == "partial":
+            raise CheckpointError(
+                f"{entry.folder} may be a save under way: give --force when no run writes there"
+            )
+    for root in (
+        []
+        if force
+        else dict.fromkeys(entry.folder.parent for entry in found if entry.state == VALID)
+    ):
+        _must_leave_one(root, [entry for entry in found if entry.folder.parent == root])
+    return found if dry_run else [entry for entry in found if _delete(entry, force)]
+
+
+def _delete(entry: Entry, pinned_too: bool) -> bool:
+    """Delete a checkpoint or a leftover; return False where it was pinned meanwhile, and stays."""
+    is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
+    leftover = entry.folder if is_mark else unpublish(entry.folder, pinned_too)
+    return leftover is not None and delete(leftover, pinned_too)
+
+
+def _absolute(path: AnyPath) -> AnyPath:
+    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
+    return path.parent.resolve() / path.name if isinstance(path, Path) else path
+
+
+def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
+    """Raise CheckpointError unless a remaining checkpoint is good, by its hashes.
+
+    If a full checkpoint goes, one of weights only does not count.
+    """
+    full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in going)
+    reasons = []
+    for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
+        if folder in [entry.folder for entry in going]:
+            continue
+        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
+        if not problems and not (full and manifest is not None and manifest.weights_only):
+            return
+        reasons.append(f"\n  {problems[0] if problems else f'{folder} holds weights only'}")
+    raise CheckpointError(
+        f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
+        "Nothing was removed; --force removes it anyway"
+    )
+
+
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `checkpoint` with its own commands to argparse."""
+    about = "list, inspect, verify, compare, convert and delete checkpoints"
+    checkpoint = commands.add_parser("checkpoint", help=about, allow_abbrev=False)
+    checkpoint.set_defaults(run=lambda *_: checkpoint.format_help().rstrip())
+    actions = checkpoint.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(
+        name: str, run: Callable[[Any], Any], help: str, description: str, code: str = ""
+    ) -> Any:
+        def without_flags(arguments: Any, flags: Sequence[str], _: object) -> str | Answer:
+            no_flags(flags)
+            answer: str | Answer = run(arguments)
+            return answer
+
+        epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
+        parser = actions.add_parser(
+            name, help=help, description=description, epilog=epilog, allow_abbrev=False
+        )
+        parser.set_defaults(run=without_flags)
+        return parser.add_argument
+
+    folder: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
+    one = {**folder, "help": "a checkpoint (step-N), or the newest valid one of"}
+    argument = add(
+        "ls",
+        _ls,
+        "list checkpoints and whether they are valid",
+        "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
+        "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
+        "renamed when its step was saved again; partial: a save under way or cut short; pinned: "
+        "holds a file KEEP, and no run deletes it.",
+    )
+    argument("path", nargs="?", default=Path("outputs"), **folder, help=_PATH)
+    argument("--json", action="store_true", help="print a JSON list, one object per folder")
+
+    argument = add(
+        "inspect",
+        _inspect,
+        "show one: step, run, files, tensors",
+        "Show the manifest of a checkpoint.",
+    )
+    argument("path", **one)
+    argument(
+        "--config", action="store_true", help="print the config of the run that wrote it, as TOML"
+    )
+    argument("--json", action="store_true", help="print the manifest as it is")
+
+    argument = add(
+        "verify",
+        _verify,
+        "read every byte and compare with the hashes",
+        (
+            "Read every file of the checkpoints and compare it with the hash taken when it was "
+            "written."
+        ),
+        f"{exit_codes.CHECKPOINT} when one is damaged, ",
+    )
+    argument(
+        "paths", nargs="+", **folder, help="checkpoints (step-N), or folders of them or of runs"
+    )
+
+    argument = add(
+        "diff",
+        _diff,
+        "compare the tensors of two",
+        "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest "
+        "absolute and relative difference. They are read one tensor at a time, without a GPU.",
+        f"{DIFFERENT} when they differ, ",
+    )
+    argument("left", **one)
+    argument("right", **one)
+
+    argument = add(
+        "convert",
+        _convert,
+        "write its weights in another format",
+        "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
+        "a folder), a folder of Hugging Face's layout, or a file made with --to torch; "
+        "checkpoints are compared with their hashes first. TARGET appears when it is whole, and "
+        "nothing is overwritten. It needs no GPU, and memory for a few tensors.",
+    )
+    argument("source", type=to_path, metavar="SOURCE", help="what to convert")
+    argument("target", type=to_path, metavar="TARGET", help="where to")
+    formats = (
+        "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
+        "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
+        "checkpoint.initial_load_path"
+    )
+    argument("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
+    precisions = ("float32", "bfloat16", "float16")
+    argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
+    argument("--ema", action="store_true", help=EMA)
+    trust.add_argument(argument)
+
+    argument = add(
+        "rm",
+        _rm,
+        "delete checkpoints",
+        "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned "
+        "ones, saves that may be under way, and deletions that would leave no good checkpoint (a "
+        "remaining one is read in full).",
+    )
+    argument("paths", nargs="+", **folder, help="checkpoints: .../step-N")
+    argument("--force", action="store_true", help="delete what would be refused")
+    argument("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
+
+
+def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `export` and `import` to argparse."""
+    dtype = "precision of the weights; as they are without it"
+    checked = (
+        "The files of the tokenizer and generation_config.json come along. At the end the logits "
+        "of 64 random tokens are computed from what was read and from what was written, with "
+        "`transformers` for the folder if it is installed and has the memory. If they differ, "
+        "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
+        "one block of the model."
+    )
+
+    def add(
+        name: str, to: str, about: str, text: str, source: tuple[str, str], target: tuple[str, str]
+    ) -> None:
+        status = (
+            f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits that "
+            "differ."
+        )
+        parser = commands.add_parser(
+            name, help=about, description=f"{text} {checked}", epilog=status, allow_abbrev=False
+        )
+        parser.add_argument("source", type=to_path, metavar=source[0], help=source[1])
+        parser.add_argument("target", type=to_path, metavar=target[0], help=target[1])
+        parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
+        if to == "hf":
+            parser.add_argument("--ema", action="store_true", help=EMA)
+        trust.add_argument(parser.add_argument)
+        parser.set_defaults(run=_exchange, to=to, **({} if to == "hf" else {"ema": False}))
+
+    add(
+        "export",
+        "hf",
+        "write a checkpoint as a Hugging Face folder",
+        (
+            "Write the weights of a checkpoint as a folder that "
+            "AutoModelForCausalLM.from_pretrained and vLLM read."
+        ),
+        (
+            "RUN_OR_CHECKPOINT",
+            "a run, its folder of checkpoints (the newest valid one), or one step-N",
+        ),
+        ("FOLDER", "a new folder"),
+    )
+    add(
+        "import",
+        "checkpoint",
+        "read a Hugging Face folder into a checkpoint",
+        "Write published weights as a checkpoint of weights only, for "
+        "checkpoint.initial_load_path, which also takes FOLDER itself.",
+        (
+            "FOLDER",
+            "config.json and safetensors files, or Meta's params.json and consolidated.*.pth",
+        ),
+        ("CHECKPOINT", "folder or URL of checkpoints; step-0 in it is made"),
+    )
+
+
+def _exchange(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
+    no_flags(flags)
+    return _convert(arguments, report=_print_progress)
+
+
+def _ls(arguments: argparse.Namespace) -> str:
+    listed = {root: list_checkpoints(root) for root in roots_of(arguments.path)}
+    if arguments.json:
+        return json.dumps(
+            [entry.to_dict() for found in listed.values() for entry in found], indent=1
+        )
+    return "\n\n".join(_listing(root, found) for root, found in listed.items())
+
+
+def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
+    """Return a table of the checkpoints of a folder, and below it their faults and the newest valid
+    one.
+    """
+    rows, notes = [], []
+    for entry in found:
+        ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
+        age = human_age(time.time() - entry.written)
+        rows.append((entry.folder.name, entry.description, human_bytes(entry.size), ranks, age))
+        if entry.reason:  # of a quarantined one it names the files by their old name
+            named = "" if entry.state in (INVALID, NEWER) else f"{entry.folder.name}: "
+            notes.append(f"note: {named}{entry.reason}")
+    table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
+    valid = [entry for entry in found if entry.state == VALID]
+    newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
+    total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
+    return "\n".join([render(table, sys.stdout.isatty()), *notes, total])
+
+
+def human_age(seconds: float) -> str:
+    """Return `45 s`, `12 min`, `5 h`, `3 days`: one unit."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def _inspect(arguments: argparse.Namespace) -> str:
+    folder = checkpoint_of(arguments.path)
+    manifest = parse_manifest(folder)
+    if arguments.json:
+        return manifest.to_json()
+    if arguments.config:
+        config = manifest.config.get("toml")
+        if not isinstance(config, str):
+            raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
+        return config.removesuffix("\n")
+    lines = [
+        str(folder),
+        *(f"  {label:<13} {text}" for label, text in _facts(manifest, inspect(folder))),
+    ]
+    files = [
+        (name, f"{size:,}", manifest.hashes.get(name, "–"))
+        for name, size in sorted(manifest.files.items())
+    ]
+    shapes = {
+        name: " x ".join(map(str, shape)) or "scalar"
+        for name, (_, shape) in manifest.tensors.items()
+    }
+    tensors = [(name, entry[0], shapes[name]) for name, entry in manifest.tensors.items()]
+    tables = (
+        Table(("file", "bytes", "hash"), files, (0, 2)),
+        Table(("tensor", "type", "shape"), tensors, (0, 1, 2)),
+    )
+    return "\n\n".join(
+        ["\n".join(lines), *(render(table, sys.stdout.isatty()) for table in tables)]
+    )
+
+
+def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
+    git, trackers, loss = manifest.git, manifest.trackers, manifest.validation_loss
+    shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
+    found = {
+        "state": f"{entry.description}{f': {entry.reason}' if entry.reason else ''}",
+        "step": f"{manifest.step:,}",
+        "written": f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} "
+        f"by {counted(manifest.world_size, 'ranks')}",
+        "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
+        "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
+        "holds": f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"
+        if manifest.weights_only
+        else "",
+        "validation": "" if loss is None else f"loss {loss:.4f}",
+        **trackers,
+        "format": f"{manifest.format}{'' if manifest.hashes else ', without hashes'}",
+        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "commit": git.get("commit", "") + (" with uncommitted changes" if git.get("dirty") else ""),
+        **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
+        "train": json.dumps(manifest.train),
+    }
+    return [(label, text) for label, text in found.items() if text]
+
+
+def _verify(arguments: argparse.Namespace) -> Answer:
+    folders: dict[AnyPath, None] = {}
+    for path in arguments.paths:
+        if step_of(path) is not None or (path / FILE).is_file():
+            folders[checkpoint_of(path)] = None
+            continue
+        for root in roots_of(path):
+            folders.update((step_folder(root, step), None) for step in steps_in(root))
+    if not folders:
+        raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
+    lines, bad = [], 0
+    for folder in folders:
+        started = time.perf_counter()
+        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
+        bad += bool(problems)
+        if problems or manifest is None:
+            lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
+            continue
+        result = (
+            "hashes are right"
+            if manifest.hashes
+            else "sizes are right; it was written without hashes"
+        )
+        size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
+        lines.append(f"{folder}: {result} ({size}, {human_time(time.perf_counter() - started)})")
+    if bad:
+        lines.append(
+            f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete it with "
+            "`titanlite checkpoint rm`; a run passes over it"
+        )
+    return "\n".join(lines), exit_codes.CHECKPOINT if bad else exit_codes.DONE
+
+
+def _diff(arguments: argparse.Namespace) -> Answer:
+    folders = [checkpoint_of(path) for path in (arguments.left, arguments.right)]
+    from titanlite.tools.hub.tensors import Contents, compare
+
+    left, right = (Contents(folder) for folder in folders)
+    found = list(compare(left, right))
+    differing = [one for one in found if one.elements or one.left != one.right]
+    head = f"--- {left.folder}\n+++ {right.folder}"
+    equal = len(found) - len(differing)
+    if not differing:
+        return f"{head}\nall {equal} tensors are equal", exit_codes.DONE
+    table = Table(
+        ("tensor", "", "differ", "largest", "relative"),
+        [_row(one) for one in differing],
+        left=(0, 1),
+    )
+    rest = f"{len(differing)} tensors differ, {equal} are equal"
+    return f"{head}\n{render(table, sys.stdout.isatty())}\n{rest}", DIFFERENT
+
+
+def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
+    left, right = (
+        None if side is None else f"{side[0]}{side[1]}" for side in (one.left, one.right)
+    )
+    if left is None or right is None:
+        return one.name, f"only in {'+++' if left is None else '---'}: {left or right}", "", "", ""
+    words = left if left == right else f"{left} and {right}"
+    if not one.comparable:
+        return one.name, words, "", "", ""
+    return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
+
+
+def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None = None) -> str:
+    check_weights(arguments.source)
+    from titanlite.tools.hub.convert import convert
+
+    started, show = time.perf_counter(), progress(_print_progress, "")
+    source, target, ema = arguments.source, arguments.target, getattr(arguments, "ema", False)
+    written = convert(
+        source,
+        target,
+        arguments.to,
+        arguments.dtype,
+        show,
+        ema=ema,
+        report=report,
+        trust_code=arguments.trust_code,
+    )
+    size = (
+        sum(file.st_size for file in files_in(written).values()) or written.stat().st_size
+    )  # or of one file
+    return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
+
+
+def _rm(arguments: argparse.Namespace) -> str:
+    gone = remove(arguments.paths, arguments.force, arguments.dry_run)
+    did = "would delete" if arguments.dry_run else "deleted"
+    lines = [
+        f"{did} {entry.folder}: {entry.description}, {human_bytes(entry.size)}" for entry in gone
+    ]
+    freed = human_bytes(sum(entry.size for entry in gone))
+    return "\n".join([*lines, f"{freed} {'would be freed' if arguments.dry_run else 'freed'}"])

@@ -1,0 +1,447 @@
+"""Look at the text of a run: its rows as the model sees them, the documents of a step, and figures
+of all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    parse_manifest,
+    root_of,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, to_path
+from titanlite.config.data_sections import DataSource
+from titanlite.config.errors import ConfigError
+from titanlite.config.not_implemented import refused
+from titanlite.config.sections import Training
+from titanlite.data import DataError, skip_ranges
+from titanlite.data.corpus import Corpus
+from titanlite.data.documents import Document, documents_of
+from titanlite.data.mixture import MixedRows
+from titanlite.data.packing import PackedDataset
+from titanlite.data.phases import Progress
+from titanlite.data.rows import IGNORE, Row, Rows
+from titanlite.data.skip_ranges import Range, ranges_of_steps
+from titanlite.data.sources import columns_of, iter_records
+from titanlite.data.state import StateError, check_loader, mapping, whole_number
+from titanlite.data.text_report import file_lines, file_warnings, listing_figures
+from titanlite.data.token_files import TokenFiles
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.runs.record import read_attempts
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import check_config, fitted
+from titanlite.start.run_text import phases_of, read_held_out, read_training_text
+from titanlite.tools.cli import no_flags
+from titanlite.tools.commands.config import side, world_size_of
+from titanlite.utils import Style, counted, human_count
+
+#: Tokens and characters of a document's start that are shown.
+_TOKENS, _CHARACTERS = 48, 72
+#: Sequences that are decoded to measure bytes per token.
+_SAMPLE = 32
+_BAR = 40
+
+
+class State(NamedTuple):
+    """How far a run had read when it saved a checkpoint."""
+
+    step: int
+    #: Sequences below it were served or skipped.
+    position: int
+    skipped: tuple[Range, ...]
+    #: Sequences per step before it.
+    global_batch: int
+    #: State of the rows.
+    rows: Mapping[str, Any] = {}
+    #: Of all steps so far, over all ranks.
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's config and text."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    rows: Rows
+    #: Of its checkpoints, by step; empty for a config.
+    states: Sequence[State] = ()
+
+
+#: Takes from the config that a run kept what a look at its text does not use, so that it need not
+#: be trusted.
+_NO_TRAINING = (
+    "--job.callbacks=[]",
+    "--optimizer.name=AdamW",
+    "--training.loss=cross_entropy",
+    "--compile.cache_dir=none",
+)
+
+
+def open_run(
+    file: str | None,
+    flags: Sequence[str],
+    world_size: int | None,
+    validation: bool = False,
+    trust_code: bool = False,
+) -> Run:
+    """Read the text of a config, or of the folder of a run or its checkpoints.
+
+    trust_code: let the folder's config name code and variables (`titanlite.config.trust`).
+
+    Raises ConfigError and DataError as training does, and for a run whose text is another one by
+    now.
+    """
+    states: list[State] = []
+    expected: Mapping[str, str] = {}
+    if file is not None and os.path.isdir(file):
+        no_flags(flags)
+        asked = side(file, _NO_TRAINING, trust_code).config
+        if problems := refused(asked):
+            raise ConfigError(problems)
+        states, expected, ranks = _history(Path(file))
+        config = fitted(asked, world_size or ranks)
+    else:
+        argv = [*([f"--job.config_file={file}"] if file else []), *flags]
+        _, config = check_config(argv, world_size_of(world_size)[0])
+    tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.name)
+    if validation:
+        config = replace(
+            config, data=replace(config.data, skip_steps=[])
+        )  # they are of the training text
+        return Run(config, tokenizer, next(iter(read_held_out(config, tokenizer).values())))
+    rows = read_training_text(config, tokenizer)
+    if (then := expected.get("data")) not in (None, rows.fingerprint[:16]):
+        raise DataError(
+            f"{file}: the text has changed since: its fingerprint was {then}, and is "
+            f"{rows.fingerprint[:16]}"
+        )
+    return Run(config, tokenizer, rows, states)
+
+
+def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
+    """Return the states of a run's checkpoints, their fingerprints, and its ranks."""
+    path = to_path(str(folder.absolute()))
+    root = path.parent if step_of(path) is not None else root_of(path)
+    states: list[State] = []
+    fingerprints: Mapping[str, str] = {}
+    ranks = 0
+    for step in steps_in(root):
+        try:
+            manifest = parse_manifest(step_folder(root, step))
+        except CheckpointError:
+            continue
+        data = manifest.train.get("data", {})
+        if data and "global_batch" in manifest.train:
+            _check_position(manifest, step_folder(root, step))
+            skipped = skip_ranges.merged(data.get("left_out", ()))
+            rows = data.get("rows", {})
+            size, tokens = manifest.train["global_batch"], manifest.train.get("tokens_seen", 0)
+            states.append(State(step, data["next_sequence"], skipped, size, rows, tokens))
+        fingerprints, ranks = manifest.fingerprints, manifest.world_size
+    attempts = [] if ranks else read_attempts(folder)
+    return states, fingerprints, ranks or (attempts[-1].get("ranks", 1) if attempts else 1)
+
+
+def _check_position(manifest: Manifest, folder: AnyPath) -> None:
+    """Raise StateError, naming the checkpoint, where it does not say what its steps trained on."""
+    try:
+        check_loader(mapping(manifest.train["data"], "data"))
+        whole_number(manifest.train["global_batch"], "global_batch", least=1)
+    except StateError as error:
+        raise StateError(f"{folder}: {error}") from None
+
+
+def sequences_of(run: Run, step: int) -> list[int]:
+    """Return the sequences of a step, from 1. Raises DataError where the checkpoints do not
+    tell.
+    """
+    if step < 1:
+        raise DataError(f"step {step}: steps count from 1")
+    size = run.config.batch.global_batch_size
+    skip = ranges_of_steps(run.config.data.skip_steps, size)
+    before = max(
+        (state for state in run.states if state.step < step), default=State(0, 0, (), size)
+    )
+    after = min((state for state in run.states if state.step >= step), default=None)
+    # A stream need not begin at its start, and shares of a mixture may have changed. Lanes stay
+    # those of the start.
+    known = after.rows if after else {}
+    rows = before.rows or {name: known[name] for name in ("lanes", "revision") if name in known}
+    if rows:
+        done = Progress(before.step, before.tokens, before.position)
+        run.rows.load_state_dict(dict(rows), before.position, phases_of(run.config).shares(done))
+    if after is not None:
+        size, skip = after.global_batch, after.skipped
+        if (
+            skip_ranges.advance(before.position, (after.step - before.step) * size, skip)
+            != after.position
+        ):
+            raise DataError(
+                f"step {step}: between steps {before.step} and {after.step} the run changed its "
+                "global batch or its place in the text, and no checkpoint is left from then"
+            )
+    start = skip_ranges.advance(before.position, (step - 1 - before.step) * size, skip)
+    total = run.rows.total_sequences
+    found = [n for n in skip_ranges.take(start, size, skip) if total is None or n < total]
+    if not found:
+        raise DataError(
+            f"step {step}: the text ends before it, after {counted(total or 0, 'sequences')}"
+        )
+    return found
+
+
+# Documents
+
+
+def at_step(run: Run, step: int, as_json: bool) -> str:
+    """Return the documents of the batch of a step, a line each."""
+    training = run.config.training
+    text = training.dataset_path or training.dataset
+    numbers = sequences_of(run, step)
+    found = {number: documents_of(run.rows, number, text) for number in numbers}
+    places = _places(run, [document for documents in found.values() for document in documents])
+    special = set(run.tokenizer.special_tokens.values())
+    listed: dict[str, list[dict[str, Any]]] = {}
+    lines = [f"step {step}: {counted(len(found), 'sequences')} of {run.rows.seq_len} tokens"]
+    for number, documents in found.items():
+        tokens, begin = run.rows.sequence(number).tokens, 0
+        listed[str(number)] = []
+        lines.append(f"sequence {number}: {counted(len(documents), 'documents')}")
+        for document in documents:
+            file, record = places.get(document[:2], document[2:4])
+            ids = tokens[begin : begin + document.tokens].tolist()
+            begin += document.tokens
+            start = run.tokenizer.decode(one for one in ids[:_TOKENS] if one not in special)
+            start = " ".join(start.split())[:_CHARACTERS]
+            listed[str(number)].append(
+                {**document._asdict(), "file": file, "record": record, "text": start}
+            )
+            name = (
+                f"{document.source}: {document.name}" if run.config.data.source else document.name
+            )
+            place = f" = {file}, record {record}" if file else ""
+            lines.append(f"  document {name}{place}, {counted(document.tokens, 'tokens')}: {start}")
+    return (
+        json.dumps({"step": step, "sequences": listed}, indent=1) if as_json else "\n".join(lines)
+    )
+
+
+def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tuple[str, int]]:
+    """Read whole text up to the last of these documents; return file and record by source
+    and name.
+    """
+    training, data = run.config.training, run.config.data
+    single = DataSource(name=training.dataset, path=training.dataset_path)
+    parts = run.rows.rows if isinstance(run.rows, MixedRows) else [run.rows]
+    found: dict[tuple[str, ...], tuple[str, int]] = {}
+    for source, rows in zip(data.source or [single], parts, strict=True):
+        name = source.name or source.path if data.source else source.path or source.name
+        wanted = {document.name for document in documents if document.source == name}
+        if (
+            isinstance(rows, PackedDataset)
+            and isinstance(rows.corpus, Corpus)
+            and rows.corpus.files
+        ):
+            columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
+            kind = "auto" if source.format == "tokens" else source.format
+            for number, record in enumerate(iter_records(rows.corpus.files, columns, kind)):
+                if str(number) in wanted:
+                    found[str(name), str(number)] = str(record.file), record.number
+                    wanted.remove(str(number))
+                if not wanted:
+                    break
+    return found
+
+
+# Rows
+
+
+def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: Style) -> str:
+    """Return the text of the first `count` sequences from `step` on, of one data-parallel rank or
+    of all.
+    """
+    ranks, total = run.config.mesh.dp_degree, run.rows.total_sequences
+    if rank is not None and not 0 <= rank < ranks:
+        raise DataError(
+            f"--rank {rank}: data-parallel ranks run from 0 to {ranks - 1}; --world-size gives "
+            "their number"
+        )
+    shown: list[str] = []
+    while len(shown) < count:
+        for sequence in sequences_of(run, step):
+            if rank in (None, sequence % ranks) and len(shown) < count:
+                row, documents = run.rows.sequence(sequence), documents_of(run.rows, sequence, "")
+                targets = int((row.labels != IGNORE).sum())
+                about = f"step {step}, sequence {sequence}, rank {sequence % ranks}: "
+                about += f"{counted(len(row.tokens), 'tokens')}, {counted(targets, 'targets')}"
+                shown.append(
+                    f"{style.bold(about)}\n{shown_row(row, documents, run.tokenizer, ids, style)}"
+                )
+        step += 1
+        if total is not None and sequence == total - 1:
+            break
+    legend = "" if style.color else "[[ ]]: the loss does not count these tokens\n\n"
+    head = _found(run.rows, run.config.training)
+    return (f"{head}\n\n" if head else "") + legend + "\n\n".join(shown)
+
+
+def _found(rows: Rows, training: Training) -> str:
+    """Return the files of the text, those passed over, and the documents; "" for text without
+    files.
+    """
+    label = "" if isinstance(rows, MixedRows) else str(training.dataset_path or training.dataset)
+    lines = [*file_lines(rows), *(f"warning: {warning}" for warning in file_warnings(rows, label))]
+    return "\n".join([*lines, rows.describe()]) if lines else ""
+
+
+def shown_row(
+    row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids: bool, style: Style
+) -> str:
+    """Return a row as text: special tokens by name, a line before each document, and marks where
+    the loss counts none.
+
+    A token counts if the one before it predicts it, and the first one of a row belongs to the row
+    before.
+    """
+    special = set(tokenizer.special_tokens.values())
+    masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()
+    tokens, lines, end = row.tokens.tolist(), list[str](), 0
+    named = [(f" document {_name(one)} ", one.tokens) for one in documents if one.tokens]
+    for title, count in [*named, ("", len(tokens))]:  # padding comes last
+        begin, end = end, min(end + count, len(tokens))
+        if begin == end:
+            break
+        text = ""
+        for (is_masked, is_special), group in groupby(
+            range(begin, end), lambda n: (masked[n], tokens[n] in special)
+        ):
+            part = tokenizer.decode(tokens[n] for n in group)
+            if is_masked:
+                part = style.dim(part) if style.color else f"[[{part}]]"
+            text += style.warn(part) if is_special and not is_masked else part
+        lines += [style.dim(f"──{title}──" + (f" {tokens[begin:end]}" if ids else "")), text]
+    return "\n".join(lines)
+
+
+def _name(document: Document) -> str:
+    return f"{document.source}: {document.name}" if document.source else document.name
+
+
+# Figures
+
+
+def stats(run: Run, as_json: bool) -> str:
+    """Return figures of the training text and of each source of a mixture, as text or JSON."""
+    rows, size, training = run.rows, run.config.batch.global_batch_size, run.config.training
+    if isinstance(rows, MixedRows):
+        found = {"text": ", ".join(rows.names), "seq_len": rows.seq_len, "global_batch": size}
+        parts = zip(rows.shares.items(), rows.rows, strict=True)
+        found["sources"] = {
+            name: {"share": round(share, 6), **_figures(one, run, size)}
+            for (name, share), one in parts
+        }
+    else:
+        found = {"text": training.dataset_path or training.dataset, **_figures(rows, run, size)}
+    return json.dumps(found, indent=1) if as_json else "\n".join(_shown(found))
+
+
+def _figures(rows: Rows, run: Run, global_batch: int) -> dict[str, Any]:
+    known = rows if isinstance(rows, PackedDataset) else None
+    return {
+        "documents": known and known.documents,
+        "tokens": known and known.tokens_per_epoch,
+        "bytes_per_token": round(bytes_per_token(rows, run.tokenizer), 3),
+        "seq_len": rows.seq_len,
+        "sequences_per_epoch": known and known.sequences_per_epoch,
+        "global_batch": global_batch,
+        "steps_per_epoch": known and round(known.sequences_per_epoch / global_batch, 3),
+        "fingerprint": rows.fingerprint,
+        **listing_figures(getattr(rows, "listing", None)),
+        "document_tokens": known and _lengths(known),
+    }
+
+
+def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each figure, and bars for the lengths of documents."""
+    for name, value in figures.items():
+        if name == "sources":
+            for source, own in value.items():
+                yield from ("", f"{'source':<20} {source}", *_shown(own))
+        elif name in ("files", "passed_over"):
+            yield from _shown_files(name, value)
+        elif name != "document_tokens":
+            shown = (
+                f"{value:,.10g}"
+                if isinstance(value, (int, float))
+                else "not known"
+                if value is None
+                else value
+            )
+            yield f"{name.replace('_', ' '):<20} {shown}"
+        elif value:
+            yield (
+                f"{'tokens per document':<20} mean {value['mean']:,.1f}, longest "
+                f"{value['longest']:,}"
+            )
+            most = max(value["histogram"].values())
+            for low, number in value["histogram"].items():
+                bar = "█" * max(round(_BAR * number / most), number > 0)
+                yield (
+                    f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} "
+                    f"{number:>12,} {bar}"
+                )
+
+
+def _shown_files(name: str, found: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a line for each kind of file (kind → number), or each reason for passing over (reason →
+    names).
+    """
+    title = name.replace("_", " ")
+    for entry, value in (found or {}).items():
+        about = f"{value:,} of {entry}" if name == "files" else f"{', '.join(value)} ({entry})"
+        yield f"{title:<20} {about}"
+
+
+def bytes_per_token(rows: Rows, tokenizer: Tokenizer) -> float:
+    """Return bytes of text to a token; where they were not counted, those of some sequences,
+    decoded.
+    """
+    if (
+        isinstance(rows, PackedDataset)
+        and isinstance(rows.corpus, TokenFiles)
+        and rows.corpus.index
+    ):
+        return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
+    total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
+    special = set(tokenizer.special_tokens.values())
+    samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
+    texts = (rows.sequence(number).tokens.tolist() for number in samples)
+    size = sum(
+        len(tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts
+    )
+    return size / sum(one.tokens for number in samples for one in documents_of(rows, number, ""))
+
+
+def _lengths(rows: PackedDataset) -> dict[str, Any]:
+    """Return mean, longest and histogram (lowest length → documents) of documents."""
+    lengths = np.diff(rows.corpus.offsets)
+    bins = np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64))
+    used = np.flatnonzero(bins)
+    histogram = {str(1 << n): int(bins[n]) for n in range(int(used[0]), int(used[-1]) + 1)}
+    return {"mean": float(lengths.mean()), "longest": int(lengths.max()), "histogram": histogram}

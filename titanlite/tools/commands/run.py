@@ -1,0 +1,175 @@
+"""`titanlite run`: check a config, then train it by torchrun on all GPUs of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+from titanlite import exit_codes
+from titanlite.config.checks import contradictions
+from titanlite.config.errors import bad_flag
+from titanlite.config.load import read
+from titanlite.parallel.process import TUNABLES, chose_malloc
+from titanlite.start.fit import check_loaded
+from titanlite.start.signals import SIGNALS, exit_on_signals
+from titanlite.tools.cli import FLAGS, Commands, add_files, check_ranks, files_of, start_ranks
+from titanlite.utils import REMOVED, Style
+
+#: Port of the first machine, by default.
+PORT = 29400
+
+
+def add_command(commands: Commands) -> None:
+    """Add `titanlite run` to argparse."""
+    parser = commands.add_parser(
+        "run",
+        help="train a config on all GPUs of this machine",
+        description="Check a config, then train it by torchrun on this machine and end with the "
+        "code of its ranks. Rank 0 is shown, or the ranks of LOG_RANK, as 0,1; all "
+        f"are in logs/ of job.dump_folder. {FLAGS}",
+        epilog="With launch.system, and without --nproc and --nnodes, it submits a job to that "
+        "scheduler, as `titanlite launch --submit` does. For several machines by hand, run "
+        "the same command on each, with its own --node-rank. Exit status: "
+        "docs/reliability.md lists it.",
+        allow_abbrev=False,
+    )
+    add_files(parser)
+    ranks = "ranks (default: NGPU of the environment, else one per GPU; without a GPU 2 on the CPU)"
+    parser.add_argument("--nproc", "--nproc-per-node", dest="nproc", metavar="N", help=ranks)
+    parser.add_argument(
+        "--nnodes", type=int, metavar="N", help="machines, each with so many ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--node-rank", type=int, default=0, metavar="N", help="number of this machine, from 0"
+    )
+    first = f"address of machine 0, which the others can reach (default port: {PORT})"
+    parser.add_argument("--master", metavar="HOST[:PORT]", help=first)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    argv = [*files_of(arguments), *flags]
+    config, problems = read(argv)
+    if (
+        arguments.nproc is None
+        and arguments.nnodes is None
+        and (system := config.value("launch.system"))
+    ):
+        from titanlite.tools.launch.launch import launch
+
+        return launch(system, argv, "submit"), exit_codes.DONE
+    exit_on_signals(*SIGNALS)
+    nodes = arguments.nnodes or 1
+    problems = problems or contradictions(config)  # before a variable is set
+    if not problems:
+        if arguments.nnodes is None and (asked := config.value("launch.nodes")) > 1:
+            advice = "set launch.system to submit it, or start it on each machine with --nnodes"
+            raise bad_flag(
+                "launch.nodes",
+                f"{asked} machines, but this command starts ranks on this one alone",
+                advice,
+            )
+        environment = config.value("launch.environment")
+        # The config in launch/ has no secrets: its job has set them.
+        os.environ.update({name: value for name, value in environment.items() if value != REMOVED})
+    gpus = count_gpus()
+    ranks = _ranks(arguments.nproc, gpus)
+    shown = _shown(ranks)
+    options = _rendezvous(nodes, arguments.node_rank, arguments.master)
+    check_loaded(config, problems, nodes * ranks)
+    if not gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        if not chose_malloc():
+            os.environ["GLIBC_TUNABLES"] = TUNABLES
+    os.environ["PYTHONUNBUFFERED"] = (
+        "1"  # so that a log that is piped into a file shows each step when it is done
+    )
+    start_ranks(ranks, ["train", *argv], [*options, *_output(ranks, shown)])
+
+
+def count_gpus() -> int:
+    """Return the GPUs that torch will see here, without importing it."""
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False
+        ).stdout
+    except OSError:
+        return 0
+    found = len(re.findall(r"^GPU ", listed, re.MULTILINE))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        found
+        if visible is None
+        else min(found, len([name for name in visible.split(",") if name.strip()]))
+    )
+
+
+def _ranks(asked: str | None, gpus: int) -> int:
+    """Return the number of ranks. Raises ConfigError."""
+    name, text = (
+        ("--nproc", asked)
+        if asked is not None
+        else ("NGPU", os.environ.get("NGPU", str(gpus or 2)))
+    )
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise bad_flag(name, f"expected an integer >= 1, got {text!r}")
+    if gpus and int(text) > gpus:
+        message = f"{text}, but this machine shows {gpus} GPU(s): a GPU has one rank at most"
+        raise bad_flag(name, message, "nvidia-smi -L and CUDA_VISIBLE_DEVICES tell which it shows")
+    check_ranks(int(text))
+    return int(text)
+
+
+def _shown(ranks: int) -> list[int]:
+    """Return the ranks of LOG_RANK. Raises ConfigError."""
+    text = os.environ.get("LOG_RANK", "0")
+    words = re.split("[, ]+", text.strip())
+    if not all(word.isdecimal() and int(word) < ranks for word in words):
+        message = (
+            f"expected ranks of this machine from 0 to {ranks - 1}, as in 0 or 0,1, got {text!r}"
+        )
+        raise bad_flag("LOG_RANK", message)
+    return [int(word) for word in words]
+
+
+def _rendezvous(nodes: int, node: int, master: str | None) -> list[str]:
+    """Return torchrun's options for several machines; the static rendezvous ends on all of them
+    when one is lost.
+    """
+    if nodes == 1 and master is None:
+        return []
+    if master is None or not 0 <= node < nodes:
+        wrong = "--master" if master is None else "--node-rank"
+        raise bad_flag(
+            wrong,
+            f"{nodes} machines need --node-rank from 0 to {nodes - 1} and the address of machine 0",
+        )
+    host, _, port = master.partition(":")
+    words = {"nnodes": nodes, "node_rank": node, "master_addr": host, "master_port": port or PORT}
+    return [word for name, value in words.items() for word in (f"--{name}", str(value))]
+
+
+def _output(ranks: int, shown: list[int]) -> list[str]:
+    """Return torchrun's options for the output of the ranks."""
+    options = ["--local-ranks-filter", ",".join(map(str, shown))]
+    terminal = sys.stdout.isatty()
+    if terminal and shown == [0] and ranks <= 10:
+        # Rank 0 has the terminal to itself, for its live view; torchrun writes the others' output
+        # to files. It reads ranks of one digit here.
+        options += (
+            ["--redirects", ",".join(f"{rank}:3" for rank in range(1, ranks))] if ranks > 1 else []
+        )
+    else:
+        # The ranks write to files that torchrun reads, and cannot see where its own output ends.
+        options += ["--role", "rank", "--tee", "3"]
+        if terminal and not os.environ.get("NO_COLOR"):
+            os.environ["FORCE_COLOR"] = "1"
+    return (
+        [*options, "--log-dir", tempfile.mkdtemp(prefix="titanlite-")]
+        if len(options) > 2
+        else options
+    )

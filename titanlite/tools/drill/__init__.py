@@ -1,0 +1,1 @@
+"""`titanlite drill`: faults seeded into real runs."""

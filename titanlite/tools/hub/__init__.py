@@ -1,0 +1,1 @@
+"""Checkpoints and tokenizers of other programs: convert, export, import, fetch."""

@@ -1,0 +1,457 @@
+"""`titanlite checkpoint convert`: weights between checkpoints, Hugging Face folders and files of
+torch.
+
+A few tensors are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from titanlite.checkpoint.hf import HF_CONFIG, holds_weights, open_weights, our_tensors
+from titanlite.checkpoint.hf_save import (
+    SHARD_BYTES,
+    begin_folder,
+    plan_files,
+    publish_folder,
+    refuse_existing,
+    write_configs,
+    write_files,
+)
+from titanlite.checkpoint.manifest import (
+    FILE,
+    CheckpointError,
+    Manifest,
+    Progress,
+    check_files,
+    refuse_older,
+    step_folder,
+    step_of,
+)
+from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
+from titanlite.checkpoint.retention import begin, delete, marks_of, publish
+from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
+from titanlite.checkpoint.storage import HashingWriter, converted, dcp_errors, describe
+from titanlite.config.trust import Origin, foreign
+from titanlite.data.tokenizer.files import FILES, hf_files
+from titanlite.models import get_spec
+from titanlite.models.args import as_record, from_record
+from titanlite.models.spec import ShapeError
+from titanlite.optim.average import AVERAGE, WEIGHT
+from titanlite.runs import provenance
+from titanlite.tools.commands.checkpoint import checkpoint_of
+from titanlite.tools.hub.tensors import Contents, compare_ids, compare_logits, quiet
+from titanlite.utils import atomic_write, human_bytes
+
+Format = Literal["hf", "torch", "checkpoint"]
+#: Entries of the dictionary in a file of torch's.
+STATE, MODEL, STEP = "state_dict", "model", "step"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights of one model, under our names. `read(name)` returns a whole tensor on the CPU."""
+
+    path: AnyPath
+    family: str
+    args: Any
+    #: Steps that it was trained for; 0: unknown.
+    step: int
+    #: Name → a tensor of that type and shape on the meta device.
+    empty: Mapping[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
+    #: Of a checkpoint.
+    manifest: Manifest | None = None
+    #: A folder that `transformers` reads.
+    is_hf: bool = False
+    #: `max_position_embeddings` of a config.json that the weights come from.
+    context: int | None = None
+    #: Where the files of its tokenizer are; None: nobody knows.
+    tokenizer: str | None = None
+
+    def converted(self, dtype: str | None, progress: Progress) -> Source:
+        """Return the same weights in another precision (None: as they are), which report their
+        progress when read.
+        """
+        empty = {
+            name: converted(tensor, dtype) if dtype else tensor
+            for name, tensor in self.empty.items()
+        }
+        done, total = 0, sum(tensor.nbytes for tensor in empty.values())
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            done = min(done + empty[name].nbytes, total)  # the logits take a second reading
+            progress(done, total)
+            before = self.read(name)
+            tensor = before.to(empty[name].dtype)
+            if tensor.dtype != before.dtype and bool(
+                (before.isfinite() & ~tensor.isfinite()).any()
+            ):
+                raise CheckpointError(
+                    f"{name} has values that {dtype} cannot hold: choose another --dtype"
+                )
+            return tensor
+
+        return replace(self, empty=empty, read=read)
+
+
+def open_source(
+    path: AnyPath,
+    progress: Progress = lambda done, total: None,
+    ema: bool = False,
+    trust_code: bool = False,
+) -> Source:
+    """Open the weights in `path`; compare every byte of a checkpoint with its hashes first
+    (`progress`).
+
+    ema: those of a checkpoint's average (optimizer.ema_decay). trust_code: import the model's code
+    if the file names code; see `titanlite.config.trust`.
+
+    Raises CheckpointError when it holds no weights, or others than those of the model that it
+    describes. Raises ConfigError when it names code that is not trusted.
+    """
+    origin = foreign(trust_code)
+    if holds_weights(path):
+        source = _foreign(path)
+    else:
+        if step_of(path) is None:
+            refuse_older(path)
+        if isinstance(path, Path) and path.is_file() and path.suffix != ".toml":
+            source = _torch_file(path, origin)
+        else:
+            folder = checkpoint_of(path)
+            if step_of(path) is None:
+                refuse_older(folder.parent)
+            source = _checkpoint(folder, progress, ema, origin)
+    if ema and source.manifest is None:
+        raise CheckpointError(
+            f"{path} holds no average of the weights: it is no checkpoint of titanlite"
+        )
+    saved = describe(source.empty)
+    wanted = describe(
+        get_spec(source.family).build_on_meta(source.args).state_dict()
+    )  # a tied head has its own name
+    found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}
+    if found := {name: problem for name, problem in found.items() if problem not in ("", DTYPE)}:
+        raise CheckpointError(difference_table(found, saved, wanted, str(path)))
+    return source
+
+
+def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) -> Source:
+    contents = Contents(folder)
+    manifest = contents.manifest
+    record = manifest.config.get("model")
+    if not isinstance(record, dict):
+        raise CheckpointError(
+            f"{folder} does not say which model it is of: it was written before checkpoints did, "
+            "or by a program that "
+            'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and '
+            "convert its next one"
+        )
+    if problems := check_files(folder, manifest, progress=progress):
+        raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
+    family, args = _described(folder / FILE, record, origin)
+    prefix = AVERAGE if ema else WEIGHT
+    tensors = {
+        n.removeprefix(prefix): e for n, e in manifest.tensors.items() if n.startswith(prefix)
+    }
+    if not tensors:
+        raise CheckpointError(
+            f"{folder} holds no average of the weights: its run had no optimizer.ema_decay"
+        )
+    empty = {name: _empty(dtype, shape) for name, (dtype, shape) in tensors.items()}
+    source = Source(
+        folder,
+        family,
+        args,
+        manifest.step,
+        empty,
+        lambda name: contents.read(prefix + name),
+        manifest,
+    )
+    record = manifest.config.get("tokenizer")
+    return replace(source, tokenizer=record.get("path") if isinstance(record, dict) else None)
+
+
+def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _described(
+    path: AnyPath, record: Mapping[str, Any], origin: Origin, key: str = "config.model.family"
+) -> tuple[str, Any]:
+    try:
+        return from_record(record, origin, str(path), key)
+    except (ShapeError, TypeError) as error:
+        raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
+
+
+def _foreign(path: AnyPath) -> Source:
+    weights = open_weights(path)
+    weights.check_head()
+    empty, config = dict(our_tensors(weights)), weights.config
+    source = Source(path, weights.family, weights.args, 0, empty, weights.read)
+    is_hf = path.is_dir() and (path / HF_CONFIG).is_file() and "quantization_config" not in config
+    tokenizer = str(path if path.is_dir() else path.parent)
+    return replace(
+        source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf
+    )
+
+
+def _torch_file(path: Path, origin: Origin) -> Source:
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+    except Exception as error:
+        raise CheckpointError(f"{path} is no file of tensors by torch.save: {error}") from None
+    state = content.get(STATE) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
+        raise CheckpointError(
+            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": '
+            "titanlite.models.args.as_record(…)}, as `titanlite checkpoint convert --to torch` "
+            "writes it"
+        )
+    family, args = _described(path, content[MODEL], origin, f"{MODEL}.family")
+    tensors = {
+        str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)
+    }
+    empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
+
+
+def convert(
+    path: AnyPath,
+    target: AnyPath,
+    to: Format,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+    ema: bool = False,
+    report: Callable[[str], None] | None = None,
+    trust_code: bool = False,
+) -> AnyPath:
+    """Write the weights in `path` to `target` in another format; return the written folder or file.
+
+    path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a
+    file that
+    `to = "torch"` wrote.
+    target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints
+    in which the new one, of weights only, becomes `step-N`; that one may be in a store. It appears
+    when it is whole, and nothing is overwritten. dtype: of tensors in floating point, such as
+    "bfloat16"; None: as they are. ema: the average of the weights (optimizer.ema_decay), from a
+    checkpoint.
+    report: takes a line about the logits that both sides compute of a sample, and for a folder of
+    Hugging Face's one about the ids of texts; both are compared unless it is None.
+    trust_code: as for `open_source`.
+
+    Raises CheckpointError, also when logits or ids differ; then nothing is published.
+    """
+    if to == "checkpoint" and step_of(target) is not None:
+        raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
+    if to != "checkpoint":
+        if isinstance(target, StorePath):
+            raise CheckpointError(
+                f"{target}: --to {to} writes to this machine; copy it to the store afterwards"
+            )
+        refuse_existing(target)
+    source = open_source(path, progress, ema, trust_code).converted(dtype, progress)
+    final = step_folder(target, source.step) if to == "checkpoint" else target
+    if isinstance(final, Path):
+        _check_space(source, final)
+    try:
+        if to == "checkpoint":
+            _write_checkpoint(source, target, dtype, report)
+        elif to == "hf":
+            _write_hf(source, target, shard_bytes, report)
+        elif isinstance(target, Path):
+            _write_torch(source, target)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be written: {error}") from error
+    return final
+
+
+def _write_hf(
+    source: Source, final: AnyPath, shard_bytes: int, report: Callable[[str], None] | None
+) -> None:
+    spec, entries = get_spec(source.family), describe(source.empty)
+    try:
+        names, config = spec.hf_names(source.args), spec.hf_config(source.args)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
+    if source.context:
+        config["max_position_embeddings"] = source.context  # as it says itself
+    folder = begin_folder(final)
+    try:
+        files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
+        if problem := write_files(folder, files, entries, source.read):
+            raise CheckpointError(f"{final} cannot be written: {problem}")
+        write_configs(
+            folder, config, files, entries, hf_files(source.tokenizer) if source.tokenizer else {}
+        )
+        if report is not None:
+            report(compare_logits(source.family, source.args, source.read, folder))
+            if source.tokenizer:
+                report(compare_ids(source.tokenizer, folder))
+        publish_folder(folder, final)
+    except BaseException:
+        with suppress(OSError):
+            remove_folder(folder)
+        raise
+
+
+def _write_torch(source: Source, final: Path) -> None:
+    """Write the file's layout without content; then the tensors, one by one, each to its place."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    file = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
+    tied = get_spec(source.family).tied(source.args)
+    names = {*source.empty} - tied.keys()
+    with FakeTensorMode():
+        state = {
+            name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype)
+            for name in names
+        }
+        for name, other in tied.items():
+            state[name] = state[other]  # one storage, as in the model
+    content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
+    try:
+        # As a stream: torch refuses to open a file whose name begins with a dot.
+        with (
+            torch.serialization.skip_data(materialize_fake_tensors=True),
+            open(file, "wb") as stream,
+        ):
+            torch.save(content, stream)
+        places = _places(file)
+        with open(file, "r+b") as stream:
+            # Not through the file mapped to memory: a full disk would end the process by a signal
+            # there.
+            for name in sorted(names, key=places.__getitem__):
+                stream.seek(places[name])
+                stream.write(source.read(name).contiguous().view(-1).view(torch.uint8).numpy().data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.link(file, final)  # unlike a rename, it fails where there is a file
+        sync_folder(final.parent)
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _places(file: Path) -> dict[str, int]:
+    """Return tensor name → the byte where its values begin in a file of torch's."""
+    with FakeTensorMode():
+        state: dict[str, torch.Tensor] = torch.load(file, weights_only=True)[STATE]
+    found: dict[str, int] = {}
+    for name, tensor in state.items():
+        place = tensor.untyped_storage()._checkpoint_offset
+        assert place, "torch has told no places"
+        found[name] = place
+    return found
+
+
+def _check_space(source: Source, target: Path) -> None:
+    """Raise CheckpointError where the disk has no room for the weights."""
+    needed = sum(tensor.nbytes for tensor in source.empty.values())
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    disk = shutil.disk_usage(there)
+    if disk.total and disk.free < needed:
+        raise CheckpointError(
+            f"{target} cannot be written: its weights take {human_bytes(needed)}, and {there} has "
+            f"{human_bytes(disk.free)} left. Nothing was written"
+        )
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Reads each tensor when it is to be written; the state dictionary has them without memory.
+
+    DCP holds on to every tensor until the file is closed. So the memory of each is released when
+    DCP asks for the next: it is written by then.
+    """
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+        self._written: torch.Tensor | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        # A clone: the source may be a part of a file in memory.
+        self._written = self._read(index.fqn.removeprefix("model.")).clone()
+        return self._written
+
+
+def _write_checkpoint(
+    source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None
+) -> None:
+    started = time.perf_counter()
+    state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
+    for mark in marks_of(step_folder(root, source.step)):
+        way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
+        raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
+    refuse_existing(step_folder(root, source.step))
+    tokenizer = root / "tokenizer"
+    beside = hf_files(source.tokenizer) if source.tokenizer and source.manifest is None else {}
+    there = {name: (tokenizer / name).read_bytes() for name in files_in(tokenizer) if name in FILES}
+    if beside and there and there != beside:
+        raise CheckpointError(f"{tokenizer} is of another tokenizer: choose another folder")
+    folder = begin(root, source.step)
+    try:
+        writer = HashingWriter(folder)
+        with quiet(), dcp_errors(f"writing {folder}"):
+            planner = _OneByOne(source.read)
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        before = source.manifest
+        config = {
+            **(before.config if before else {}),
+            "model": as_record(source.family, source.args),
+        }
+        if beside:
+            config["tokenizer"] = {
+                "path": str(tokenizer.resolve() if isinstance(tokenizer, Path) else tokenizer)
+            }
+        manifest = Manifest(
+            step=source.step,
+            fingerprints=before.fingerprints if before else {},
+            tensors=describe(state),
+            files={name: written.size for name, written in writer.written.items()},
+            hashes={name: written.digest for name, written in writer.written.items()},
+            train=before.train if before else {},
+            versions=provenance.versions(),
+            world_size=1,
+            created=time.time(),
+            config=config,
+            weights_only=True,
+            dtype=dtype or "",
+            seconds=round(time.perf_counter() - started, 3),
+        )
+        if report is not None:
+            contents = Contents(folder, manifest)
+            theirs = source.path if source.is_hf else source.read
+            read = lambda name: contents.read(f"model.{name}")  # noqa: E731
+            report(compare_logits(source.family, source.args, read, theirs, dtype))
+        for name, data in beside.items():
+            if isinstance(tokenizer, Path):
+                tokenizer.mkdir(exist_ok=True)
+                atomic_write(tokenizer / name, data)
+            else:
+                (tokenizer / name).write_bytes(data)
+        publish(folder, manifest)
+    except BaseException:
+        with suppress(OSError):
+            for mark in marks_of(folder):
+                delete(mark)
+        raise

@@ -1,0 +1,1 @@
+"""`titanlite launch`: jobs for Slurm, Kubernetes, SageMaker, remote and local machines."""

@@ -1,0 +1,1 @@
+"""`titanlite plan`, its trace, its page and its search."""

@@ -1,0 +1,248 @@
+"""`titanlite plan`: does a run fit its GPUs, how fast is it, what does it need besides."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+from titanlite import exit_codes
+from titanlite.config.checks import contradictions
+from titanlite.config.errors import ConfigError, bad_flag
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, GPUS, cluster_of, find_gpu, find_instance
+from titanlite.plan.memory import with_vocabulary
+from titanlite.plan.parts import needed_bytes
+from titanlite.plan.plan import formula, make_plan
+from titanlite.plan.text import gpu_table, plan_text
+from titanlite.start.derive import RunConfig, smallest_world, with_steps
+from titanlite.start.fit import fitted, many_passes, unclear_texts
+from titanlite.tools import at_least
+from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
+from titanlite.utils import Style, atomic_write
+
+#: Most GPUs in the search for the fewest that do.
+_MOST = 4096
+
+
+def add_command(commands: Commands) -> None:
+    """Add `titanlite plan` to argparse."""
+    code = exit_codes.OUT_OF_MEMORY
+    parser = commands.add_parser(
+        "plan",
+        help="predict memory, speed, time and disk of a config, without a GPU",
+        description="Predict what a run needs: memory of each GPU by part, host memory, disk, "
+        "speed, time and cost. Without a word on the hardware: that of [launch], "
+        f"else the fewest GPUs of each kind that the run fits. {FLAGS}",
+        epilog=(
+            f"Exit status: 0 when the run fits, {code} when it does not, 2 for a wrong config. "
+            "docs/plan.md"
+        ),
+        allow_abbrev=False,
+    )
+    add_files(parser)
+    add = parser.add_argument
+    add("--gpus", type=at_least(1), metavar="N", help="GPUs over all machines")
+    add("--gpu", metavar="NAME", help="kind of GPU, as h100-80g")
+    add("--instance", metavar="TYPE", help="kind of machine on AWS, as p5.48xlarge")
+    add("--nodes", type=at_least(1), metavar="N", help="machines")
+    add(
+        "--exact",
+        action="store_true",
+        default=None,
+        help="trace a step of the real code instead of formulas (tens of seconds)",
+    )
+    add(
+        "--rank",
+        type=at_least(0),
+        metavar="N",
+        help="rank whose memory is shown (default: the one that needs most)",
+    )
+    add("--tokens", type=_tokens, metavar="N", help="length of the run in tokens, as 15T or 300B")
+    add(
+        "--price",
+        type=price,
+        metavar="X",
+        help="price of one machine for an hour; of one kind of GPU",
+    )
+    add("--json", action="store_true", help="print the plan as JSON")
+    add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
+    add(
+        "--search",
+        action="store_true",
+        default=None,
+        help="propose the fastest settings that fit, as a file to lay over the config",
+    )
+    add("--allow", action="append", choices=("float8",), help="--search: change numerics, too")
+    add("--write", type=Path, metavar="FILE", help="--search: write the best settings there")
+    parser.set_defaults(run=_run, exact=None, search=None)
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
+    number = (
+        float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ")
+        if match
+        else 0
+    )
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of tokens as 15T, got {text!r}")
+    return round(number)
+
+
+def price(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a price, got {text!r}")
+    return number
+
+
+def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    if arguments.search:
+        _refuse(
+            arguments,
+            ("exact", "rank", "html", "price", "tokens"),
+            "is not for a search",
+            "plan what it proposes",
+        )
+    else:
+        _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
+    for flag in ("html", "write"):
+        if (file := getattr(arguments, flag)) and (
+            file.is_dir() or not os.access(file.parent, os.W_OK)
+        ):
+            raise bad_flag(f"--{flag}", f"cannot write {file}")
+    config, problems = read([*files_of(arguments), *flags], defer=True)
+    if problems := problems or contradictions(config) or unclear_texts(config):
+        raise ConfigError(problems)
+    launch = config.sections.launch
+    instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
+    size = find_instance(instance).gpus if instance else launch.gpus_per_node
+    nodes = arguments.nodes or (launch.nodes if size else None)
+    ranks = arguments.gpus or (nodes and nodes * (size or DEFAULT_GPUS_PER_NODE))
+    if not ranks or not (arguments.gpu or instance):
+        return _for_each_gpu(config, ranks, arguments, style)
+    run = _lasting(fitted(config, ranks), arguments)
+    for warning in many_passes(run):
+        print(f"warning: {warning}", file=sys.stderr)
+    names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
+    cluster = replace(cluster_of(run, **names), price=arguments.price)
+    if arguments.search:
+        from titanlite.tools.plan import search as plan_search
+
+        result = plan_search.search(
+            [*files_of(arguments), *flags], cluster, allow=arguments.allow or ()
+        )
+        text = (
+            as_json(plan_search.as_json(result))
+            if arguments.json
+            else "\n".join(plan_search.lines(result, style))
+        )
+        if arguments.write and result.ranked:
+            text += _written(
+                arguments.write, plan_search.overlay(result, result.ranked[0]), arguments.json
+            )
+        return text, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
+    trace = import_module("titanlite.tools.plan.trace").trace if arguments.exact else None
+    plan = make_plan(run, cluster, arguments.rank, trace)
+    text = as_json(plan.as_json()) if arguments.json else plan_text(plan, style)
+    if arguments.html:
+        from titanlite.tools.plan.report import plan_page
+
+        text += _written(arguments.html, plan_page(plan), arguments.json)
+    return text, exit_codes.DONE if plan.fits else exit_codes.OUT_OF_MEMORY
+
+
+def _refuse(arguments: argparse.Namespace, names: Iterable[str], why: str, hint: str) -> None:
+    """Raise ConfigError for the first of some options that is given."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise bad_flag(f"--{name}", why, hint)
+
+
+def _written(file: Path, content: str, quiet: bool) -> str:
+    """Write a file; return the line that says so, which JSON has not."""
+    atomic_write(file, content)
+    return "" if quiet else f"\nwrote {file}"
+
+
+def as_json(value: object) -> str:
+    """Return a value as the commands print JSON; a number that is not finite is an error."""
+    return json.dumps(value, indent=2, allow_nan=False)
+
+
+def _lasting(run: RunConfig, arguments: argparse.Namespace) -> RunConfig:
+    """Return the run with the length of --tokens."""
+    return (
+        with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step))
+        if arguments.tokens
+        else run
+    )
+
+
+def _for_each_gpu(
+    config: LoadedConfig, ranks: int | None, arguments: argparse.Namespace, style: Style
+) -> tuple[str, int]:
+    """Plan the run on each kind of GPU, or on --gpu: on `ranks` of them, or on the fewest that it
+    fits.
+    """
+    hint = "give --gpus N --gpu NAME, or --instance TYPE --nodes N, or section [launch]"
+    _refuse(arguments, ("exact", "html", "rank", "search"), "is for one cluster", hint)
+    if not arguments.gpu:
+        _refuse(arguments, ("price",), "is of one kind of machine", "give --gpu NAME, too")
+    runs = {
+        run.mesh.world_size: with_vocabulary(_lasting(run, arguments))
+        for run in _sizes(config, ranks)
+    }
+    needs = {size: needed_bytes(formula(run)) for size, run in runs.items()}
+    plans, missing = [], []
+    for gpu in [find_gpu(arguments.gpu)] if arguments.gpu else GPUS.values():
+        # A wrong number of GPUs is an error, with too little memory, too.
+        clusters = {
+            size: replace(cluster_of(runs[size], gpu=gpu.key), price=arguments.price)
+            for size in needs
+        }
+        size = next((size for size, need in needs.items() if need <= gpu.memory), None)
+        if size is None:
+            missing.append((gpu, "too little memory"))
+            continue
+        try:
+            plans.append(make_plan(runs[size], clusters[size]))
+        except ConfigError as error:  # float8 on a GPU without it
+            missing.append((gpu, error.problems[0].message))
+    code = exit_codes.DONE if plans else exit_codes.OUT_OF_MEMORY
+    if arguments.json:
+        return as_json([plan.as_json() for plan in plans]), code
+    return gpu_table(plans, missing, runs, needs, style), code
+
+
+def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
+    """Return the run on `ranks` GPUs, or on all numbers of them that fit the config, doubled from
+    the fewest.
+
+    Numbers that are no whole machines are left out.
+    """
+    least, machine = (
+        smallest_world(config),
+        config.sections.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE,
+    )
+    doubled = [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
+    whole = [size for size in doubled if size < machine or size % machine == 0]
+    sizes = [ranks] if ranks else whole or doubled
+    found, problems = list[RunConfig](), list[ConfigError]()
+    for size in sizes:
+        try:
+            found.append(fitted(config, size))
+        except ConfigError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    return found

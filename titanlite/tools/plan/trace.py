@@ -1,0 +1,333 @@
+"""Memory of one rank by a trace: the real model and step run at their real sizes, on tensors
+without data.
+
+`FakeTensorMode` gives every operator's result its shape and no memory, and a fake process group
+answers every collective at once. So a laptop runs a step of rank r of thousands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace as replace_fields
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.bias import CausalBias
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from titanlite.build import build_model, build_step
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.data.loader import Batch
+from titanlite.models import autograd, layers
+from titanlite.optim import gradients
+from titanlite.parallel import activation_checkpoint, context, float8, parallelize, tensor
+from titanlite.parallel.activation_offload import HostMemory
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.parallel.pipeline import PipelineModel
+from titanlite.plan.memory import loss_of
+from titanlite.plan.parts import VOCABULARY, RankMemory
+from titanlite.start.derive import RunConfig
+from titanlite.tools.plan.memory_meter import MemoryMeter
+
+
+def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
+    """Run a training step of rank `rank` without data, and return its memory by part.
+
+    device: "cuda": as a run on GPUs chooses optimizer and offload; "cpu": as one on CPUs.
+    Compiled modules run eagerly, which keeps more: the result is an upper bound.
+
+    Raises RuntimeError in a process that has a default process group: the trace makes one of its
+    own.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a trace makes a process group of its own, and this process has one: take another "
+            "process"
+        )
+    compiled_loss = loss_of(run).divided == "compiled"
+    run = _traced(run, device)
+    offloaded = device == "cuda" and run.training.enable_cpu_offload
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(_fake_group(run.mesh.world_size, rank, device))
+        if device == "cuda":
+            patches.enter_context(_like_gpu())
+        if compiled_loss:
+            patches.enter_context(
+                mock.patch.object(tensor, "divided_cross_entropy", _compiled_loss)
+            )
+        fake = _QuickFake(allow_non_fake_inputs=True)
+        world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
+
+        def make(builder: ModelBuilder) -> nn.Module:
+            model = builder.build_on_meta()
+            with fake:
+                for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+                    part.to_empty(device="cpu")
+            return model
+
+        parts = build_model(run, world, run.model_args().vocab_size or VOCABULARY, make)
+        with fake:
+            optimizer, step = build_step(run, parts)
+            blocks, rows = run.spec.block_names(parts.args), _rows_for_rank(run, parts.args)
+            meter = MemoryMeter(
+                parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
+            )
+            step.phase = meter.phase
+            with meter:
+                for parameter in parts.model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+                parameters = parts.model.parameters() if run.optimizer.ema_decay else ()
+                averages = [
+                    torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters
+                ]
+                for average in averages:
+                    meter.track(average, "optimizer")
+                step.after_update()
+                batches = _batches(run, parts.args)
+                if run.training.gradient_sync == "every" and len(batches) > 1:
+                    # A micro-batch leaves nothing but sharded gradients to the next one: only the
+                    # last has to run.
+                    for parameter in parts.model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                        meter.track(parameter.grad, "gradients")
+                meter.restart()
+                step(batches[-1:] if run.training.gradient_sync == "every" else batches, 2, 1e-3)
+    return RankMemory(
+        rank, meter.moments(), {part: count for part, count in meter.host.items() if count}
+    )
+
+
+_ATEN = torch.ops.aten
+#: Most operators of a step; their kernels for tensors without data need nothing of what
+#: `FakeTensorMode` adds.
+_PLAIN = {
+    *(
+        _ATEN.view.default,
+        _ATEN.detach.default,
+        _ATEN.t.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.transpose.int,
+    ),
+    *(
+        _ATEN.slice.Tensor,
+        _ATEN.split.Tensor,
+        _ATEN.split_with_sizes.default,
+        _ATEN.as_strided.default,
+    ),
+    *(
+        _ATEN.select.int,
+        _ATEN.unsqueeze.default,
+        _ATEN.expand.default,
+        _ATEN.mm.default,
+        _ATEN.cat.default,
+    ),
+    *(
+        _ATEN.add.Tensor,
+        _ATEN.add_.Tensor,
+        _ATEN.sub.Tensor,
+        _ATEN.mul.Tensor,
+        _ATEN.mul_.Tensor,
+        _ATEN.neg.default,
+    ),
+    *(_ATEN.silu.default, _ATEN.silu_backward.default, _ATEN.sum.dim_IntList),
+}
+
+
+class _QuickFake(FakeTensorMode):
+    """`FakeTensorMode` with a short way for frequent operators: the keys of its cache take half the
+    time of a trace.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operators on local tensors come here
+        if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        with in_kernel_invocation_manager(self):
+            out = func(*args, **(kwargs or {}))
+        return (
+            self._wrap(out)
+            if isinstance(out, torch.Tensor)
+            else [self._wrap(tensor) for tensor in out]
+        )
+
+    def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (
+            tensor
+            if isinstance(tensor, FakeTensor)
+            else FakeTensor(self, tensor, torch.device("cpu"))
+        )
+
+
+def _has_no_data(argument: Any) -> bool:
+    return (
+        not isinstance(argument, torch.Tensor)
+        or type(argument) is FakeTensor
+        and argument.constant is None
+    )
+
+
+def _traced(run: RunConfig, device: str) -> RunConfig:
+    """Return the run with what a trace can run: eagerly, with two micro-batches at most (more add
+    nothing).
+    """
+    accumulation = (
+        run.batch.accumulation if run.mesh.pipeline > 1 else min(run.batch.accumulation, 2)
+    )
+    optimizer, activations = run.optimizer, run.activation_checkpoint
+    if device == "cuda" and optimizer.implementation is None:
+        optimizer = replace_fields(optimizer, implementation="fused")
+    if activations.mode == "budget":
+        activations = replace_fields(activations, mode="none")
+    return replace_fields(
+        run,
+        batch=replace(run.batch, accumulation=accumulation),
+        optimizer=optimizer,
+        activation_checkpoint=activations,
+        training=replace_fields(run.training, compile=False),
+        experimental=replace_fields(run.experimental, enable_async_tensor_parallel=False),
+    )
+
+
+def _rows_for_rank(run: RunConfig, args: Any) -> int:
+    """Return the rows that a layer sends to each of the ranks that share its experts, which are
+    taken as balanced.
+
+    Raises ConfigError if they do not divide.
+    """
+    tokens = (
+        run.batch.micro_batch_size
+        * run.batch.seq_len
+        // run.mesh.context
+        // run.pipeline.microbatches
+    )
+    rows, rest = divmod(tokens * getattr(args, "top_k", 1), run.mesh.expert)
+    if rest:
+        message = (
+            f"a trace cannot divide the rows of {tokens} tokens evenly over {run.mesh.expert} ranks"
+        )
+        hint = "plan it by formula, without --exact"
+        raise ConfigError([Problem("", "parallelism.expert_parallel_degree", message, hint)])
+    return rows
+
+
+def _batches(run: RunConfig, args: Any) -> list[Batch]:
+    rows, whole = run.batch.micro_batch_size, run.batch.seq_len
+    length = whole // run.mesh.context
+
+    def batch() -> Batch:
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        documents = torch.zeros(rows, whole, dtype=torch.int32) if run.data.mask_documents else None
+        return Batch(tokens, torch.zeros_like(tokens), documents)
+
+    return [batch() for _ in range(run.batch.accumulation)]
+
+
+@contextlib.contextmanager
+def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
+    """Enter a default process group of `size` ranks, of which this process is one and the others
+    are nobody.
+    """
+    from torch.distributed import device_mesh
+
+    real: Any = device_mesh.new_group
+
+    def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # A group without this rank takes its time for nothing: of 4,096 ranks a mesh has thousands.
+        return (
+            real(ranks, *args, **kwargs)
+            if ranks is None or rank in ranks
+            else dist.GroupMember.NON_GROUP_MEMBER
+        )
+
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(device_mesh, "new_group", own_group),
+            mock.patch.object(float8, "sends_float8", lambda _: device == "cuda"),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _like_gpu() -> Iterator[None]:
+    """Let the model do inside on tensors of the CPU what it does on a GPU, where that takes other
+    memory.
+    """
+    apply_ac = parallelize.apply_ac
+
+    def offloading(model: nn.Module, names: Any, settings: Any, device: torch.device) -> list[str]:
+        return apply_ac(model, names, settings, torch.device("cuda"))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None) -> torch.Tensor:
+        # On a GPU torch makes no tensor of a `CausalBias`.
+        return layers.attend(q, k, v, None if isinstance(mask, CausalBias) else mask)
+
+    stream = mock.MagicMock()
+    with (
+        mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
+        mock.patch.object(context, "attend", attend),
+        mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
+        mock.patch.object(parallelize, "apply_ac", offloading),
+        mock.patch.object(
+            activation_checkpoint, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
+        ),
+        mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
+    ):
+        yield
+
+
+def _compiled_loss(logits: DTensor, labels: torch.Tensor, objective: Any) -> torch.Tensor:
+    loss: torch.Tensor = _CompiledLoss.apply(logits)
+    return loss
+
+
+class _CompiledLoss(torch.autograd.Function):
+    """The memory of a compiled loss on divided logits: it keeps them and probabilities, beside a
+    gradient in float32.
+
+    The loss in place, which eager code takes, needs less.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: DTensor) -> torch.Tensor:
+        ctx.kept, ctx.probabilities = logits, logits.to(torch.float32, copy=True)
+        return ctx.probabilities.to_local().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        gradient, dtype = torch.empty_like(ctx.probabilities), ctx.kept.dtype
+        del ctx.kept
+        result = gradient.to(dtype)
+        del ctx.probabilities
+        return result
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The memory of torch's fused RMSNorm of GPUs: no temporary tensors, and one number per row for
+    the backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.mean(-1, keepdim=True, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), grad.flatten(0, -2).sum(0).to(weight.dtype), None

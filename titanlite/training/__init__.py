@@ -1,0 +1,1 @@
+"""What accompanies the loop: validation, bad steps, generation, callbacks of every run."""
