@@ -11,7 +11,8 @@ from torch import nn
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8, Training
-from titanlite.models import SHAPES, get_spec, resolve_args
+from titanlite.models import get_spec, resolve_args
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.start.preflight import check_machine

@@ -51,7 +51,8 @@ from titanlite.checkpoint.storage import (
 )
 from titanlite.config.trust import Origin
 from titanlite.models.args import from_record
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes

@@ -5,18 +5,17 @@ No torch here.
 
 from __future__ import annotations
 
-import math
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.trust import Origin, admit, code_claim
-from titanlite.models.hf import read_args
-from titanlite.models.spec import Misfit, ModelSpec, ShapeError, get_spec, names_like, shown
+from titanlite.models.families import get_spec
+from titanlite.models.fields import checked_fields
+from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from titanlite.config.model_sections import Model
 
 
@@ -96,6 +95,8 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
             raise ShapeError(
                 Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it")
             )
+        from titanlite.models.hf import read_args
+
         base, overrides = read_args(model.hf_config, overrides), {}
     elif model.flavor == FROM_FOLDER:
         base = shape_of(model)
@@ -188,36 +189,3 @@ def _made(make: Callable[[], Any]) -> Any:
         raise
     except ValueError as error:
         raise ShapeError(Misfit(str(error))) from error
-
-
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-
-
-def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, Any]:
-    """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
-
-    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages.
-    Raises ShapeError with all that do not fit.
-    """
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
-    checked: dict[str, Any] = {}
-    wrong: list[Misfit] = []
-    for name, value in values.items():
-        where = f"{table}.{name}".removeprefix(".")
-        allowed = typing.get_args(hints.get(name)) or (hints.get(name),)
-        parse = next((kind.parse for kind in allowed if hasattr(kind, "parse")), None)
-        if name not in names:
-            wrong.append(Misfit(f"no argument {shown(name)}", where, names_like(name, names)))
-        elif parse is not None:
-            checked[name] = parse(value)
-        elif type(value) in allowed and (not isinstance(value, float) or math.isfinite(value)):
-            checked[name] = value
-        elif type(value) is int and float in allowed:
-            checked[name] = float(value)
-        else:
-            expected = " or ".join(_NAMES[kind] for kind in allowed if kind in _NAMES)
-            wrong.append(Misfit(f"expected {expected}, got {shown(value)}", where))
-    if wrong:
-        raise ShapeError(*wrong)
-    return checked

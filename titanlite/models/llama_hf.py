@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import entry_of
-from titanlite.models.llama import LlamaArgs, RopeScaling, block_names
+from titanlite.models.llama_args import LlamaArgs, RopeScaling, block_names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.errors import nearest
-from titanlite.models.hf_names import HF_HEAD, HFName, as_names, compare_names, is_derived
-from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from titanlite.models.hf_names import HFName
 
 
 class Misfit(NamedTuple):
@@ -170,6 +170,8 @@ class ModelSpec:
 
         Raises ValueError if a parameter is missing or unknown.
         """
+        from titanlite.models.hf_names import compare_names
+
         names = self.hf_names(args)
         compare_names(names.keys(), state.keys() - self.tied(args).keys())
         found: dict[str, Tensor] = {}
@@ -188,6 +190,8 @@ class ModelSpec:
         embedding.
         """
         import torch
+
+        from titanlite.models.hf_names import HF_HEAD
 
         self.names_from_hf(state, args)
         found: dict[str, Tensor] = {}
@@ -210,6 +214,8 @@ class ModelSpec:
         Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing
         or unknown.
         """
+        from titanlite.models.hf_names import HF_HEAD, as_names, compare_names, is_derived
+
         names = {
             name: ours for ours, theirs in self.hf_names(args).items() for name in as_names(theirs)
         }
@@ -218,26 +224,6 @@ class ModelSpec:
         )
         compare_names(names.keys(), known)
         return names
-
-
-def get_spec(name: str) -> ModelSpec:
-    """Return the spec of a built-in model, or of a dotted path.
-
-    Raises ShapeError for any other name.
-    """
-    from titanlite.models import SPECS
-
-    if is_dotted(name):
-        try:
-            return resolve_as(
-                name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec"
-            )
-        except ValueError as error:
-            hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
-            raise ShapeError(Misfit(str(error), "name", hint)) from error
-    if name not in SPECS:
-        raise ShapeError(Misfit(f"no model {shown(name)}", "name", names_like(name, SPECS)))
-    return SPECS[name]
 
 
 def shown(value: object) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.data.loader import Batch
-from titanlite.models.layers import attend, band, document_positions
+from titanlite.models.attention import attend, band, document_positions
 from titanlite.parallel import ParallelismError
 
 #: The differentiable all-gather: its backward is a reduce-scatter. torch 2.13 renamed it.

@@ -23,7 +23,8 @@ from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
 from titanlite.models.args import model_args
-from titanlite.models.spec import ModelSpec, ShapeError, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted

@@ -32,8 +32,10 @@ from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.data.remote import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.models.args import FROM_FOLDER, checked_fields, unknown_flavor
-from titanlite.models.spec import ModelSpec, ShapeError, get_spec
+from titanlite.models.args import FROM_FOLDER, unknown_flavor
+from titanlite.models.families import get_spec
+from titanlite.models.fields import checked_fields
+from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages

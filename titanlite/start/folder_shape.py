@@ -29,9 +29,10 @@ from titanlite.config.model_sections import Model
 from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
+from titanlite.models.families import get_spec
 from titanlite.models.hf import config_file
 from titanlite.models.llama import RopeScaling
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.spec import ModelSpec
 
 _LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
 _ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
