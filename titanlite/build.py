@@ -56,7 +56,7 @@ from titanlite.optim.average import WeightAverage
 from titanlite.optim.gradients import StepInBackward
 from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
-from titanlite.parallel.activation_checkpoint import ActivationStats
+from titanlite.parallel.activation_trace import ActivationStats
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
@@ -65,7 +65,6 @@ from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import fix_workspace, seed_generators, use_deterministic
 from titanlite.parallel.lazy_dynamo import defer_dynamo
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.hardware import peak_flops
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.runtime import PeakCheck, start_rows
@@ -231,7 +230,7 @@ def build_model(
     model = make(builder) if make else builder.build(run.training.seed or 0)
     world.apply_timeout()
     runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
-    if isinstance(model, PipelineModel):
+    if degrees.pipeline > 1:
         sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
     if (
@@ -568,8 +567,10 @@ def startup_lines(
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
     rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
     rows.append(rep.mesh_row(setup, ranks, mesh.expert))
-    if isinstance(model, PipelineModel):
-        rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
+    if mesh.pipeline > 1:
+        rows.append(
+            rep.pipeline_row(run.experimental.pipeline_parallel_schedule, builder.stage_layout)
+        )
     if run.float8.enable_float8_linear:
         rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
     rows += rep.sharding_rows(run.training, setup)

@@ -41,7 +41,7 @@ from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.models import get_spec
 from titanlite.models.spec import Size
-from titanlite.parallel.activation_checkpoint import trace_block
+from titanlite.parallel.activation_trace import trace_block
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales
 from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.optim.optimizer import set_rates
+from titanlite.parallel.local import local
 
 #: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares
 #: get lost.
@@ -21,8 +22,8 @@ _NORM_CHUNK = 2**16
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's part of every gradient, as plain tensors."""
-    gradients = (p.grad for p in parameters)
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+    gradients = (parameter.grad for parameter in parameters)
+    return [local(gradient) for gradient in gradients if gradient is not None]
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

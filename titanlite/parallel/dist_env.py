@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.launch_env import this_rank
+from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS, this_rank
 from titanlite.parallel.process import allow_files, kernel_order
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: Description of a process group that keeps its own timeout, since nothing waits for it.
 KEEPS_TIMEOUT = "titanlite_keeps_timeout"
-#: Longest wait at the start for the processes of the other ranks, and for connections to them.
-RENDEZVOUS_SECONDS = 60.0
 
 #: Variables with which a user sets up torch's allocator.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

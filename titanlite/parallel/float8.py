@@ -32,8 +32,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.fsdp import free_gathered, fsdp_mesh
-from titanlite.parallel.pipeline import PipelineModel
+from titanlite.parallel.fsdp import free_gathered
+from titanlite.parallel.local import parts_of
+from titanlite.parallel.meshes import fsdp_mesh
 
 #: The first with float8 products: Ada and Hopper.
 _CAPABILITY = (8, 9)
@@ -257,7 +258,7 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _free(model: nn.Module) -> None:
     """Free gathered weights of a model or a pipeline."""
-    for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+    for part in parts_of(model):
         free_gathered(part)
 
 

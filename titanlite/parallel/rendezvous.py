@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import RENDEZVOUS_SECONDS
+from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS
 from titanlite.utils import logger
 
 T = TypeVar("T")

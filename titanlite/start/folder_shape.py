@@ -30,8 +30,7 @@ from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
 from titanlite.models.families import get_spec
-from titanlite.models.hf import config_file
-from titanlite.models.llama import RopeScaling
+from titanlite.models.llama_args import RopeScaling
 from titanlite.models.spec import ModelSpec
 
 _LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
@@ -104,6 +103,8 @@ def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel
 def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
     if os.path.isdir(source):
         return read_model(Path(source), name, spec)
+    from titanlite.models.hf import config_file
+
     try:
         file = Path(config_file(source))
     except Exception as error:  # huggingface_hub and its HTTP client raise their own classes

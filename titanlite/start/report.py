@@ -33,7 +33,7 @@ from titanlite.utils import counted, human_bytes, human_count, logger
 if TYPE_CHECKING:
     from torch import nn
 
-    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.float8_choice import Float8Choice
     from titanlite.parallel.pipeline_split import StageLayout
     from titanlite.trainer import Trainer

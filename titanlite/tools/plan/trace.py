@@ -32,8 +32,8 @@ from titanlite.optim import gradients
 from titanlite.parallel import activation_checkpoint, context, float8, parallelize, tensor
 from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.local import parts_of
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.start.derive import RunConfig
@@ -71,7 +71,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         def make(builder: ModelBuilder) -> nn.Module:
             model = builder.build_on_meta()
             with fake:
-                for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+                for part in parts_of(model):
                     part.to_empty(device="cpu")
             return model
 
