@@ -41,11 +41,12 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_report import checks_of
 from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+from titanlite.features import features_of, float8_of
+from titanlite.features.interactions import is_below_bf16
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.metrics.console import ensure_console
 from titanlite.metrics.figures import ExpertFigures, RowLosses, SourceFigures
-from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.throughput import Throughput, device_name, total_memory_bytes
@@ -60,7 +61,6 @@ from titanlite.parallel.activation_trace import ActivationStats
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import fix_workspace, seed_generators, use_deterministic
 from titanlite.parallel.lazy_dynamo import defer_dynamo
@@ -75,9 +75,8 @@ from titanlite.start.fingerprints import fingerprints
 from titanlite.start.fit import tensor_problems
 from titanlite.start.preflight import (
     async_tp_problems,
-    float8_problems,
+    feature_problems,
     fsdp_problems,
-    loss_problems,
     mask_problems,
     optimizer_problems,
 )
@@ -157,11 +156,10 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     It needs no process group. Raises ConfigError.
     """
     spec, args = run.spec, run.model_args(tokenizer_size)
-    problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
+    problems = [*tensor_problems(args, run), *feature_problems(run, args)]
     problems += mask_problems(spec, args, run.data)
     problems += optimizer_problems(spec, args, run.optimizer)
-    problems += float8_problems(run.float8)
-    problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
+    problems += fsdp_problems(spec, args, run)
     if run.experimental.enable_async_tensor_parallel:
         problems += async_tp_problems(run.mesh.tensor)
     if problems:
@@ -260,8 +258,9 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
     if run.optimizer.early_step_in_backward:
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True
-    if run.float8.enable_float8_linear and run.float8.precompute_float8_dynamic_scale_for_fsdp:
-        train_step.after_update = ScalePrecompute(model, parts.mesh)
+    float8 = float8_of(run.float8)
+    if float8 is not None:
+        train_step.after_update = float8.after_update(model, parts.mesh) or train_step.after_update
     return optimizer, train_step
 
 
@@ -382,7 +381,7 @@ def build(
         save_schedule = SaveSchedule(run.checkpoint, world, prints, held_out=held_out_text)
 
     # Callbacks
-    in_float8 = run.float8.enable_float8_linear
+    float8 = float8_of(run.float8)
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
@@ -402,7 +401,8 @@ def build(
         },
         # Rounding is told from a difference by this share of a number; lower precisions round more.
         tolerance=1e-4
-        if {run.training.mixed_precision_param, run.training.dtype} == {"float32"} and not in_float8
+        if {run.training.mixed_precision_param, run.training.dtype} == {"float32"}
+        and not is_below_bf16(run)
         else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
@@ -448,7 +448,6 @@ def build(
         run.training.epochs is not None,
         with_vocabulary(run, datasets.tokenizer.vocab_size),
     )
-    drift = run.float8.drift_check if in_float8 else 0
     profiles = run.profiling.enable_profiling or run.profiling.enable_memory_snapshot
     # Every callback of a run, in the order in which it is called. The watchdog is first: other
     # ranks wait for it.
@@ -470,7 +469,7 @@ def build(
         experts,
         metrics,
         CompileReport(compiled) if compiled else None,
-        Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
+        float8.drift_check(builder.param_dtype, metrics.write) if float8 is not None else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, skip, (rank, ranks)),
         documents,
@@ -534,7 +533,7 @@ def startup_lines(
     state = state_bytes(
         dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks
     )
-    device, float8 = builder.device, builder.float8_choices()
+    device = builder.device
     mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     setup = rep.Setup(
@@ -565,14 +564,14 @@ def startup_lines(
         f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
     )
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
-    rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
+    rows += rep.compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
     rows.append(rep.mesh_row(setup, ranks, mesh.expert))
     if mesh.pipeline > 1:
         rows.append(
             rep.pipeline_row(run.experimental.pipeline_parallel_schedule, builder.stage_layout)
         )
-    if run.float8.enable_float8_linear:
-        rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
+    for feature in features_of(run).on:
+        rows += feature.report_rows(setup, builder, model)
     rows += rep.sharding_rows(run.training, setup)
     if kept:
         window = getattr(builder.args, "window", None)

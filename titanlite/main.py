@@ -133,7 +133,7 @@ def run(argv: Sequence[str]) -> int:
             store = connect_store()  # before what takes longer on one rank than on another
             share = partial(share_from_rank_0, store, rank, size, patience=seconds)
             with report_failure(store, rank, size), contextlib.ExitStack() as held:
-                check_machine(config.training, config.compile, config.float8)
+                check_machine(config)
                 locked = _lock(folder, config.checkpoint, lambda: stop.requested)
                 share("the run's folder", lambda: held.enter_context(locked))
                 if rank == 0:

@@ -125,7 +125,7 @@ class TrainStep:
             ranks alike.
         before_update: is called before weights and moments change.
         after_update: is called when the weights are new
-            (`titanlite.parallel.float8.ScalePrecompute`).
+            (`titanlite.features.float8.gathered.ScalePrecompute`).
         phase: is told what begins, for the hang watchdog.
         in_backward: updates parameters during the backward pass; then no gradient is clipped or
             held back.

@@ -32,7 +32,7 @@ from tests.training.harness import (
 )
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Compile, Float8, Training
+from titanlite.config.sections import Compile, Config, Float8, Training
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.parallel import ParallelismError
@@ -237,7 +237,7 @@ def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigError, match=rf"compile\.backend.*{missing}[^$]*training\.compile = false"
     ):
-        check_machine(Training(compile=True), Compile(cache_dir="unused"), Float8())
+        check_machine(Config(training=Training(compile=True), compile=Compile(cache_dir="unused")))
 
 
 def test_cache_folder_is_the_keys_the_environments_or_the_users(
@@ -256,7 +256,11 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     assert os.environ[CACHE_VARIABLE] == str(tmp_path / "key") and (tmp_path / "key").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="compile.cache_dir: cannot write to"):
-        check_machine(Training(compile=True), Compile(cache_dir=str(tmp_path / "file")), Float8())
+        check_machine(
+            Config(
+                training=Training(compile=True), compile=Compile(cache_dir=str(tmp_path / "file"))
+            )
+        )
     # A user without a cache folder: torch's own stays.
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

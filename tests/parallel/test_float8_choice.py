@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Compile, Float8, Training
+from titanlite.config.sections import Config, Float8
+from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Size
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.start.preflight import check_machine
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
@@ -108,8 +108,8 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
     if versions:
         monkeypatch.setattr("importlib.metadata.version", versions.get)
-    check_machine(Training(), Compile(), Float8())
+    check_machine(Config())
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        check_machine(Training(), Compile(), Float8(enable_float8_linear=True))
+        check_machine(Config(float8=Float8(enable_float8_linear=True)))
     if not versions:
-        check_machine(Training(), Compile(), Float8(enable_float8_linear=True, emulate=True))
+        check_machine(Config(float8=Float8(enable_float8_linear=True, emulate=True)))

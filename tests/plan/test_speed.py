@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
-from titanlite.parallel.float8 import apply_float8
+from titanlite.features.float8.convert import apply_float8
 from titanlite.plan import speed
 from titanlite.plan.hardware import (
     GPUS,

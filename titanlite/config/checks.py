@@ -22,14 +22,12 @@ from titanlite.config.data_sections import DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.rules import Finding, Rule, broken_rules, is_set, several
+from titanlite.config.sections import Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, url_problem
-from titanlite.utils import counted, is_dotted, is_hidden
-
-#: (code, key, message, what to do about it)
-Finding = tuple[str, str, str, str]
+from titanlite.utils import is_dotted, is_hidden
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
@@ -51,24 +49,8 @@ def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
 # Stage 2: contradictions
 
 
-def _is_set(value: Any) -> bool:
-    return value is not None
-
-
 def _is_huge(norm: float) -> bool:
     return norm >= 1e9
-
-
-def _several(degree: int) -> bool:
-    return degree > 1
-
-
-def _not_tensorwise(recipe: str) -> bool:
-    return recipe != "tensorwise"
-
-
-def _has_auto(filters: list[str]) -> bool:
-    return AUTO_FILTER in filters
 
 
 _MODE, _RATE, _COMPILE = "activation_checkpoint.mode", "lr_scheduler.", "training.compile"
@@ -77,13 +59,8 @@ _LOAD, _START, _SAVES = (
     "checkpoint.start",
     "checkpoint.enable_checkpoint",
 )
-_GATHER, _PRECOMPUTE = (
-    "float8.enable_fsdp_float8_all_gather",
-    "float8.precompute_float8_dynamic_scale_for_fsdp",
-)
 _ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
-_RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
 _HELD_OUT, _SOURCES, _ADVICE = (
     "validation.dataset",
     "validation.sources",
@@ -97,137 +74,113 @@ _COMPONENTS = (
     '"model" must be among them',
 )
 
-#: Key, its value, and another key with the value that it needs then; what to do. A function matches
-#: values for which it is true: `bool` any but none, 0, false and empty ones. Rules of float8.* hold
-#: when it is on.
-NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
-    (_START, "from", _LOAD, _is_set, ""),
-    (_START, "resume", _SAVES, True, ""),
-    ("checkpoint.initial_load_in_hf", True, _LOAD, _is_set, ""),
-    (_LOAD, bool, _SAVES, True, ""),
-    ("checkpoint.create_seed_checkpoint", True, _SAVES, True, ""),
-    ("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True, ""),
-    ("checkpoint.keep_best", bool, "validation.enable", True, ""),
-    ("checkpoint.export_ema", True, "optimizer.ema_decay", bool, ""),
-    ("validation.ema", True, "optimizer.ema_decay", bool, ""),
-    ("guard.policy", "rollback", _SAVES, True, ""),
-    ("data.prompt_key", bool, "data.completion_key", _is_set, ""),
-    ("data.completion_key", bool, "data.prompt_key", _is_set, ""),
-    ("debug.deterministic_warn_only", True, "debug.deterministic", True, ""),
-    (f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", _is_set, ""),
-    (_MODE, "budget", _COMPILE, True, ""),
-    (
+#: A value of a key needs one of another.
+NEEDS: tuple[Rule, ...] = (
+    Rule(_START, "from", _LOAD, is_set),
+    Rule(_START, "resume", _SAVES, True),
+    Rule("checkpoint.initial_load_in_hf", True, _LOAD, is_set),
+    Rule(_LOAD, bool, _SAVES, True),
+    Rule("checkpoint.create_seed_checkpoint", True, _SAVES, True),
+    Rule("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True),
+    Rule("checkpoint.keep_best", bool, "validation.enable", True),
+    Rule("checkpoint.export_ema", True, "optimizer.ema_decay", bool),
+    Rule("validation.ema", True, "optimizer.ema_decay", bool),
+    Rule("guard.policy", "rollback", _SAVES, True),
+    Rule("data.prompt_key", bool, "data.completion_key", is_set),
+    Rule("data.completion_key", bool, "data.prompt_key", is_set),
+    Rule("debug.deterministic_warn_only", True, "debug.deterministic", True),
+    Rule(f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", is_set),
+    Rule(_MODE, "budget", _COMPILE, True),
+    Rule(
         _EARLY,
         True,
         "training.max_norm",
         _is_huge,
         "1e9 turns clipping off: its norm comes after the last update",
     ),
-    (_MODE, "budget", *_COMPONENTS),
-    (_ASYNC, True, _COMPILE, True, ""),
-    (_ASYNC, True, *_COMPONENTS),
-    (_ASYNC, True, "compile.backend", "inductor", ""),
-    (_PRECOMPUTE, True, _GATHER, True, "other weights get their scales after the gathering"),
+    Rule(_MODE, "budget", *_COMPONENTS),
+    Rule(_ASYNC, True, _COMPILE, True),
+    Rule(_ASYNC, True, *_COMPONENTS),
+    Rule(_ASYNC, True, "compile.backend", "inductor"),
 )
-#: Key, its value, and another key with the value that excludes it; the reason, or what to do.
-CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
-    (_LOAD, bool, _START, "fresh", '"from" starts there'),
-    ("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
+#: A value of a key excludes one of another.
+CONFLICTS: tuple[Rule, ...] = (
+    Rule(_LOAD, bool, _START, "fresh", '"from" starts there'),
+    Rule("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
     *(
-        ("data.messages_key", bool, f"data.{name}", bool, "it names the text")
+        Rule("data.messages_key", bool, f"data.{name}", bool, "it names the text")
         for name in _TEXT_KEYS
     ),
-    ("training.dataset_path", bool, "data.source", bool, _ADVICE),
-    ("training.epochs", bool, "data.source", bool, "give epochs of each source"),
-    ("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
-    ("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
-    ("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
-    (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
+    Rule("training.dataset_path", bool, "data.source", bool, _ADVICE),
+    Rule("training.epochs", bool, "data.source", bool, "give epochs of each source"),
+    Rule("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
+    Rule("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
+    Rule("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
+    Rule(_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
     *(
-        (f"training.{n}", bool, "training.loss", is_dotted, "add it there")
+        Rule(f"training.{n}", bool, "training.loss", is_dotted, "add it there")
         for n in ("z_loss", "label_smoothing")
     ),
-    (
+    Rule(
         "training.data_parallel_shard_degree",
-        _several,
+        several,
         "training.data_parallel_type",
         "ddp",
         "it shards nothing",
     ),
-    ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
-    (
+    Rule("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
+    Rule(
         "optimizer.name",
         "Muon",
         "training.dtype",
         "bfloat16",
         "its updates would round away; AnyPrecisionAdamW keeps them",
     ),
-    (
+    Rule(
         "optimizer.name",
         "AdamW8bit",
         _TP,
         lambda ranks: ranks % 16 == 0,
         "it quantizes rows in blocks, which 8 ranks fit",
     ),
-    (_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
-    (_EARLY, True, _PP, _several, "a pipeline accumulates gradients"),
-    (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
-    (_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
-    (
+    Rule(_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
+    Rule(_EARLY, True, _PP, several, "a pipeline accumulates gradients"),
+    Rule(_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
+    Rule(_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
+    Rule(
         _EARLY,
         True,
         "optimizer.name",
         lambda name: name == "Muon" or is_dotted(name),
         "it may need all gradients",
     ),
-    ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
-    (
+    Rule(
+        "sample.prompts", bool, _PP, several, "no rank of a pipeline computes the next token alone"
+    ),
+    Rule(
         "training.gradient_sync",
         "every",
         _PP,
-        _several,
+        several,
         "a pipeline reduces gradients once, after the last micro-batch",
     ),
     *(
-        (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
+        Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
         for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
     ),
-    (
+    Rule(
         f"{_RATE}decay_ratio",
         bool,
         f"{_RATE}style",
         "fsdp",
         "its decay runs over the whole schedule",
     ),
-    (
+    Rule(
         f"{_RATE}decay_steps",
         bool,
         f"{_RATE}style",
         "fsdp",
         "its decay runs over the whole schedule",
-    ),
-    (_RECIPE, _not_tensorwise, _TP, _several, 'torchao divides products of "tensorwise" only'),
-    (_GATHER, True, _RECIPE, _not_tensorwise, "it needs one scale for each weight: tensorwise"),
-    (
-        _GATHER,
-        True,
-        _RESHARD,
-        lambda ranks: isinstance(ranks, int),
-        "torch gathers float8 weights from all ranks only",
-    ),
-    (
-        _PRECOMPUTE,
-        True,
-        "training.enable_cpu_offload",
-        True,
-        "weights in host memory lose their scales",
-    ),
-    (
-        "float8.filter_fqns",
-        _has_auto,
-        _RECIPE,
-        "rowwise_with_gw_hp",
-        "torchao has no sizes: set float8.min_features",
     ),
 )
 
@@ -243,48 +196,22 @@ def contradictions(config: LoadedConfig) -> list[Problem]:
         *_sources(d, "data.source", d.data.source),
         *_sources(d, _SOURCES, d.validation.sources),
     ]
-    return placed(
-        config, [*_broken_rules(config), *_numbers(d), *_text(d), *sources, *_of_extensions(config)]
-    )
+    found = [*broken_rules(config, NEEDS, CONFLICTS), *_of_features(config)]
+    found += [*_numbers(d), *_text(d), *sources, *_of_extensions(config)]
+    return placed(config, found)
 
 
-def _matches(value: Any, pattern: Any) -> bool:
-    return bool(pattern(value)) if callable(pattern) else value == pattern
+def _of_features(config: LoadedConfig) -> Iterator[Finding]:
+    from titanlite.features import features_of
 
-
-def _broken_rules(config: LoadedConfig) -> Iterator[Finding]:
-    for rules, code in ((NEEDS, "needs"), (CONFLICTS, "conflict")):
-        for key, pattern, other, wanted, why in rules:
-            value, there = config.value(key), config.value(other)
-            is_off = key.startswith("float8.") and not config.sections.float8.enable_float8_linear
-            if (
-                is_off
-                or not _matches(value, pattern)
-                or _matches(there, wanted) == (code == "needs")
-            ):
-                continue
-            words = (
-                f"is {quote(value)} and needs"
-                if code == "needs"
-                else f"is {quote(value)}, which excludes"
-            )
-            shown = there if code == "conflict" else None if callable(wanted) else wanted
-            shown = "" if shown is None or isinstance(shown, list) else f" = {quote(shown)}"
-            yield code, key, f"{words} {other}{shown}", why
+    for feature in features_of(config.sections).on:
+        yield from feature.contradictions(config)
 
 
 def _numbers(d: Config) -> Iterator[Finding]:
     """Check values against each other."""
-    t, p, s, e, ac = (
-        d.training,
-        d.profiling,
-        d.lr_scheduler,
-        d.experimental,
-        d.activation_checkpoint,
-    )
+    p, s, ac = d.profiling, d.lr_scheduler, d.activation_checkpoint
     timeout, deadline = d.comm.train_timeout_seconds, d.stall.deadline_seconds or 0
-    rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
-    length = max(t.seq_len // e.context_parallel_degree, 1)
     if s.min_lr is not None and s.min_lr > d.optimizer.peak_lr:
         yield (
             "conflict",
@@ -303,13 +230,6 @@ def _numbers(d: Config) -> Iterator[Finding]:
             message,
             'take mode = "full", or selective_ac_option = "N"',
         )
-    if t.loss_chunks > rows * length:
-        tokens = (
-            f"{counted(rows * length, 'tokens')} ({counted(rows, 'sequences')} x "
-            f"{counted(length, 'tokens')})"
-        )
-        message = f"is {t.loss_chunks}, but a rank computes the loss of {tokens} at once"
-        yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
     if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
         message = (
             f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} "

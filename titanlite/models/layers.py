@@ -168,8 +168,7 @@ class Llama(nn.Module):
         the beginning of each document.
         doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None:
         one document. labels, loss: for a head that computes the loss itself
-        (`titanlite.loss_chunks.chunk_head`), which is
-            then returned.
+        (`titanlite.features.loss_chunks`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
         A pipeline stage is a model whose other modules are None or gone: without an embedding it

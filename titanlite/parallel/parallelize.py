@@ -12,7 +12,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
+from titanlite.features import float8_of, loss_chunks_of
+from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import ParallelismError, compiles_halves
+from titanlite.parallel import ParallelismError, offered
 from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
-from titanlite.parallel.float8 import COMPILE_OPTIONS, apply_float8, gather_as_bytes, sends_float8
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
@@ -105,11 +105,12 @@ class ModelBuilder:
         order that works.
         """
         self._set_dtype(model)
-        if self.training.loss_chunks > 1:
-            from titanlite.loss_chunks import chunk_head
-
-            chunk_head(model, self.training.loss_chunks, self.spec.head)
-        self.apply_float8(model, self.float8.enable_fsdp_float8_all_gather)
+        chunks = loss_chunks_of(self.training)
+        if chunks is not None:
+            chunks.apply(model, self.spec.head)
+        float8 = float8_of(self.float8)
+        if float8 is not None:
+            float8.convert(model, self.spec, self.args, self.tp)
         if self.tp > 1:
             self._apply_tp(model)
         if self.cp > 1:
@@ -119,8 +120,8 @@ class ModelBuilder:
         self._apply_ac(model)
         self._apply_compile(model)
         self._apply_fsdp(model, groups)
-        if self.float8.enable_fsdp_float8_all_gather and not sends_float8(self.mesh["dp_shard"]):
-            gather_as_bytes(model)
+        if float8 is not None:
+            float8.after_sharding(model, self.mesh)
         return model
 
     def _set_dtype(self, model: nn.Module) -> None:
@@ -137,7 +138,8 @@ class ModelBuilder:
 
         # torch divides cross-entropy over ranks, and no other loss.
         shard_logits = self.training.enable_loss_parallel and self.own_loss is None
-        apply_tp(model, self.offered("tensor_plan")(self.args), self.mesh["tp"], shard_logits)
+        plan = offered(self.spec, "tensor_plan")(self.args)
+        apply_tp(model, plan, self.mesh["tp"], shard_logits)
 
     def _apply_cp(self, model: nn.Module) -> None:
         from titanlite.parallel.context import apply_cp
@@ -151,7 +153,7 @@ class ModelBuilder:
 
         assert self.expert_mesh is not None
         apply_ep(model, self.expert_mesh["ep"])
-        mixtures = select(model, self.offered("experts")(self.args))
+        mixtures = select(model, offered(self.spec, "experts")(self.args))
         whole = [name for name, module in mixtures.items() if not has_exchange(module)]
         if whole:
             raise ParallelismError(
@@ -194,16 +196,6 @@ class ModelBuilder:
             cpu_offload=self.training.enable_cpu_offload,
             experts=self.expert_mesh,
         )
-
-    def apply_float8(self, model: nn.Module, all_gather: bool) -> None:
-        if names := converted_names(self.float8_choices()):
-            apply_float8(
-                model,
-                names,
-                self.float8.recipe_name,
-                all_gather=all_gather,
-                emulate=self.float8.emulate,
-            )
 
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
@@ -274,27 +266,6 @@ class ModelBuilder:
 
     # What was applied
 
-    def float8_choices(self) -> list[Float8Choice]:
-        """Decide for each kind of linear of the whole model; [] without float8."""
-        if not self.float8.enable_float8_linear:
-            return []
-        plan = self.offered("tensor_plan")(self.args) if self.tp > 1 else {}
-        return choose_linears(
-            self.offered("linears")(self.args), self.float8, plan, self.tp, self.spec.head
-        )
-
-    def offered(self, feature: str) -> Callable[..., Any]:
-        """Return a function of the spec.
-
-        Raises ParallelismError if the model does not offer this feature.
-        """
-        found = getattr(self.spec, feature)
-        if found is None:
-            raise ParallelismError(
-                f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}"
-            )
-        return cast("Callable[..., Any]", found)
-
     def trace_activations(
         self, *, batch_size: int, seq_len: int, masked: bool = False
     ) -> ActivationStats:
@@ -306,8 +277,10 @@ class ModelBuilder:
         from titanlite.parallel.activation_trace import trace_block
 
         model = self.spec.build_on_meta(self.args)
-        # The trace gathers nothing.
-        self.apply_float8(model, all_gather=False)
+        float8 = float8_of(self.float8)
+        if float8 is not None:
+            # The trace gathers nothing.
+            float8.convert(model, self.spec, self.args, self.tp, gathers=False)
         if self.cp > 1:
             from titanlite.parallel.context import apply_cp
 
@@ -346,7 +319,8 @@ class ModelBuilder:
             return []
         of_tensor = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
         halves = self.ep > 1 or (self.tp > 1 and of_tensor)
-        names: list[str] = self.offered("sublayer_names" if halves else "block_names")(self.args)
+        field = "sublayer_names" if halves else "block_names"
+        names: list[str] = offered(self.spec, field)(self.args)
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -376,7 +350,7 @@ class ModelBuilder:
         """Where the model is cut into the stages of a pipeline."""
         from titanlite.parallel.pipeline_split import split_stages
 
-        costs = self.offered("pipeline_costs")(self.args, self.args.max_seq_len)
+        costs = offered(self.spec, "pipeline_costs")(self.args, self.args.max_seq_len)
         points = self.experimental.pipeline_parallel_split_points
         return split_stages(costs, self.pp, self.schedule, points)
 
@@ -400,8 +374,9 @@ class ModelBuilder:
             from titanlite.parallel.async_tp import ASYNC_OPTIONS
 
             options |= ASYNC_OPTIONS
-        if self.float8.enable_float8_linear and self.compile.backend == "inductor":
-            options |= COMPILE_OPTIONS.get(self.float8.recipe_name.partition("_")[0], {})
+        float8 = float8_of(self.float8)
+        if float8 is not None and self.compile.backend == "inductor":
+            options |= float8.compile_options()
         return options
 
     @property

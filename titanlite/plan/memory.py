@@ -15,9 +15,9 @@ from typing import Literal
 
 from msgspec.structs import replace as replace_fields
 
+from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.blocks import (
     Loss,

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.features.float8.choice import Float8Choice, choose_linears
 from titanlite.models.spec import Size
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, split_stages
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY

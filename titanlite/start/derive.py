@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -22,9 +21,10 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
+from titanlite.features import features_of
 from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
-from titanlite.models.spec import ModelSpec, ShapeError
+from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
@@ -250,7 +250,8 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         warnings=tuple(warnings),
         toml=config.to_toml(),
     )
-    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
+    more = [warning for feature in features_of(run).on for warning in feature.warnings(run)]
+    return replace_fields(run, warnings=(*run.warnings, *more))
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -472,30 +473,6 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
 
 
 # Keys without effect
-
-
-def _wide_filters(run: RunConfig) -> list[str]:
-    """Return a warning for each filter of float8 that ends within a number of some names, as
-    layers.1 in layers.10.
-    """
-    parts = (
-        [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
-        if run.float8.enable_float8_linear
-        else []
-    )
-    try:
-        names = run.spec.linears(run.model_args(1)) if parts and run.spec.linears else {}
-    except ShapeError:  # `misfits` reports it
-        return []
-    cut = {
-        part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE)
-        for part in parts
-    }
-    found = {part: ", ".join(dict.fromkeys(others)) for part, others in cut.items() if others}
-    return [
-        f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not"
-        for p in found
-    ]
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:

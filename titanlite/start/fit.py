@@ -16,7 +16,6 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.checks import (
-    Finding,
     closed_urls,
     contradictions,
     missing_files,
@@ -27,17 +26,19 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
+from titanlite.config.rules import Finding
+from titanlite.config.sections import ActivationCheckpoint, Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.data.remote import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
+from titanlite.features import features_of
+from titanlite.features.interactions import compiles_halves, needs_whole_backward
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ModelSpec, ShapeError
-from titanlite.parallel import ParallelismError, compiles_halves
-from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
+from titanlite.parallel import ParallelismError
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.start.derive import RunConfig, below, degrees_of, derive, parallelism, smallest_world
 from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
@@ -194,7 +195,10 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     """
     d = config.sections
     found = list(_rank_misfits(d, run))
-    found = found or [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run)]
+    if not found:
+        found += [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run)]
+        for feature in features_of(run).on:
+            found += feature.rank_misfits(run)
     found = found or list(_microbatch_misfits(run))
     try:
         args = run.model_args()
@@ -207,8 +211,9 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
             *_expert_misfits(args, run),
             *tensor_misfits(args, run),
             *_stage_misfits(args, run),
-            *_float8_misfits(args, run),
         ]
+        for feature in features_of(run).on:
+            found += feature.model_misfits(run, args)
     return placed(config, found)
 
 
@@ -219,7 +224,7 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     halves = mesh.expert > 1
     if compiled and mesh.tensor > 1:
         halves = halves or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
-    features = {
+    asked = {
         "tensor_plan": (_TP, mesh.tensor > 1),
         "experts": (_EP, mesh.expert > 1),
         "sublayer_names": (
@@ -228,15 +233,19 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
         ),
         "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
         "context_parallel": (_CP, mesh.context > 1),
-        "linears": ("float8.enable_float8_linear", run.float8.enable_float8_linear),
     }
-    for name, (key, asked) in features.items():
-        if asked and not getattr(spec, name):
-            beside = " together with training.compile" if name == "sublayer_names" else ""
-            message = (
-                f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {name}"
-            )
-            yield "model", key, message, "leave the key out, or add it to the model"
+    fields = {field: key for field, (key, is_asked) in asked.items() if is_asked}
+    for feature in features_of(run).on:
+        if feature.model_field:
+            fields[feature.model_field] = feature.key
+    for field, key in fields.items():
+        if getattr(spec, field):
+            continue
+        beside = " together with training.compile" if field == "sublayer_names" else ""
+        message = (
+            f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {field}"
+        )
+        yield "model", key, message, "leave the key out, or add it to the model"
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
@@ -431,7 +440,7 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
             made,
             "give as many, or none: then titanlite divides the model evenly",
         )
-    for reason, remedy in _whole_backward(d) if SCHEDULES[name].splits_backward else ():
+    for reason, remedy in needs_whole_backward(d) if SCHEDULES[name].splits_backward else ():
         message = (
             f"{quote(name)} splits each backward into one for inputs and one for weights, and "
             f"{reason}"
@@ -442,25 +451,6 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
             message,
             f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}',
         )
-
-
-def _whole_backward(d: Config) -> Iterator[tuple[str, str]]:
-    """Find settings that need a backward in one piece, each with the reason and the remedy."""
-    ac, reshard = d.activation_checkpoint, d.training.reshard_after_forward
-    if d.training.compile and "model" in d.compile.components:
-        reason = "a compiled block has one backward, which would run twice or fail"
-        yield reason, 'training.compile = false, or compile.components = ["loss"]'
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
-        reason = f'{_AC_OPTION} = "op" lets a block be run again only once'
-        yield reason, 'activation_checkpoint.mode = "full" or "none"'
-    if d.float8.enable_float8_linear:
-        yield (
-            "a float8 linear has one backward, which would run twice",
-            "float8.enable_float8_linear = false",
-        )
-    if reshard not in ("default", "never"):
-        reason = f"training.reshard_after_forward = {quote(reshard)} frees the weights in between"
-        yield f"{reason}: they would get no gradient", 'training.reshard_after_forward = "default"'
 
 
 def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
@@ -582,66 +572,6 @@ def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         by_points = bool(e.pipeline_parallel_split_points)
         hint = "" if by_points else "take a smaller degree, or a schedule with one stage per rank"
         yield "divide", f"{_PP}{'split_points' if by_points else 'degree'}", str(error), hint
-
-
-def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that float8 can take the products of the model, and that it takes some."""
-    f, mesh, pieces = run.float8, run.mesh, run.pipeline.microbatches
-    if not f.enable_float8_linear or run.spec.linears is None:
-        return
-    names = run.spec.linears(
-        replace(args, vocab_size=args.vocab_size or 1)
-    )  # the head stays, whatever its size
-    plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
-    choices = choose_linears(names, f, plan, mesh.tensor, run.spec.head)
-    filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
-    unknown = [part for part in filters if not part or not any(part in name for name in names)]
-    components = ", ".join(
-        dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit())
-    )
-    for part in unknown:
-        hint = (
-            f"parts of names are {components}; the head is {run.spec.head}, and it always stays "
-            "in high precision"
-        )
-        yield (
-            "unknown-value",
-            "float8.filter_fqns",
-            f"{quote(part)} is part of no linear's name",
-            hint,
-        )
-    if not unknown and not any(choice.converted for choice in choices):
-        shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
-        hint = "convert some linears, or set it to false"
-        yield "model", "float8.enable_float8_linear", f"leaves no product in float8: {shown}", hint
-    rows, length = run.training.batch_size // pieces, run.training.seq_len // mesh.context
-    if rows * length % MULTIPLE:
-        by = f"{counted(rows, 'sequences')} x {length} tokens on each rank = {rows * length}"
-        fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pieces
-        hint = (
-            f"these work: training.batch_size = {fitting} or a multiple of it, or another "
-            "training.seq_len"
-        )
-        message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
-        yield "divide", "float8.enable_float8_linear", message, hint
-    odd = [
-        choice
-        for choice in choices
-        if choice.converted and choice.size.out_features % mesh.weight_shards
-    ]
-    if f.enable_fsdp_float8_all_gather and odd:
-        which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
-        message = (
-            f"needs weights whose rows divide over the {mesh.weight_shards} ranks that share "
-            f"them; {which}"
-        )
-        kept = f"keep them with float8.filter_fqns = {quote([c.kind for c in odd])}"
-        yield (
-            "divide",
-            "float8.enable_fsdp_float8_all_gather",
-            message,
-            f"{kept}, or set it to false",
-        )
 
 
 def _lengths(d: Config) -> dict[str, int]:

@@ -13,23 +13,39 @@ from typing import Any
 from titanlite.config.data_sections import Data
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.model_sections import Optimizer
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
+from titanlite.config.sections import Compile, Config, Training
+from titanlite.features import features_of
+from titanlite.features.interactions import needs_whole_groups
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
-
-ENABLE_FLOAT8, FILTERS = "float8.enable_float8_linear", "float8.filter_fqns"
-
 
 # The machine
 
 
-def check_machine(training: Training, compile: Compile, float8: Float8) -> None:
-    """Check that this machine can compile and has float8 products.
+def check_machine(config: Config) -> None:
+    """Check that this machine can compile and has what the features of a run need.
 
     Needs no process group. Raises ConfigError.
     """
-    if problems := [*compile_problems(training, compile), *float8_problems(float8)]:
+    problems = machine_problems(config)
+    if problems:
         raise ConfigError(problems)
+
+
+def machine_problems(config: Config) -> list[Problem]:
+    """Find what this machine lacks for a run."""
+    return [*compile_problems(config.training, config.compile), *feature_problems(config)]
+
+
+def feature_problems(config: Config, args: Any | None = None) -> list[Problem]:
+    """Find what this machine lacks for the features of a run.
+
+    args: the model's, to look at the model too.
+    """
+    problems: list[Problem] = []
+    for feature in features_of(config).on:
+        problems += feature.machine_problems(config, args)
+    return problems
 
 
 def compile_problems(
@@ -52,19 +68,6 @@ def compile_problems(
         key = CACHE_VARIABLE if compile.cache_dir is None else "compile.cache_dir"
         problems += _problem(key, "", lambda: use_cache_folder(compile.cache_dir))
     return problems
-
-
-def float8_problems(float8: Float8) -> list[Problem]:
-    """Find what this machine lacks for float8 products, if they are on and not emulated."""
-    if not float8.enable_float8_linear or float8.emulate:
-        return []
-    from titanlite.parallel.float8 import check_float8
-
-    hint = (
-        "float8.emulate = true computes with the same rounded numbers in float32, which is slow "
-        "and for tests"
-    )
-    return _problem(ENABLE_FLOAT8, f"set it to false; {hint}", check_float8)
 
 
 def _problem(key: str, hint: str, check: Callable[[], object]) -> list[Problem]:
@@ -94,20 +97,6 @@ def async_tp_problems(tp: int) -> list[Problem]:
 
 
 # The model
-
-
-def loss_problems(spec: ModelSpec, args: Any, training: Training) -> list[Problem]:
-    """Find what keeps the model from computing its loss in chunks, if it shall."""
-    from titanlite.loss_chunks import chunk_head
-
-    if training.loss_chunks == 1:
-        return []
-    model = spec.build_on_meta(args)
-    return _problem(
-        "training.loss_chunks",
-        "set it to 1",
-        lambda: chunk_head(model, training.loss_chunks, spec.head),
-    )
 
 
 def mask_problems(spec: ModelSpec, args: Any, data: Data) -> list[Problem]:
@@ -143,18 +132,11 @@ def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> list
     return problems
 
 
-def fsdp_problems(
-    spec: ModelSpec,
-    args: Any,
-    training: Training,
-    compile: Compile,
-    activation_checkpoint: ActivationCheckpoint,
-) -> list[Problem]:
+def fsdp_problems(spec: ModelSpec, args: Any, config: Config) -> list[Problem]:
     """Find what keeps the model from being sharded in the groups of `training.fsdp_units`."""
-    from titanlite.parallel.activation_checkpoint import is_by_op
     from titanlite.parallel.wrapping import choose_groups
 
-    policy, min_params = training.fsdp_units, training.fsdp_min_params
+    policy, min_params = config.training.fsdp_units, config.training.fsdp_min_params
     if policy in ("block", "root"):
         return []
     try:
@@ -164,23 +146,7 @@ def fsdp_problems(
         return [Problem("", key, str(error))]
     blocks = tuple(f"{name}." for name in spec.block_names(args))
     within = next((name for group in groups for name in group if name.startswith(blocks)), None)
-    reasons = []
-    if training.compile and "model" in compile.components:
-        reasons.append("training.compile makes one graph of the block around it")
-    if is_by_op(activation_checkpoint):
-        # torch matches a block's operators by their order, and the second time weights are gathered
-        # at other places.
-        reasons.append(
-            'activation_checkpoint.selective_ac_option = "op" runs the block around it again, by '
-            "operator"
-        )
-    if activation_checkpoint.offload:
-        # Weights that stay on the device are listed where the block begins; these are gathered
-        # later.
-        reasons.append(
-            "activation_checkpoint.offload would send its gathered weights to host memory with "
-            "the block's"
-        )
+    reasons = list(needs_whole_groups(config))
     if within is None or not reasons:
         return []
     message = f"makes {within} an FSDP group, but {' and '.join(reasons)}"

@@ -19,7 +19,7 @@ from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
+from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Training
 from titanlite.data.loader import served_already
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.parallel.activation_trace import ActivationStats
-    from titanlite.parallel.float8_choice import Float8Choice
     from titanlite.parallel.pipeline_split import StageLayout
     from titanlite.trainer import Trainer
     from titanlite.training.run_callbacks import AttemptRecord
@@ -120,7 +119,7 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
 
 def compute_rows(
     metrics: Metrics,
-    float8: Float8,
+    is_below_bf16: bool,
     setup: Setup,
     ranks: int,
     flops: int,
@@ -131,7 +130,7 @@ def compute_rows(
     mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if float8.enable_float8_linear:
+        if is_below_bf16:
             mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
     each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
     rows = [
@@ -165,41 +164,6 @@ def pipeline_row(schedule: str, layout: StageLayout) -> Row:
         for names, rank in zip(layout.stages, layout.ranks, strict=True)
     ]
     return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
-
-
-def float8_rows(
-    float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
-) -> list[Row]:
-    """Return one row of all, and one for each kind of linear."""
-    total = sum(len(choice.names) for choice in choices)
-    converted = sum(len(choice.names) for choice in choices if choice.converted)
-    parts = [float8.recipe_name + ", emulated in float32 (slow, for tests)" * float8.emulate]
-    if float8.enable_fsdp_float8_all_gather:
-        together = float8.precompute_float8_dynamic_scale_for_fsdp
-        how = (
-            "all scales by one all-reduce after the update"
-            if together
-            else "each scale found as it is"
-        )
-        parts.append(f"weights gathered in float8, {how}")
-    parts += [
-        f"{converted:,} of {total:,} linears",
-        f"M = {setup.tokens:,} tokens in a product of one rank",
-    ]
-    if float8.drift_check:
-        parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
-    rows = [("float8", "; ".join(parts))]
-    for choice in choices:
-        size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
-        what = "in float8" if choice.converted else f"kept: {choice.reason}"
-        rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
-    if not compiled and not setup.cpu:
-        text = (
-            "float8 without training.compile is slower than bf16: scaling and rounding run as "
-            "kernels of their own"
-        )
-        rows.append(("warning", f"{text}. Set training.compile = true"))
-    return rows
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:

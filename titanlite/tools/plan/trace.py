@@ -27,9 +27,10 @@ from torch.utils._pytree import tree_leaves
 from titanlite.build import build_model, build_step
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
+from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, context, float8, parallelize, tensor
+from titanlite.parallel import activation_checkpoint, context, parallelize, tensor
 from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.local import parts_of
@@ -256,7 +257,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
     try:
         with (
             mock.patch.object(device_mesh, "new_group", own_group),
-            mock.patch.object(float8, "sends_float8", lambda _: device == "cuda"),
+            mock.patch.object(float8_tensor, "sends_float8", lambda _: device == "cuda"),
         ):
             yield
     finally:

@@ -6,9 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from titanlite.config.sections import AUTO_FILTER, Float8
-from titanlite.models.spec import Size
+from titanlite.models.spec import ModelSpec, Size
+from titanlite.parallel import offered
 
 #: float8 units need every dimension of a product to be a multiple of it.
 MULTIPLE = 16
@@ -53,30 +55,46 @@ def choose_linears(
     `tp` ranks (see `titanlite.parallel.tensor.apply_tp`). head: it stays; its outputs are the
     logits, and every recipe changes the loss when they are rounded.
     """
+    plan = tp_plan or {}
     found: dict[tuple[str, Size, str], list[str]] = {}
     for name, size in linears.items():
-        way = (tp_plan or {}).get(name)
-        local = Size(
-            size.in_features // tp if way == "rowwise" else size.in_features,
-            size.out_features // tp if way in ("colwise", "head") else size.out_features,
-        )
+        local = _part(size, plan.get(name), tp)
         reason = "the head" if name == head else _reason(name, size, local, settings)
-        found.setdefault((_LAYER.sub("", name), local, reason), []).append(name)
+        kind = _LAYER.sub("", name)
+        found.setdefault((kind, local, reason), []).append(name)
     return [
         Float8Choice(kind, tuple(names), size, reason)
         for (kind, size, reason), names in found.items()
     ]
 
 
+def choices_of(spec: ModelSpec, args: Any, settings: Float8, tp: int) -> list[Float8Choice]:
+    """Decide for each linear of a model whose products `tp` ranks share.
+
+    Raises ParallelismError for a model that names no linears.
+    """
+    linears = offered(spec, "linears")(args)
+    plan = offered(spec, "tensor_plan")(args) if tp > 1 else {}
+    return choose_linears(linears, settings, plan, tp, spec.head)
+
+
+def _part(size: Size, way: str | None, tp: int) -> Size:
+    """Return this rank's part of a linear that tensor parallelism divides in a way."""
+    if way == "rowwise":
+        return Size(size.in_features // tp, size.out_features)
+    if way in ("colwise", "head"):
+        return Size(size.in_features, size.out_features // tp)
+    return size
+
+
 def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
+    """Return why a linear stays in high precision; "": it does not."""
     # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
-    if matching := [part for part in settings.filter_fqns if part != AUTO_FILTER and part in name]:
+    matching = [part for part in name_filters(settings) if part in name]
+    if matching:
         return f"filter_fqns: {', '.join(matching)}"
-    odd = [
-        f"{which} = {n}"
-        for which, n in (("K", local.in_features), ("N", local.out_features))
-        if n % MULTIPLE
-    ]
+    dimensions = {"K": local.in_features, "N": local.out_features}
+    odd = [f"{which} = {n}" for which, n in dimensions.items() if n % MULTIPLE]
     if odd:
         return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
     if min(size.in_features, size.out_features) < settings.min_features:
@@ -84,6 +102,11 @@ def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
     if AUTO_FILTER in settings.filter_fqns and too_small(size, settings.recipe_name):
         return f"{AUTO_FILTER}: too small to gain by {settings.recipe_name}"
     return ""
+
+
+def name_filters(settings: Float8) -> list[str]:
+    """Return the filters that are parts of names."""
+    return [part for part in settings.filter_fqns if part != AUTO_FILTER]
 
 
 def too_small(size: Size, recipe: str) -> bool:

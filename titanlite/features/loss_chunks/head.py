@@ -19,9 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.loss import LossFunction
+from titanlite.parallel.own_linear import OwnLinear
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
@@ -57,13 +61,13 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
     model.loss_chunks = chunks  # type: ignore[assignment]
 
 
-class ChunkedHead(nn.Linear):
+class ChunkedHead(nn.Linear, OwnLinear):
     """A head that computes the loss too. Made of a linear by `chunk_head`."""
 
     chunks: int
     #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by
     #: `apply_tp`.
-    logits: Shard | Replicate | None = None
+    logits: Placement | None = None
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, loss: LossFunction | None = None
@@ -93,8 +97,23 @@ class ChunkedHead(nn.Linear):
             local, weight.to_local(), labels, _divided(loss, weight, self.logits), self.chunks
         )
 
+    def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle | None:
+        if kind != "head":
+            return None
+        return _DividedHead(output_layouts=output)
 
-def _divided(loss: LossFunction, weight: DTensor, layout: Shard | Replicate) -> LossFunction:
+
+class _DividedHead(ColwiseParallel):
+    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by
+    chunk.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        (module.logits,) = self.output_layouts  # type: ignore[assignment]
+        return distribute_module(module, device_mesh, self._partition_linear_fn)
+
+
+def _divided(loss: LossFunction, weight: DTensor, layout: Placement) -> LossFunction:
     """`loss` of logits that are this rank's part of the vocabulary."""
     mesh = weight.device_mesh
 
