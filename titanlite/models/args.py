@@ -46,7 +46,8 @@ def resolve_args(
     Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
     """
     spec = get_spec(family)
-    if (base := base or spec.flavors.get(flavor)) is None:
+    base = base or spec.flavors.get(flavor)
+    if base is None:
         raise unknown_flavor(spec, flavor)
     changes = checked_fields(spec.args_class, overrides or {}, "overrides")
     if vocab_size is not None:
@@ -81,7 +82,8 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
     """Return the arguments of the model that section `[model]` describes; the rest is as for
     `resolve_args`.
     """
-    overrides, base = dict(model.overrides), None
+    overrides = dict(model.overrides)
+    base = None
     known = {field.name for field in fields(get_spec(model.name).args_class)}
     for name, value in {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}.items():
         if name in known and value is not None:
@@ -97,7 +99,8 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
             )
         from titanlite.models.hf import read_args
 
-        base, overrides = read_args(model.hf_config, overrides), {}
+        base = read_args(model.hf_config, overrides)
+        overrides = {}
     elif model.flavor == FROM_FOLDER:
         base = shape_of(model)
     elif model.hf_config is not None:
@@ -123,13 +126,11 @@ def shape_of(model: Model) -> Any:
     """
     cls = get_spec(model.name).args_class
     given = checked_fields(cls, model.overrides, "overrides")
-    if missing := missing_fields(model):
+    missing = missing_fields(model)
+    if missing:
         message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
-        raise ShapeError(
-            Misfit(
-                message, "flavor", "name it as checkpoint.initial_load_path, or as model.hf_config"
-            )
-        )
+        advice = "name it as checkpoint.initial_load_path, or as model.hf_config"
+        raise ShapeError(Misfit(message, "flavor", advice))
     return _made(lambda: cls(**given))
 
 
@@ -139,12 +140,9 @@ def missing_fields(model: Model) -> list[str]:
     """
     found = []
     for field in fields(get_spec(model.name).args_class):
-        has_none = field.default is None or field.name == "max_seq_len"
-        if not (
-            has_none
-            or field.name in model.overrides
-            or getattr(model, field.name, None) is not None
-        ):
+        can_lack = field.default is None or field.name == "max_seq_len"
+        is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
+        if not can_lack and not is_given:
             found.append(field.name)
     return found
 
@@ -173,10 +171,12 @@ def from_record(
         admit([code_claim(place, key, family)], origin)
     cls = get_spec(family).args_class
     checked = checked_fields(cls, values, "")
-    required = [
-        field.name for field in fields(cls) if field.default is field.default_factory is MISSING
-    ]
-    if missing := [name for name in required if name not in checked]:
+    missing = []
+    for field in fields(cls):
+        is_required = field.default is MISSING and field.default_factory is MISSING
+        if is_required and field.name not in checked:
+            missing.append(field.name)
+    if missing:
         raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
     return family, _made(lambda: cls(**checked))
 

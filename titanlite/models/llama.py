@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 def block_linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of the linears of one block, in the model's order."""
-    heads, groups = args.n_heads * args.head_dim, args.kv_heads * args.head_dim
+    heads = args.n_heads * args.head_dim
+    groups = args.kv_heads * args.head_dim
     return {
         "attention.wq": Size(args.dim, heads),
         "attention.wk": Size(args.dim, groups),
@@ -38,11 +39,12 @@ def block_linears(args: LlamaArgs) -> dict[str, Size]:
 
 def linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of every linear, in the model's order."""
-    block = block_linears(args)
-    blocks = {
-        f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()
-    }
-    return {**blocks, "output": Size(args.dim, args.n_vocab)}
+    found: dict[str, Size] = {}
+    for block in block_names(args):
+        for name, size in block_linears(args).items():
+            found[f"{block}.{name}"] = size
+    found["output"] = Size(args.dim, args.n_vocab)
+    return found
 
 
 _STD = 0.02
@@ -71,11 +73,9 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
         return head if args.tied else Init("normal", std=1.0)
     if name == "output.weight":
         return head
-    match = (
-        _LINEAR.fullmatch(name)
-        or _NORM.fullmatch(name)
-        or (_HEAD_NORM.fullmatch(name) if args.qk_norm else None)
-    )
+    match = _LINEAR.fullmatch(name) or _NORM.fullmatch(name)
+    if match is None and args.qk_norm:
+        match = _HEAD_NORM.fullmatch(name)
     if match is None or int(match[1] or 0) >= args.n_layers:
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
     if "norm" in name:
@@ -89,9 +89,9 @@ def linear_init(residual_layer: int | None = None) -> Init:
 
     residual_layer: of one that writes to the residual stream.
     """
-    return _truncated(
-        _STD if residual_layer is None else _STD / math.sqrt(2 * (residual_layer + 1))
-    )
+    if residual_layer is None:
+        return _truncated(_STD)
+    return _truncated(_STD / math.sqrt(2 * (residual_layer + 1)))
 
 
 def _truncated(std: float) -> Init:
@@ -107,9 +107,10 @@ def tied(args: LlamaArgs) -> dict[str, str]:
 
 def sublayer_names(args: LlamaArgs) -> list[str]:
     """Return the two halves of each decoder block, in the order they run."""
-    return [
-        f"{block}.{half}" for block in block_names(args) for half in ("attention", "feed_forward")
-    ]
+    names = []
+    for block in block_names(args):
+        names += [f"{block}.attention", f"{block}.feed_forward"]
+    return names
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
@@ -144,14 +145,17 @@ def tensor_plan(args: LlamaArgs) -> dict[str, str]:
 
     The kinds are those of `titanlite.parallel.tensor.apply_tp`.
     """
-    plan = {
-        **_BLOCK,
-        **(
-            dict.fromkeys(("attention.q_norm", "attention.k_norm"), "heads") if args.qk_norm else {}
-        ),
-    }
-    blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in plan.items()}
-    return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
+    kinds = dict(_BLOCK)
+    if args.qk_norm:
+        kinds["attention.q_norm"] = "heads"
+        kinds["attention.k_norm"] = "heads"
+    plan = {"tok_embeddings": "embedding"}
+    for block in block_names(args):
+        for name, kind in kinds.items():
+            plan[f"{block}.{name}"] = kind
+    plan["norm"] = "sequence"
+    plan["output"] = "head"
+    return plan
 
 
 def tensor_sizes(args: LlamaArgs) -> dict[str, int]:

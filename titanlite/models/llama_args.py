@@ -28,19 +28,19 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if not self.factor >= 1.0:
             raise _scaling_error(f"factor must be at least 1, got {self.factor}")
-        low, high = self.low_freq_factor, self.high_freq_factor
-        if not 0.0 < low < high:
-            raise _scaling_error(
-                f"needs 0 < low_freq_factor < high_freq_factor, got {low} and {high}"
-            )
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            given = f"{self.low_freq_factor} and {self.high_freq_factor}"
+            raise _scaling_error(f"needs 0 < low_freq_factor < high_freq_factor, got {given}")
         if self.original_context < 1:
             raise _scaling_error(f"original_context must be positive, got {self.original_context}")
 
     @classmethod
     def parse(cls, value: object) -> RopeScaling | None:
         """Return the scaling of a table, of a bare factor (1: none) or of "none"."""
-        if value is None or isinstance(value, RopeScaling) or value == "none":
-            return None if value == "none" else value  # type: ignore[return-value]
+        if value is None or value == "none":
+            return None
+        if isinstance(value, RopeScaling):
+            return value
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return None if value == 1 else cls(factor=float(value))
         if not isinstance(value, Mapping):
@@ -107,21 +107,24 @@ class LlamaArgs:
             wrong.append(
                 f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}"
             )
-        if not wrong:
-            if self.ffn_width < 1:
-                wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
-            if self.dim % self.n_heads and "head_dim" not in self.__dataclass_fields__:
-                wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
-            elif self.head_dim < 1 or self.head_dim % 2:
-                wrong.append(
-                    f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs"
-                )
-            if self.n_heads % self.kv_heads:
-                wrong.append(
-                    f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}"
-                )
+        wrong = wrong or self._misfits_of_derived()
         if wrong:
             raise ShapeError(*map(Misfit, wrong))
+
+    def _misfits_of_derived(self) -> list[str]:
+        """Return what is wrong with derived numbers, where each argument by itself is right."""
+        wrong = []
+        if self.ffn_width < 1:
+            wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
+        if self.dim % self.n_heads and "head_dim" not in self.__dataclass_fields__:
+            wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
+        elif self.head_dim < 1 or self.head_dim % 2:
+            wrong.append(
+                f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs"
+            )
+        if self.n_heads % self.kv_heads:
+            wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
+        return wrong
 
     # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a
     # stale one behind.
@@ -161,13 +164,11 @@ class LlamaArgs:
         """Tokens of context of the published models with this RoPE, or `max_seq_len` where that is
         more.
         """
+        published = {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
         if self.rope_scaling is not None:
-            return max(
-                self.max_seq_len, 16 * self.rope_scaling.original_context
-            )  # 131072 of Llama 3.1 and 3.2
-        return max(
-            self.max_seq_len, {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0)
-        )  # Llama 2, Llama 3
+            # 131072 of Llama 3.1 and 3.2.
+            published = 16 * self.rope_scaling.original_context
+        return max(self.max_seq_len, published)
 
     def deciding(self) -> dict[str, Any]:
         """Return field → value of all that decides shapes or logits, with the rules of Llama worked
@@ -184,13 +185,13 @@ class LlamaArgs:
             "tied",
             "window",
         )
-        return {
-            **{name: getattr(self, name) for name in kept},
-            "n_kv_heads": self.kv_heads,
-            "ffn_dim": self.ffn_width,
-            "norm_type": "rmsnorm" if self.norm_type == "fused_rmsnorm" else self.norm_type,
-            **({"head_dim": self.head_dim} if "head_dim" in self.__dataclass_fields__ else {}),
-        }
+        found = {name: getattr(self, name) for name in kept}
+        found["n_kv_heads"] = self.kv_heads
+        found["ffn_dim"] = self.ffn_width
+        found["norm_type"] = "rmsnorm" if self.norm_type == "fused_rmsnorm" else self.norm_type
+        if "head_dim" in self.__dataclass_fields__:
+            found["head_dim"] = self.head_dim
+        return found
 
     @property
     def n_vocab(self) -> int:
@@ -215,9 +216,8 @@ class LlamaArgs:
         """Return the parameters of a block's feed-forward, and those of them that one token is
         multiplied by.
         """
-        count = sum(
-            size.in_features * size.out_features for size in self.feed_forward_linears().values()
-        )
+        sizes = self.feed_forward_linears().values()
+        count = sum(size.in_features * size.out_features for size in sizes)
         return count, count
 
 

@@ -27,6 +27,11 @@ class Misfit(NamedTuple):
     field: str = ""
     advice: str = ""
 
+    def __str__(self) -> str:
+        key = f"model.{self.field}" if self.field else "model"
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{key}: {self.message}{advice}"
+
 
 class ShapeError(ValueError):
     """Numbers that make no model, or a name that no model has; `misfits` says which."""
@@ -35,11 +40,7 @@ class ShapeError(ValueError):
 
     def __init__(self, *misfits: Misfit) -> None:
         self.misfits = misfits
-        lines = [
-            f"model{m.field and '.'}{m.field}: {m.message}{m.advice and '; '}{m.advice}"
-            for m in misfits
-        ]
-        super().__init__("; ".join(lines))
+        super().__init__("; ".join(map(str, misfits)))
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,9 @@ class ModelSpec:
 
     def fsdp_groups(self, args: Any) -> list[tuple[str, ...]]:
         """Return the modules that are sharded together: `fsdp_units`, or each block."""
-        return (
-            self.fsdp_units(args)
-            if self.fsdp_units
-            else [(name,) for name in self.block_names(args)]
-        )
+        if self.fsdp_units:
+            return self.fsdp_units(args)
+        return [(name,) for name in self.block_names(args)]
 
     def to_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
         """Return a full state dictionary under Hugging Face's names; the tensors are shared, not
@@ -176,11 +175,10 @@ class ModelSpec:
         compare_names(names.keys(), state.keys() - self.tied(args).keys())
         found: dict[str, Tensor] = {}
         for ours, theirs in names.items():
-            found.update(
-                {theirs: state[ours]}
-                if isinstance(theirs, str)
-                else zip(theirs, state[ours], strict=True)
-            )
+            if isinstance(theirs, str):
+                found[theirs] = state[ours]
+            else:
+                found.update(zip(theirs, state[ours], strict=True))
         return found
 
     def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
@@ -196,11 +194,10 @@ class ModelSpec:
         self.names_from_hf(state, args)
         found: dict[str, Tensor] = {}
         for ours, theirs in self.hf_names(args).items():
-            found[ours] = (
-                state[theirs]
-                if isinstance(theirs, str)
-                else torch.stack([state[name] for name in theirs])
-            )
+            if isinstance(theirs, str):
+                found[ours] = state[theirs]
+            else:
+                found[ours] = torch.stack([state[name] for name in theirs])
         for name, other in self.tied(args).items():
             if HF_HEAD in state and not state[HF_HEAD].equal(found[other]):
                 raise ValueError(f"{HF_HEAD} differs from {other}, but the model ties them")
@@ -216,12 +213,12 @@ class ModelSpec:
         """
         from titanlite.models.hf_names import HF_HEAD, as_names, compare_names, is_derived
 
-        names = {
-            name: ours for ours, theirs in self.hf_names(args).items() for name in as_names(theirs)
-        }
-        known = {name for name in given if not is_derived(name)} - (
-            {HF_HEAD} if self.tied(args) else set()
-        )
+        names: dict[str, str] = {}
+        for ours, theirs in self.hf_names(args).items():
+            names.update((name, ours) for name in as_names(theirs))
+        known = {name for name in given if not is_derived(name)}
+        if self.tied(args):
+            known.discard(HF_HEAD)
         compare_names(names.keys(), known)
         return names
 
@@ -234,7 +231,6 @@ def shown(value: object) -> str:
 def names_like(word: str, known: Iterable[str]) -> str:
     """Return the names that exist, those nearest to `word` first."""
     known = list(known)
+    every = f"there are {', '.join(known)}"
     close = nearest(word, known, 3)
-    return "; ".join(
-        [*(["nearest: " + ", ".join(close)] if close else []), "there are " + ", ".join(known)]
-    )
+    return f"nearest: {', '.join(close)}; {every}" if close else every
