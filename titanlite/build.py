@@ -73,7 +73,7 @@ from titanlite.runs.provenance import public_config
 from titanlite.start import report as rep
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.fingerprints import fingerprints
-from titanlite.start.fit import tensor_problems
+from titanlite.start.misfits import tensor_problems
 from titanlite.start.preflight import (
     async_tp_problems,
     feature_problems,

@@ -178,6 +178,15 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return max(self.training.seq_len, held_out or 0)
 
     @property
+    def sequence_lengths(self) -> dict[str, int]:
+        """The lengths of sequences by key, in tokens; validation's if it is another."""
+        lengths = {"training.seq_len": self.training.seq_len}
+        held_out = self.validation.seq_len if self.validation.enable else None
+        if held_out is not None and held_out != self.training.seq_len:
+            lengths["validation.seq_len"] = held_out
+        return lengths
+
+    @property
     def spec(self) -> ModelSpec:
         """The model. Raises ShapeError for an unknown name."""
         return get_spec(self.model.name)

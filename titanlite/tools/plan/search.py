@@ -22,6 +22,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.rules import divisors
 from titanlite.config.toml import quote
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import with_vocabulary
@@ -29,7 +30,7 @@ from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, host_memory
 from titanlite.plan.speed import Speed, predict
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_loaded, divisors
+from titanlite.start.fit import check_loaded
 from titanlite.utils import Style, Table, counted, render
 
 #: Share of a GPU's memory that must stay free: the formulas are that good at best.
