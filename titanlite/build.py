@@ -41,7 +41,7 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_report import checks_of
 from titanlite.data.tokenizer.files import hf_files, tokenizer_path
-from titanlite.features import features_of, float8_of
+from titanlite.features import async_tp_of, features_of, float8_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
@@ -73,14 +73,7 @@ from titanlite.runs.provenance import public_config
 from titanlite.start import report as rep
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.fingerprints import fingerprints
-from titanlite.start.misfits import tensor_problems
-from titanlite.start.preflight import (
-    async_tp_problems,
-    feature_problems,
-    fsdp_problems,
-    mask_problems,
-    optimizer_problems,
-)
+from titanlite.start.preflight import check_model
 from titanlite.start.rank_checks import check_ranks
 from titanlite.start.run_text import Datasets, phases_of, read_datasets
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
@@ -150,23 +143,6 @@ class TrainingComponents:
             stack.callback(self.loader.close)
 
 
-def check_model(run: RunConfig, tokenizer_size: int) -> None:
-    """Check that ranks can divide this model and vocabulary, and that this machine has its
-    products.
-
-    It needs no process group. Raises ConfigError.
-    """
-    spec, args = run.spec, run.model_args(tokenizer_size)
-    problems = [*tensor_problems(args, run), *feature_problems(run, args)]
-    problems += mask_problems(spec, args, run.data)
-    problems += optimizer_problems(spec, args, run.optimizer)
-    problems += fsdp_problems(spec, args, run)
-    if run.experimental.enable_async_tensor_parallel:
-        problems += async_tp_problems(run.mesh.tensor)
-    if problems:
-        raise ConfigError(problems)
-
-
 def data_parallel_rank(mesh: DeviceMesh) -> int:
     """This rank's place among those that read different data."""
     replicate, shard_rank = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
@@ -222,10 +198,9 @@ def build_model(
     loss = builder.loss()
     if run.data.source:
         loss = RowLosses(loss, batch.seq_len // degrees.context)
-    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
-        from titanlite.parallel.async_tp import enable_async
-
-        enable_async(mesh["tp"])
+    async_tp = async_tp_of(run.experimental)
+    if async_tp is not None:
+        async_tp.enable(mesh)
     model = make(builder) if make else builder.build(run.training.seed or 0)
     world.apply_timeout()
     runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")

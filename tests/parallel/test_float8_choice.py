@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Config, Float8
+from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import load_config
 from titanlite.start.preflight import check_machine
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
@@ -21,6 +23,10 @@ KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
 KINDS += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
 LLAMA = get_spec("llama3")
 ARGS = resolve_args("llama3", "8B")
+
+
+def _run(*flags: str) -> RunConfig:
+    return load_config("debug_model.toml", 1, flags)
 
 
 def choices(args: Any = ARGS, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
@@ -102,13 +108,14 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     versions: dict[str, str],
     refused: str,
 ) -> None:
+    off, on, emulated = _run(), _run(ON), _run(ON, "--float8.emulate")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
     if versions:
         monkeypatch.setattr("importlib.metadata.version", versions.get)
-    check_machine(Config())
+    check_machine(off)
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        check_machine(Config(float8=Float8(enable_float8_linear=True)))
+        check_machine(on)
     if not versions:
-        check_machine(Config(float8=Float8(enable_float8_linear=True, emulate=True)))
+        check_machine(emulated)

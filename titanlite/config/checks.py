@@ -49,6 +49,10 @@ def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
 # Stage 2: contradictions
 
 
+def _has_model(components: list[str]) -> bool:
+    return "model" in components
+
+
 def _is_huge(norm: float) -> bool:
     return norm >= 1e9
 
@@ -59,7 +63,7 @@ _LOAD, _START, _SAVES = (
     "checkpoint.start",
     "checkpoint.enable_checkpoint",
 )
-_ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_parallel_degree"
+_TP = "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
 _HELD_OUT, _SOURCES, _ADVICE = (
     "validation.dataset",
@@ -68,12 +72,6 @@ _HELD_OUT, _SOURCES, _ADVICE = (
 )
 _TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
 _EARLY = "optimizer.early_step_in_backward"
-_COMPONENTS = (
-    "compile.components",
-    lambda components: "model" in components,
-    '"model" must be among them',
-)
-
 #: A value of a key needs one of another.
 NEEDS: tuple[Rule, ...] = (
     Rule(_START, "from", _LOAD, is_set),
@@ -98,10 +96,7 @@ NEEDS: tuple[Rule, ...] = (
         _is_huge,
         "1e9 turns clipping off: its norm comes after the last update",
     ),
-    Rule(_MODE, "budget", *_COMPONENTS),
-    Rule(_ASYNC, True, _COMPILE, True),
-    Rule(_ASYNC, True, *_COMPONENTS),
-    Rule(_ASYNC, True, "compile.backend", "inductor"),
+    Rule(_MODE, "budget", "compile.components", _has_model, '"model" must be among them'),
 )
 #: A value of a key excludes one of another.
 CONFLICTS: tuple[Rule, ...] = (

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.features import float8_of, loss_chunks_of
+from titanlite.features import async_tp_of, float8_of, loss_chunks_of
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.spec import ModelSpec
@@ -33,7 +33,6 @@ from titanlite.parallel.activation_checkpoint import (
     is_by_op,
     trace_block,
 )
-from titanlite.parallel.async_tp import ASYNC_OPTIONS
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
 from titanlite.parallel.context import CPRank, apply_cp
 from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
@@ -287,7 +286,10 @@ class ModelBuilder:
     @property
     def compile_options(self) -> dict[str, Any]:
         """Settings of inductor for the blocks."""
-        options = dict(ASYNC_OPTIONS) if self.experimental.enable_async_tensor_parallel else {}
+        options: dict[str, Any] = {}
+        async_tp = async_tp_of(self.experimental)
+        if async_tp is not None:
+            options |= async_tp.compile_options()
         float8 = float8_of(self.float8)
         if float8 is not None and self.compile.backend == "inductor":
             options |= float8.compile_options()

@@ -236,12 +236,6 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
             f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
             "weights"
         )
-    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
-        # torch reshapes gathered tensors, and inductor finds no match
-        key = "experimental.enable_async_tensor_parallel"
-        warnings.append(
-            f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
-        )
     d, pipeline = _filled(d, mesh, batch, notes, warnings)
     steps = _steps(d, batch, total_sequences, notes)
     schedule = _schedule(d, steps, notes, warnings)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Config, Float8
+    from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
     from titanlite.features.float8.gathered import ScalePrecompute
     from titanlite.models.spec import ModelSpec
@@ -62,7 +62,7 @@ class Float8Feature(Feature):
 
     # On the machine
 
-    def machine_problems(self, config: Config, args: Any | None) -> Iterable[Problem]:
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
         return checks.machine_problems(self.section)
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
