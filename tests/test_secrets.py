@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.hub_server import HubServer
@@ -72,6 +72,7 @@ def test_what_holds_no_secret_stays(text: str) -> None:
 WORD = st.text(st.sampled_from("ab1%:@/?#&=+~.-_!$'()*,;é"), max_size=8)
 
 
+@settings(deadline=None)
 @given(WORD, WORD, st.sampled_from([" ", '"', ", ", "\n", "'", ")"]))
 def test_no_password_and_no_signature_is_left_and_json_stays_json(
     before: str, after: str, end: str
