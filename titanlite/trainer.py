@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
-from titanlite.checkpoint.load import LEFT_OUT, LoadedState
-from titanlite.checkpoint.manifest import HELD_OUT, CheckpointError, steps_in
-from titanlite.checkpoint.resume_check import STATE as RESUME
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT, RESUME, LoadedState
+from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titanlite.callbacks import Callback
-from titanlite.checkpoint.load import LoadedState
-from titanlite.checkpoint.selection import GROUPS
+from titanlite.checkpoint.loaded import GROUPS, LoadedState
 from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics

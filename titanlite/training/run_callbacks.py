@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.resume_check import STATE, ResumeCheck
+from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.documents import documents_of
 from titanlite.data.hashes import add_hashes, step_hash
@@ -180,8 +180,7 @@ class AttemptRecord(Callback):
                 trainer, RunEnd("failed", trainer.done, error, str(error))
             )
         loaded = trainer.loaded
-        self._record, self.lines = record.begin(
-            self._folder,
+        start = record.Start(
             config_toml=self._toml,
             steps=trainer.steps,
             ranks=world.size,
@@ -192,6 +191,7 @@ class AttemptRecord(Callback):
             resumed=loaded is not None and loaded.origin == "resume",
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
+        self._record, self.lines = record.begin(self._folder, start)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:
@@ -232,7 +232,7 @@ class VerifyResume(Callback):
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
             loaded, next_batch = self._with_other_skips(loaded, trainer), self._next_batch(trainer)
-            if next_batch != loaded.train.get(STATE, {}).get("next_batch"):
+            if next_batch != loaded.train.get(RESUME, {}).get("next_batch"):
                 loaded = _with_other_shares(loaded, trainer)
             self._check.resumed(loaded, next_batch)
 
