@@ -19,8 +19,9 @@ from tests.processes import python
 from tests.tiny import TWO_LAYERS
 from tests.words import listening
 from titanlite.config.errors import ConfigError
+from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.remote import open_file, public_name
+from titanlite.data.remote import open_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.runs.read import read_run
 from titanlite.start.fit import check_config
