@@ -32,7 +32,7 @@ from tests.training.harness import (
 )
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Compile, Float8, Training
+from titanlite.config.sections import Compile, Float8
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.parallel import ParallelismError

@@ -13,6 +13,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
 from titanlite.models import SHAPES, get_spec, resolve_args
+from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config
@@ -31,7 +32,7 @@ def _run(*flags: str) -> RunConfig:
 
 def choices(args: Any = ARGS, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
     float8 = Float8(enable_float8_linear=True, **settings)
-    found = choose_linears(LLAMA.linears(args), float8, LLAMA.tensor_plan(args), tp)
+    found = choose_linears(linears_of(LLAMA, args, tp), float8)
     return {choice.kind: choice for choice in found}
 
 
@@ -67,7 +68,7 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
         and found["attention.wq"].converted
     )
     one_layer = Float8(enable_float8_linear=True, filter_fqns=["layers.1"])
-    reasons = {(c.kind, c.reason) for c in choose_linears(LLAMA.linears(ARGS), one_layer)}
+    reasons = {(c.kind, c.reason) for c in choose_linears(linears_of(LLAMA, ARGS), one_layer)}
     assert {("attention.wq", "filter_fqns: layers.1"), ("attention.wq", "")} < reasons
     odd = choices(args=resolve_args("llama3", "8B", {"ffn_dim": 1000}))
     assert odd["feed_forward.w1"].reason == "N = 1000 is not a multiple of 16"

@@ -25,6 +25,7 @@ from titanlite.config.sections import ActivationCheckpoint, Compile, Experimenta
 from titanlite.features import async_tp_of, float8_of, loss_chunks_of
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
+from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError, offered
 from titanlite.parallel.activation_checkpoint import (
@@ -119,7 +120,7 @@ class ModelBuilder:
             chunks.apply(model, self.spec.head)
         float8 = float8_of(self.float8)
         if float8 is not None:
-            float8.convert(model, self.spec, self.args, self.tp)
+            float8.convert(model, self.linears)
         if self.tp > 1:
             # torch divides cross-entropy over ranks, and no other loss.
             shard_logits = t.enable_loss_parallel and self.own_loss is None
@@ -204,6 +205,12 @@ class ModelBuilder:
 
     # What was applied
 
+    @property
+    def linears(self) -> Linears:
+        """Those of the whole model. Raises ParallelismError for a model that names none."""
+        offered(self.spec, "linears")
+        return linears_of(self.spec, self.args, self.tp)
+
     def trace_activations(
         self, *, batch_size: int, seq_len: int, masked: bool = False
     ) -> ActivationStats:
@@ -216,7 +223,7 @@ class ModelBuilder:
         float8 = float8_of(self.float8)
         if float8 is not None:
             # The trace gathers nothing.
-            float8.convert(model, self.spec, self.args, self.tp, gathers=False)
+            float8.convert(model, self.linears, gathers=False)
         if self.cp > 1:
             apply_cp(model, self.mesh)
         tokens = batch_size // self.microbatches, seq_len // self.cp

@@ -30,7 +30,7 @@ from titanlite.config.rules import Finding, around, divisors
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
-from titanlite.data.remote import public_name
+from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.features import features_of
 from titanlite.features.interactions import compiles_halves, needs_whole_backward
