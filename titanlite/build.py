@@ -32,16 +32,13 @@ from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_function
-from titanlite.data.documents import is_streamed
+from titanlite.config.urls import public_name
 from titanlite.data.loader import TrainLoader, ValidationLoader
-from titanlite.data.mixture import MixedRows
-from titanlite.data.phases import Phases
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
-from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.text_report import checks_of
-from titanlite.data.tokenizer.files import hf_files, tokenizer_path
-from titanlite.features import features_of, float8_of
+from titanlite.features import async_tp_of, features_of, float8_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
@@ -72,14 +69,7 @@ from titanlite.runs.provenance import public_config
 from titanlite.start import report as rep
 from titanlite.start.derive import RunConfig, with_steps
 from titanlite.start.fingerprints import fingerprints
-from titanlite.start.fit import tensor_problems
-from titanlite.start.preflight import (
-    async_tp_problems,
-    feature_problems,
-    fsdp_problems,
-    mask_problems,
-    optimizer_problems,
-)
+from titanlite.start.preflight import check_model
 from titanlite.start.rank_checks import check_ranks
 from titanlite.start.run_text import Datasets, phases_of, read_datasets
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
@@ -98,6 +88,7 @@ from titanlite.training.validation import ValidationSet
 from titanlite.utils import is_dotted, public
 
 if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
     from titanlite.trainer import Trainer
 
 
@@ -147,23 +138,6 @@ class TrainingComponents:
             if self.validation is not None:
                 stack.callback(self.validation.close)
             stack.callback(self.loader.close)
-
-
-def check_model(run: RunConfig, tokenizer_size: int) -> None:
-    """Check that ranks can divide this model and vocabulary, and that this machine has its
-    products.
-
-    It needs no process group. Raises ConfigError.
-    """
-    spec, args = run.spec, run.model_args(tokenizer_size)
-    problems = [*tensor_problems(args, run), *feature_problems(run, args)]
-    problems += mask_problems(spec, args, run.data)
-    problems += optimizer_problems(spec, args, run.optimizer)
-    problems += fsdp_problems(spec, args, run)
-    if run.experimental.enable_async_tensor_parallel:
-        problems += async_tp_problems(run.mesh.tensor)
-    if problems:
-        raise ConfigError(problems)
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
@@ -221,10 +195,9 @@ def build_model(
     loss = builder.loss()
     if run.data.source:
         loss = RowLosses(loss, batch.seq_len // degrees.context)
-    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
-        from titanlite.parallel.async_tp import enable_async
-
-        enable_async(mesh["tp"])
+    async_tp = async_tp_of(run.experimental)
+    if async_tp is not None:
+        async_tp.enable(mesh)
     model = make(builder) if make else builder.build(run.training.seed or 0)
     world.apply_timeout()
     runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
@@ -336,7 +309,8 @@ def build(
     # Data
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     phases = phases_of(run)
-    skip = phases.skip
+    factors = () if phases is None else phases.rates()
+    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
     steps: StepLoader = TrainLoader(
         datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip
     )
@@ -367,6 +341,8 @@ def build(
                 spec.hf_names(args), spec.hf_config(args)
             except ValueError as error:
                 raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
+        from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+
         prints = fingerprints(run.model.name, args, datasets)
         tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
         about: dict[str, Any] = {
@@ -409,9 +385,10 @@ def build(
     attempts = AttemptRecord(folder, run.toml, run.job.description, name, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
     sources = None
-    if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
+    mixture = datasets.train.mixture
+    if mixture is not None and isinstance(parts.loss, RowLosses):
         sources = SourceFigures(
-            datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors
+            mixture, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors
         )
     experts = ExpertFigures(model, spec.experts(args), device) if spec.experts else None
     metrics = MetricsLogger(
@@ -430,7 +407,7 @@ def build(
     documents = None
     if run.data.log_documents:
         # No rank has read the other ranks' part of a stream: each writes its own.
-        part = (rank, ranks) if is_streamed(datasets.train) else None
+        part = (rank, ranks) if datasets.train.lanes is not None else None
         leads = all(mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
         file = folder / ("documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl")
         text = public_name(run.training.dataset_path or run.training.dataset)
@@ -485,7 +462,7 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases.rates()),
+        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=factors),
         train_step=train_step,
         loader=Prefetcher(
             steps,

@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     # imports make half a million objects and no garbage: to look through them takes a sixth of
     # their time
     gc.disable()
-    from titanlite.build import build, check_model
+    from titanlite.build import build
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.plan.runtime import last_words
     from titanlite.runs.logs import FOLDER as LOGS
     from titanlite.runs.logs import rank_log
-    from titanlite.start.preflight import check_machine
+    from titanlite.start.preflight import check_machine, check_model
     from titanlite.start.run_text import read_datasets
     from titanlite.trainer import Trainer, save_seed
 

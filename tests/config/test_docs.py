@@ -41,6 +41,7 @@ def test_every_code_of_a_problem_is_listed():
         code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)
     }
     found = [package / "config/checks.py", package / "config/rules.py", package / "start/fit.py"]
+    found.append(package / "start/misfits.py")
     for path in [*found, *package.glob("features/**/*.py")]:
         # Tuples (code, key, message, hint).
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -182,5 +182,5 @@ def test_a_model_without_documents_is_refused() -> None:
     assert (
         problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
     )
-    assert not mask_problems(spec, args, Data())
-    assert not mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True))
+    assert not list(mask_problems(spec, args, Data()))
+    assert not list(mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True)))

@@ -44,6 +44,7 @@ from titanlite.features.float8.convert import apply_float8
 from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
+from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
 from titanlite.parallel.activation_trace import trace_block
 from titanlite.parallel.dist_env import DistEnv
@@ -200,7 +201,7 @@ def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) 
     model = SPEC.build_on_meta(TINY)
     apply_float8(
         model,
-        converted_names(choose_linears(SPEC.linears(TINY), recipe(name))),
+        converted_names(choose_linears(linears_of(SPEC, TINY), recipe(name))),
         name,
         emulate=emulate,
     )

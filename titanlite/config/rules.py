@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,3 +73,20 @@ def _equals(value: Any) -> str:
     if value is None or isinstance(value, list):
         return ""
     return f" = {quote(value)}"
+
+
+# Numbers of a hint
+
+
+def around(number: int, factor: int) -> str:
+    """Return the multiples of `factor` on both sides of a number."""
+    below = number // factor * factor
+    above = -(-number // factor) * factor
+    return " or ".join(str(multiple) for multiple in (below, above) if multiple)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, rising."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return small + large

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanlite.config.sections import Config, Float8, Training
+    from titanlite.config.sections import Config, Experimental, Float8, Training
+    from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.loss_chunks import LossChunks
@@ -27,31 +28,33 @@ if TYPE_CHECKING:
 class Features:
     """The features of a run; None for one that is off."""
 
-    loss_chunks: LossChunks | None
+    async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
+    loss_chunks: LossChunks | None
 
     @property
     def on(self) -> list[Feature]:
         """Those that are on, in the order of their messages and of their rows in a report."""
-        every: list[Feature | None] = [self.loss_chunks, self.float8]
+        every: list[Feature | None] = [self.async_tp, self.float8, self.loss_chunks]
         return [feature for feature in every if feature is not None]
 
 
 def features_of(config: Config) -> Features:
     """Return the features that the sections of a config, or of a run, switch on."""
     return Features(
-        loss_chunks=loss_chunks_of(config.training),
+        async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
+        loss_chunks=loss_chunks_of(config.training),
     )
 
 
-def loss_chunks_of(section: Training) -> LossChunks | None:
-    """Return the loss in chunks if it is on."""
-    if section.loss_chunks == 1:
+def async_tp_of(section: Experimental) -> AsyncTensorParallel | None:
+    """Return asynchronous tensor parallelism if it is on."""
+    if not section.enable_async_tensor_parallel:
         return None
-    from titanlite.features.loss_chunks import LossChunks
+    from titanlite.features.async_tp import AsyncTensorParallel
 
-    return LossChunks(section.loss_chunks)
+    return AsyncTensorParallel()
 
 
 def float8_of(section: Float8) -> Float8Feature | None:
@@ -61,3 +64,12 @@ def float8_of(section: Float8) -> Float8Feature | None:
     from titanlite.features.float8 import Float8Feature
 
     return Float8Feature(section)
+
+
+def loss_chunks_of(section: Training) -> LossChunks | None:
+    """Return the loss in chunks if it is on."""
+    if section.loss_chunks == 1:
+        return None
+    from titanlite.features.loss_chunks import LossChunks
+
+    return LossChunks(section.loss_chunks)

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
-    from titanlite.config.sections import Config
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.start.derive import RunConfig
     from titanlite.start.report import Row, Setup
@@ -53,7 +52,7 @@ class Feature:
 
     # On the machine of a rank
 
-    def machine_problems(self, config: Config, args: Any | None) -> Iterable[Problem]:
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
         """Find what this machine, or the torch on it, cannot do. It needs no process group.
 
         args: the model's; None before the text is read, when only the machine is looked at.

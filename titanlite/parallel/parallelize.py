@@ -22,9 +22,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.features import float8_of, loss_chunks_of
+from titanlite.features import async_tp_of, float8_of, loss_chunks_of
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
+from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError, offered
 from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
@@ -110,7 +111,7 @@ class ModelBuilder:
             chunks.apply(model, self.spec.head)
         float8 = float8_of(self.float8)
         if float8 is not None:
-            float8.convert(model, self.spec, self.args, self.tp)
+            float8.convert(model, self.linears)
         if self.tp > 1:
             self._apply_tp(model)
         if self.cp > 1:
@@ -266,6 +267,12 @@ class ModelBuilder:
 
     # What was applied
 
+    @property
+    def linears(self) -> Linears:
+        """Those of the whole model. Raises ParallelismError for a model that names none."""
+        offered(self.spec, "linears")
+        return linears_of(self.spec, self.args, self.tp)
+
     def trace_activations(
         self, *, batch_size: int, seq_len: int, masked: bool = False
     ) -> ActivationStats:
@@ -280,7 +287,7 @@ class ModelBuilder:
         float8 = float8_of(self.float8)
         if float8 is not None:
             # The trace gathers nothing.
-            float8.convert(model, self.spec, self.args, self.tp, gathers=False)
+            float8.convert(model, self.linears, gathers=False)
         if self.cp > 1:
             from titanlite.parallel.context import apply_cp
 
@@ -370,10 +377,9 @@ class ModelBuilder:
     def compile_options(self) -> dict[str, Any]:
         """Settings of inductor for the blocks."""
         options: dict[str, Any] = {}
-        if self.experimental.enable_async_tensor_parallel:
-            from titanlite.parallel.async_tp import ASYNC_OPTIONS
-
-            options |= ASYNC_OPTIONS
+        async_tp = async_tp_of(self.experimental)
+        if async_tp is not None:
+            options |= async_tp.compile_options()
         float8 = float8_of(self.float8)
         if float8 is not None and self.compile.backend == "inductor":
             options |= float8.compile_options()

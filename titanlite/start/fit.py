@@ -26,23 +26,29 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.rules import Finding
-from titanlite.config.sections import ActivationCheckpoint, Config
+from titanlite.config.rules import Finding, around, divisors
+from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
-from titanlite.data.remote import public_name
+from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.features import features_of
 from titanlite.features.interactions import compiles_halves, needs_whole_backward
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
-from titanlite.models.spec import ModelSpec, ShapeError
+from titanlite.models.spec import ShapeError
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
-from titanlite.start.derive import RunConfig, below, degrees_of, derive, parallelism, smallest_world
+from titanlite.start.derive import RunConfig, below, derive, smallest_world
 from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
-from titanlite.utils import counted, is_dotted
+from titanlite.start.misfits import (
+    batch_misfits,
+    rank_misfits,
+    recomputation_misfits,
+    tensor_misfits,
+)
+from titanlite.utils import is_dotted
 
 _PP = "experimental.pipeline_parallel_"
 _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
@@ -194,17 +200,19 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
-    found = list(_rank_misfits(d, run))
+    found = list(rank_misfits(d, run))
     if not found:
-        found += [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run)]
+        found += [*batch_misfits(run), *_context_misfits(run), *_pipeline_misfits(d, run)]
         for feature in features_of(run).on:
             found += feature.rank_misfits(run)
-    found = found or list(_microbatch_misfits(run))
+    if not found:
+        found += _microbatch_misfits(run)
     try:
         args = run.model_args()
     except ShapeError as error:
         return placed(config, found) + _model_problems(config, error)
-    found += [*_not_offered(run), *_recomputation_misfits(run.spec, args, d)]
+    found += _not_offered(run)
+    found += recomputation_misfits(run.spec, args, d)
     found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += [
@@ -282,120 +290,16 @@ def _model_names(config: LoadedConfig) -> list[Problem]:
     return found
 
 
-def _recomputation_misfits(spec: ModelSpec, args: Any, d: Config) -> Iterator[Finding]:
-    """Check that "every Nth block" recomputes some.
-
-    The default may recompute none, in a model of one block.
-    """
-    ac, blocks = d.activation_checkpoint, len(spec.block_names(args))
-    every = ac.selective_ac_option
-    if (
-        ac.mode == "selective"
-        and every not in ("op", ActivationCheckpoint().selective_ac_option)
-        and int(every) > blocks
-    ):
-        message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
-        yield (
-            "model",
-            _AC_OPTION,
-            message,
-            'take a smaller number, or "op", or set activation_checkpoint.mode = "none"',
-        )
-
-
-def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    size, degrees = run.mesh.world_size, degrees_of(d)
-    if d.checkpoint.create_seed_checkpoint:
-        if size > 1:
-            hint = (
-                "start it with `python train.py …` and the same config, whatever its degrees of "
-                "parallelism"
-            )
-            yield (
-                "ranks",
-                "checkpoint.create_seed_checkpoint",
-                f"is made by one process, and there are {size}",
-                hint,
-            )
-        return
-    fixed = {key: degree for key, degree in degrees.items() if degree != -1}
-    product, has_rest = math.prod(fixed.values()), len(fixed) < len(degrees)
-    if product == size or has_rest and size % product == 0:
-        return
-    equation = " * ".join(
-        f"{parallelism(key)} {degree}" for key, degree in fixed.items() if degree != 1
-    )
-    key = next(
-        (key for key, degree in reversed(degrees.items()) if degree > 1),
-        "training.data_parallel_shard_degree",
-    )
-    if has_rest:
-        relation, other = "which does not divide", "on a multiple of it"
-    else:
-        open_key = (
-            "replicate_degree = 1"
-            if d.training.data_parallel_type == "ddp"
-            else "shard_degree = -1"
-        )
-        relation, other = (
-            "which is not",
-            f"set training.data_parallel_{open_key} for the ranks left over",
-        )
-    shown = f"{equation or 'all degrees 1'} = {product}, {relation} the world size {size}"
-    yield (
-        "ranks",
-        key,
-        f"the degrees do not fit the ranks: {shown}",
-        f"run on {counted(product, 'ranks')}, or {other}",
-    )
-
-
-def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    t, mesh, batch = d.training, run.mesh, run.batch
-    reshard, shards = t.reshard_after_forward, mesh.weight_shards
-    if isinstance(reshard, int) and shards % reshard:
-        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
-        numbers = "".join(f"{n}, " for n in divisors(shards)[1:])
-        message = (
-            f"is {reshard}, which does not divide the {shards} ranks that share one copy of the "
-            f"weights ({which})"
-        )
-        hint = f'these work: {numbers}"default", "always" or "never"'
-        yield "ranks", "training.reshard_after_forward", message, hint
-    if d.optimizer.early_step_in_backward and batch.accumulation > 1:
-        message = f"excludes accumulation, and a step has {batch.accumulation} micro-batches"
-        largest = batch.global_batch_size // batch.accumulation
-        hint = (
-            "take more ranks, a larger training.batch_size, or training.global_batch_size = "
-            f"{largest}"
-        )
-        yield "batch", "optimizer.early_step_in_backward", message, hint
-    if t.global_batch_size not in (-1, batch.global_batch_size):
-        at_once, width = (
-            t.batch_size * mesh.dp_degree,
-            counted(mesh.dp_degree, "data-parallel ranks"),
-        )
-        message = (
-            f"is {t.global_batch_size}, not a multiple of batch_size {t.batch_size} * {width} = "
-            f"{at_once}"
-        )
-        hint = f"these work: global_batch_size = {_around(t.global_batch_size, at_once)}"
-        if t.global_batch_size % t.batch_size == 0:
-            numbers = ", ".join(str(n) for n in divisors(t.global_batch_size // t.batch_size))
-            hint += f"; or one of {numbers} data-parallel ranks"
-        yield "batch", "training.global_batch_size", message, hint
-
-
 def _context_misfits(run: RunConfig) -> Iterator[Finding]:
     """Check that each sequence can be cut into two equal chunks per rank."""
     chunks = 2 * run.mesh.context
-    for key, length in _lengths(run).items():
+    for key, length in run.sequence_lengths.items():
         if chunks > 2 and length % chunks:
             message = (
                 f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} chunks, two "
                 "for each rank"
             )
-            yield "divide", _CP, message, f"these work: {key} = {_around(length, chunks)}"
+            yield "divide", _CP, message, f"these work: {key} = {around(length, chunks)}"
 
 
 def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
@@ -516,39 +420,6 @@ def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         yield "ranks", "training.reshard_after_forward", message, hint
 
 
-def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check what the ranks of tensor parallelism cannot share equally; a vocabulary that is unknown
-    yet is left out.
-    """
-    tensor, context = run.mesh.tensor, run.mesh.context
-    if tensor == 1:
-        return
-    vocabulary = args.vocab_size or 0
-    shared = {**run.spec.tensor_sizes(args), "the vocabulary": vocabulary}
-    if odd := [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]:
-        hint = f"these work: {', '.join(str(n) for n in divisors(math.gcd(*shared.values())))}"
-        if vocabulary % tensor:
-            larger = -(-vocabulary // tensor) * tensor
-            hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
-        yield "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", hint
-    ranks = tensor * context
-    for key, length in _lengths(run).items():
-        if length % ranks:
-            by = f"{_TP} {tensor}" + (f" * {_CP} {context}" if context > 1 else "")
-            message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
-            yield "divide", key, message, f"these work: {_around(length, ranks)}"
-
-
-def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:
-    """Return `tensor_misfits` without places, for a vocabulary that is known only when the
-    tokenizer is read.
-    """
-    return [
-        Problem("", key, message, hint, code=code)
-        for code, key, message, hint in tensor_misfits(args, run)
-    ]
-
-
 def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check that the model can be cut into the stages of the pipeline."""
     e = run.experimental
@@ -572,23 +443,3 @@ def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         by_points = bool(e.pipeline_parallel_split_points)
         hint = "" if by_points else "take a smaller degree, or a schedule with one stage per rank"
         yield "divide", f"{_PP}{'split_points' if by_points else 'degree'}", str(error), hint
-
-
-def _lengths(d: Config) -> dict[str, int]:
-    """Return the lengths of sequences by key, in tokens."""
-    held_out = d.validation.seq_len if d.validation.enable else None
-    apart = {"validation.seq_len": held_out} if held_out not in (None, d.training.seq_len) else {}
-    return {"training.seq_len": d.training.seq_len, **apart}
-
-
-def _around(number: int, factor: int) -> str:
-    """Return the multiples of `factor` on both sides of a number."""
-    return " or ".join(
-        str(n) for n in (number // factor * factor, -(-number // factor) * factor) if n
-    )
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.rules import Finding, broken_rules
 from titanlite.features.feature import Feature
 from titanlite.features.float8 import checks
-from titanlite.features.float8.choice import Float8Choice, choices_of, converted_names
+from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
     from titanlite.config.errors import Problem
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Config, Float8
+    from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
     from titanlite.features.float8.gathered import ScalePrecompute
-    from titanlite.models.spec import ModelSpec
+    from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
     from titanlite.start.report import Row, Setup
 
@@ -45,9 +47,9 @@ class Float8Feature(Feature):
     def __init__(self, section: Float8) -> None:
         self.section = section
 
-    def choices(self, spec: ModelSpec, args: Any, tp: int) -> list[Float8Choice]:
-        """Decide for each kind of linear of the whole model, which `tp` ranks share."""
-        return choices_of(spec, args, self.section, tp)
+    def choices(self, linears: Linears) -> list[Float8Choice]:
+        """Decide for each kind of linear of the whole model."""
+        return choose_linears(linears, self.section)
 
     # Before the ranks start
 
@@ -62,27 +64,25 @@ class Float8Feature(Feature):
 
     # On the machine
 
-    def machine_problems(self, config: Config, args: Any | None) -> Iterable[Problem]:
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
         return checks.machine_problems(self.section)
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         from titanlite.features.float8.report import float8_rows
 
-        choices = self.choices(builder.spec, builder.args, builder.tp)
+        choices = self.choices(builder.linears)
         return float8_rows(self.section, choices, setup, builder.compiles("model"))
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
-    def convert(
-        self, model: nn.Module, spec: ModelSpec, args: Any, tp: int, *, gathers: bool = True
-    ) -> None:
+    def convert(self, model: nn.Module, linears: Linears, *, gathers: bool = True) -> None:
         """Convert a model or pipeline stage on the meta device, in place.
 
-        gathers: FSDP will gather its weights.
+        linears: of the whole model. gathers: FSDP will gather its weights.
         """
         from titanlite.features.float8.convert import apply_float8
 
-        names = converted_names(self.choices(spec, args, tp))
+        names = converted_names(self.choices(linears))
         if names:
             apply_float8(
                 model,
@@ -105,6 +105,15 @@ class Float8Feature(Feature):
         gathers = self.section.enable_fsdp_float8_all_gather
         if gathers and not tensor.sends_float8(mesh["dp_shard"]):
             gathered.gather_as_bytes(model)
+
+    # The plan: `titanlite.plan` calls these
+
+    def speed(self, step: StepSizes) -> ProductSpeed:
+        """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""
+        from titanlite.features.float8.plan_speed import Float8Speed
+        from titanlite.plan.product_speed import ProductSpeed
+
+        return ProductSpeed(step) if self.section.emulate else Float8Speed(self.section, step)
 
     # The step: `titanlite.build` calls these
 

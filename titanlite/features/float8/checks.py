@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,10 @@ from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding, Rule, several
 from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.config.toml import quote
-from titanlite.features.float8.choice import MULTIPLE, Float8Choice, choices_of, name_filters
-from titanlite.models.spec import ShapeError, Size
-from titanlite.parallel import ParallelismError, offered
+from titanlite.features.float8.choice import MULTIPLE, Float8Choice, choose_linears, name_filters
+from titanlite.models.linears import Linears, linears_of
+from titanlite.models.spec import ShapeError
+from titanlite.parallel import ParallelismError
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
     """Check that float8 can take the products of the model, and that it takes some."""
     # The head stays, whatever its size.
     known = replace(args, vocab_size=args.vocab_size or 1)
-    linears = offered(run.spec, "linears")(known)
-    choices = choices_of(run.spec, known, run.float8, run.mesh.tensor)
-    unknown = list(_unknown_filters(run, linears))
+    linears = linears_of(run.spec, known, run.mesh.tensor)
+    choices = choose_linears(linears, run.float8)
+    unknown = list(_unknown_filters(run.float8, linears))
     yield from unknown
     if not unknown:
         yield from _nothing_converted(choices)
@@ -96,15 +97,15 @@ def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
         yield from _uneven_rows(run, choices)
 
 
-def _unknown_filters(run: RunConfig, linears: Mapping[str, Size]) -> Iterator[Finding]:
+def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Finding]:
     """Find filters that are part of no name."""
-    components = [part for name in linears for part in name.split(".") if not part.isdigit()]
+    components = [part for name in linears.sizes for part in name.split(".") if not part.isdigit()]
     hint = (
         f"parts of names are {', '.join(dict.fromkeys(components))}; the head is "
-        f"{run.spec.head}, and it always stays in high precision"
+        f"{linears.head}, and it always stays in high precision"
     )
-    for part in name_filters(run.float8):
-        if not part or not any(part in name for name in linears):
+    for part in name_filters(settings):
+        if not part or not any(part in name for name in linears.sizes):
             yield "unknown-value", FILTERS, f"{quote(part)} is part of no linear's name", hint
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from titanlite.config.sections import AUTO_FILTER, Float8
-from titanlite.models.spec import ModelSpec, Size
-from titanlite.parallel import offered
+from titanlite.models.linears import LinearKind, Linears, kind_of
+from titanlite.models.spec import Size
 
 #: float8 units need every dimension of a product to be a multiple of it.
 MULTIPLE = 16
-
-_LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
 
 #: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are
 #: torchao's, measured on H100s (its `_auto_filter_for_recipe`; a test compares). inf: any size.
@@ -26,14 +22,9 @@ SMALL_SIZES = {
 
 
 @dataclass(frozen=True)
-class Float8Choice:
-    """Linears of one kind, in several layers, with the same decision."""
+class Float8Choice(LinearKind):
+    """Linears of one kind with the same decision."""
 
-    #: Their name in a layer, as `attention.wq`.
-    kind: str
-    names: tuple[str, ...]
-    #: K and N of the product M x K x N on one rank: tensor parallelism divides one of the two.
-    size: Size
     #: Why they stay in high precision; "" for linears in float8.
     reason: str = ""
 
@@ -42,49 +33,21 @@ class Float8Choice:
         return not self.reason
 
 
-def choose_linears(
-    linears: Mapping[str, Size],
-    settings: Float8,
-    tp_plan: Mapping[str, str] | None = None,
-    tp: int = 1,
-    head: str = "output",
-) -> list[Float8Choice]:
+def choose_linears(linears: Linears, settings: Float8) -> list[Float8Choice]:
     """Decide for each linear of a model, by kind and in its order.
 
-    linears: name → size, of the whole model. tp_plan: name → how tensor parallelism divides it over
-    `tp` ranks (see `titanlite.parallel.tensor.apply_tp`). head: it stays; its outputs are the
-    logits, and every recipe changes the loss when they are rounded.
+    The head stays: its outputs are the logits, and every recipe changes the loss when they are
+    rounded.
     """
-    plan = tp_plan or {}
     found: dict[tuple[str, Size, str], list[str]] = {}
-    for name, size in linears.items():
-        local = _part(size, plan.get(name), tp)
-        reason = "the head" if name == head else _reason(name, size, local, settings)
-        kind = _LAYER.sub("", name)
-        found.setdefault((kind, local, reason), []).append(name)
+    for name, size in linears.sizes.items():
+        local = linears.on_rank(name)
+        reason = "the head" if name == linears.head else _reason(name, size, local, settings)
+        found.setdefault((kind_of(name), local, reason), []).append(name)
     return [
         Float8Choice(kind, tuple(names), size, reason)
         for (kind, size, reason), names in found.items()
     ]
-
-
-def choices_of(spec: ModelSpec, args: Any, settings: Float8, tp: int) -> list[Float8Choice]:
-    """Decide for each linear of a model whose products `tp` ranks share.
-
-    Raises ParallelismError for a model that names no linears.
-    """
-    linears = offered(spec, "linears")(args)
-    plan = offered(spec, "tensor_plan")(args) if tp > 1 else {}
-    return choose_linears(linears, settings, plan, tp, spec.head)
-
-
-def _part(size: Size, way: str | None, tp: int) -> Size:
-    """Return this rank's part of a linear that tensor parallelism divides in a way."""
-    if way == "rowwise":
-        return Size(size.in_features // tp, size.out_features)
-    if way in ("colwise", "head"):
-        return Size(size.in_features, size.out_features // tp)
-    return size
 
 
 def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 from titanlite.config.errors import Problem
 from titanlite.config.rules import Finding
 from titanlite.features.feature import Feature
-from titanlite.models.families import get_spec
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.config.loaded import LoadedConfig
-    from titanlite.config.sections import Config
+    from titanlite.start.derive import RunConfig
 
 
 class LossChunks(Feature):
@@ -53,13 +52,12 @@ class LossChunks(Feature):
 
     # On the machine
 
-    def machine_problems(self, config: Config, args: Any | None) -> Iterable[Problem]:
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
         """Find what keeps the model from computing its loss in chunks: it is tried."""
         if args is None:
             return
         try:
-            spec = get_spec(config.model.name)
-            self.apply(spec.build_on_meta(args), spec.head)
+            self.apply(run.spec.build_on_meta(args), run.spec.head)
         except ValueError as error:
             yield Problem("", self.key, str(error), "set it to 1")
 

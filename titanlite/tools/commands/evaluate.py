@@ -218,9 +218,9 @@ def read_texts(
     Raises DataError and ConfigError as training does, CheckpointError if the weights are of another
     model or tokenizer.
     """
-    from titanlite.build import check_model
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.start.fingerprints import weights_fingerprints
+    from titanlite.start.preflight import check_model
     from titanlite.start.run_text import read_held_out
 
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
