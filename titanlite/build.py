@@ -38,7 +38,7 @@ from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, Validati
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.text_report import checks_of
-from titanlite.features import async_tp_of, features_of, float8_of
+from titanlite.features import async_tp_of, context_of, features_of, float8_of
 from titanlite.features.interactions import is_below_bf16
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
@@ -56,7 +56,6 @@ from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_trace import ActivationStats
 from titanlite.parallel.compile import prepare_compile
-from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import fix_workspace, seed_generators, use_deterministic
@@ -242,10 +241,11 @@ def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]
     section, rank, ranks = run.validation, data_parallel_rank(mesh), run.mesh.dp_degree
     size, pin = section.batch_size or run.batch.micro_batch_size, _pins(run, mesh)
     loaders, measured = {}, []
+    context = context_of(run.mesh.context)
     for name, rows in texts.items():
         passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
-        if run.mesh.context > 1:
-            passes = CPLoader(passes, mesh)
+        if context is not None:
+            passes = context.loader(passes, mesh)
         loaders[name] = ValidationPrefetcher(
             passes, run.data.prefetch, pin, run.data.persistent_workers
         )
@@ -314,8 +314,9 @@ def build(
     steps: StepLoader = TrainLoader(
         datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip
     )
-    if run.mesh.context > 1:
-        steps = CPLoader(steps, mesh)
+    context = context_of(run.mesh.context)
+    if context is not None:
+        steps = context.loader(steps, mesh)
     validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
     optimizer, train_step = build_step(run, parts)

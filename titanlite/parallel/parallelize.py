@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.features import async_tp_of, float8_of, loss_chunks_of
+from titanlite.features import async_tp_of, context_of, float8_of, loss_chunks_of
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.linears import Linears, linears_of
@@ -114,8 +114,10 @@ class ModelBuilder:
             float8.convert(model, self.linears)
         if self.tp > 1:
             self._apply_tp(model)
-        if self.cp > 1:
-            self._apply_cp(model)
+        context = context_of(self.cp)
+        has_blocks = bool(select(model, self.spec.block_names(self.args)))
+        if context is not None and has_blocks:  # a stage may have none
+            context.apply(model, self.mesh)
         if self.ep > 1:
             self._apply_ep(model)
         self._apply_ac(model)
@@ -141,13 +143,6 @@ class ModelBuilder:
         shard_logits = self.training.enable_loss_parallel and self.own_loss is None
         plan = offered(self.spec, "tensor_plan")(self.args)
         apply_tp(model, plan, self.mesh["tp"], shard_logits)
-
-    def _apply_cp(self, model: nn.Module) -> None:
-        from titanlite.parallel.context import apply_cp
-
-        stage_has_blocks = bool(select(model, self.spec.block_names(self.args)))
-        if stage_has_blocks:
-            apply_cp(model, self.mesh)
 
     def _apply_ep(self, model: nn.Module) -> None:
         from titanlite.parallel.expert import apply_ep, has_exchange
@@ -258,12 +253,9 @@ class ModelBuilder:
 
     def _positions(self, rank_len: int) -> torch.Tensor:
         """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
-        if self.cp == 1:
-            return torch.arange(rank_len, device=self.device)
-        from titanlite.parallel.context import CPRank
-
         everywhere = torch.arange(rank_len * self.cp, device=self.device)
-        return CPRank.of(self.mesh).part(everywhere, 0)
+        context = context_of(self.cp)
+        return everywhere if context is None else context.part(everywhere, self.mesh)
 
     # What was applied
 
@@ -288,10 +280,9 @@ class ModelBuilder:
         if float8 is not None:
             # The trace gathers nothing.
             float8.convert(model, self.linears, gathers=False)
-        if self.cp > 1:
-            from titanlite.parallel.context import apply_cp
-
-            apply_cp(model, self.mesh)
+        context = context_of(self.cp)
+        if context is not None:
+            context.apply(model, self.mesh)
         tokens = batch_size // self.microbatches, seq_len // self.cp
         names = self.spec.block_names(self.args)
         whole = seq_len if masked else None

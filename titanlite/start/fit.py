@@ -26,7 +26,7 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.rules import Finding, around, divisors
+from titanlite.config.rules import Finding, divisors
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
@@ -51,7 +51,7 @@ from titanlite.start.misfits import (
 from titanlite.utils import is_dotted
 
 _PP = "experimental.pipeline_parallel_"
-_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
+_TP = "training.tensor_parallel_degree"
 _EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
@@ -202,9 +202,10 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     d = config.sections
     found = list(rank_misfits(d, run))
     if not found:
-        found += [*batch_misfits(run), *_context_misfits(run), *_pipeline_misfits(d, run)]
+        found += batch_misfits(run)
         for feature in features_of(run).on:
             found += feature.rank_misfits(run)
+        found += _pipeline_misfits(d, run)
     if not found:
         found += _microbatch_misfits(run)
     try:
@@ -240,7 +241,6 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
             mesh.tensor * mesh.expert > 1 and compiled and halves,
         ),
         "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
-        "context_parallel": (_CP, mesh.context > 1),
     }
     fields = {field: key for field, (key, is_asked) in asked.items() if is_asked}
     for feature in features_of(run).on:
@@ -288,18 +288,6 @@ def _model_names(config: LoadedConfig) -> list[Problem]:
     except ShapeError as error:
         found += _model_problems(config, error)
     return found
-
-
-def _context_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check that each sequence can be cut into two equal chunks per rank."""
-    chunks = 2 * run.mesh.context
-    for key, length in run.sequence_lengths.items():
-        if chunks > 2 and length % chunks:
-            message = (
-                f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} chunks, two "
-                "for each rank"
-            )
-            yield "divide", _CP, message, f"these work: {key} = {around(length, chunks)}"
 
 
 def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
