@@ -53,7 +53,10 @@ MAY_TAKE_ALL = (
     "build",
     "start.derive",
     "start.fit",
+    "start.misfits",
+    "start.preflight",
     "start.run_text",
+    "features.",
     "plan.",
     "tools.",
 )
