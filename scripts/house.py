@@ -56,7 +56,7 @@ MAY_TAKE_ALL = (
     "start.misfits",
     "start.preflight",
     "start.run_text",
-    "features.",
+    "features",
     "plan.",
     "tools.",
 )
