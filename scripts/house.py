@@ -50,6 +50,7 @@ READING_PATH = [
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
+    "main",
     "assembly",
     "start.",
     "plan.",

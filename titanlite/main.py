@@ -40,6 +40,7 @@ from titanlite.utils import MissingPackageError, atomic_write, escape, logger, r
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from titanlite.assembly import TrainingComponents
     from titanlite.checkpoint.paths import StorePath
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.dist_env import DistEnv
@@ -103,12 +104,20 @@ def run(argv: Sequence[str]) -> int:
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
     _import_training()
+    from titanlite.trainer import Trainer
+
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which
     # must not die of it.
     with StopSignal(at_once=True) as stop:
         rank = _Rank(environment, asked, config, stop)
         try:
-            rank.train()
+            with rank.components() as parts:
+                if config.checkpoint.create_seed_checkpoint:
+                    from titanlite.training.resume import save_seed
+
+                    save_seed(parts)
+                else:
+                    Trainer(parts, stop).train()
         except (StopRequested, KeyboardInterrupt) as error:
             return _stopped(error)
         except SystemExit as error:
@@ -165,12 +174,15 @@ class _Rank:
         self.watchdog = HangWatchdog()
         self.store: Store | None = None
 
-    def train(self) -> None:
-        """Read the text, start the process group, and train.
+    @contextlib.contextmanager
+    def components(self) -> Iterator[TrainingComponents]:
+        """Read the text, start the process group and build the run, and end them after the work.
 
-        All ranks call it together. Raises what ends the run early.
+        All ranks call it together. Raises what ends the run before its first step.
         """
+        from titanlite.assembly import build
         from titanlite.parallel.dist_env import connect_store
+        from titanlite.parallel.process import keep_freed_memory
         from titanlite.parallel.rendezvous import report_failure
 
         rank, size = self.environment.rank, self.environment.world_size
@@ -180,7 +192,9 @@ class _Rank:
         with report_failure(self.store, rank, size), contextlib.ExitStack() as held:
             datasets = self.prepare(held)
             with self.opened() as world:
-                self.run_loop(world, datasets, callbacks)
+                if world.device.type == "cpu":
+                    keep_freed_memory()
+                yield build(self.config, world, datasets, self.watchdog, callbacks)
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
@@ -238,24 +252,6 @@ class _Rank:
         )
         with world as entered, rank_log(self.folder, self.environment.rank), self.watchdog:
             yield entered
-
-    def run_loop(self, world: DistEnv, datasets: Datasets, callbacks: Sequence[Callback]) -> None:
-        """Build the run and train, or write its seed checkpoint."""
-        from titanlite.assembly import build
-
-        if world.device.type == "cpu":
-            from titanlite.parallel.process import keep_freed_memory
-
-            keep_freed_memory()
-        parts = build(self.config, world, datasets, self.watchdog, callbacks)
-        if self.config.checkpoint.create_seed_checkpoint:
-            from titanlite.training.resume import save_seed
-
-            save_seed(parts)
-        else:
-            from titanlite.trainer import Trainer
-
-            Trainer(parts, self.stop).train()
 
     def message(self, error: Exception, code: int) -> str:
         """Return what to print of an expected error."""

@@ -443,7 +443,7 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
 def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
     """Return rows of attention, of kept activations and of the planned peak."""
     from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.runtime import start_rows
+    from titanlite.plan.start_rows import start_rows
 
     builder, batch = built.model.builder, run.batch
     kept = builder.trace_activations(
