@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.callbacks import Callback, Callbacks, load_callbacks
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.data.phases import Phases
 from titanlite.data.prefetch import Prefetcher
 from titanlite.metrics.console import ensure_console
 from titanlite.models.spec import ModelSpec
@@ -38,6 +37,7 @@ from titanlite.training.validation import ValidationSet
 if TYPE_CHECKING:
     from titanlite.checkpoint.manager import Checkpointer
     from titanlite.checkpoint.schedule import SaveSchedule
+    from titanlite.data.phases import Phases
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.optim.average import WeightAverage
     from titanlite.start.saves import SaveParts
@@ -206,7 +206,7 @@ def _components(
     batch = run.batch
     folder = Path(run.job.dump_folder) if built.world.rank == 0 else None
     weights_only = run.checkpoint.model_weights_only
-    rates = loaders.phases.rates()
+    rates = () if loaders.phases is None else loaders.phases.rates()
     return TrainingComponents(
         world=built.world,
         mesh=model.mesh,

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
-from titanlite.checkpoint.manifest import HELD_OUT, CheckpointError
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import log_once
@@ -24,7 +25,7 @@ from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.assembly import TrainingComponents
-    from titanlite.checkpoint.load import LoadedState
+    from titanlite.checkpoint.loaded import LoadedState
     from titanlite.checkpoint.manager import Checkpointer
 
 
@@ -268,8 +269,6 @@ class Trainer:
 
     def train_state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides tensors. All ranks call it together."""
-        from titanlite.checkpoint.load import LEFT_OUT
-
         parts = self.parts
         state = {
             "data": gather_state(parts.loader.state_dict(), parts.datasets.train),

@@ -97,13 +97,12 @@ def _figures(built: Built) -> list[Any]:
     run = built.run
     found: list[Any] = []
     if run.data.source:
-        from titanlite.data.mixture import MixedRows
         from titanlite.metrics.figures import RowLosses, SourceFigures
 
-        rows, losses = built.datasets.train, built.model.loss
-        if isinstance(rows, MixedRows) and isinstance(losses, RowLosses):
+        mixture, losses = built.datasets.train.mixture, built.model.loss
+        if mixture is not None and isinstance(losses, RowLosses):
             size, share = run.batch.global_batch_size, built.loaders.share
-            found.append(SourceFigures(rows, losses, size, share, built.model.factors))
+            found.append(SourceFigures(mixture, losses, size, share, built.model.factors))
     if run.spec.experts is not None:
         from titanlite.metrics.figures import ExpertFigures
 
@@ -160,7 +159,7 @@ def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
 
     run = built.run
     in_epochs = run.training.epochs is not None
-    return StartReport(lines, run.checkpoint, built.loaders.phases.skip, attempts, in_epochs)
+    return StartReport(lines, run.checkpoint, built.loaders.skip, attempts, in_epochs)
 
 
 def _peak_check(built: Built) -> Callback | None:
@@ -221,21 +220,20 @@ def _verify_resume(built: Built) -> Callback | None:
         tolerance=1e-4 if in_float32 and not run.float8.enable_float8_linear else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
-    return VerifyResume(check, built.loaders.phases.skip, built.loaders.share)
+    return VerifyResume(check, built.loaders.skip, built.loaders.share)
 
 
 def _document_log(built: Built) -> Callback | None:
     run = built.run
     if not run.data.log_documents:
         return None
-    from titanlite.data.documents import is_streamed
-    from titanlite.data.remote import public_name
+    from titanlite.config.urls import public_name
     from titanlite.training.document_log import DocumentLog
 
     rows = built.datasets.train
     rank, ranks = built.loaders.share
     # No rank has read the other ranks' part of a stream: each writes its own.
-    part = (rank, ranks) if is_streamed(rows) else None
+    part = (rank, ranks) if rows.lanes is not None else None
     leads = all(built.model.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
     path = None
     if leads and (rank == 0 or part is not None):

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.data.loader import TrainLoader, ValidationLoader
-from titanlite.data.phases import Phases
 from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
 from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.start.derive import RunConfig
 from titanlite.start.run_text import Datasets, phases_of
 from titanlite.training.validation import ValidationSet
 
 if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
     from titanlite.optim.average import WeightAverage
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
@@ -31,7 +32,10 @@ class LoaderParts:
 
     train: Prefetcher
     validation: ValidationSet | None
-    phases: Phases
+    #: The `[[data.phase]]` tables; None: there are none, and no mixture.
+    phases: Phases | None
+    #: Ranges of sequences that are not served.
+    skip: tuple[Range, ...]
     #: This rank's place among those that read different data, and their number.
     share: tuple[int, int]
 
@@ -41,10 +45,10 @@ def build_loaders(
 ) -> LoaderParts:
     """Build this rank's loaders. average: of the weights, for validation."""
     share = data_parallel_rank(mesh), run.mesh.dp_degree
-    phases = phases_of(run)
     batch = run.batch
+    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
     steps = TrainLoader(
-        datasets.train, batch.global_batch_size, batch.micro_batch_size, *share, phases.skip
+        datasets.train, batch.global_batch_size, batch.micro_batch_size, *share, skip
     )
     # Only a stream has a state.
     reserve = _RESERVE if datasets.train.state_dict() else 0
@@ -54,7 +58,7 @@ def build_loaders(
         validation = build_validation(run, mesh, datasets.validation)
         if average is not None and run.validation.ema:
             validation = replace(validation, weights=average.applied)
-    return LoaderParts(train, validation, phases, share)
+    return LoaderParts(train, validation, phases_of(run), skip, share)
 
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:

@@ -14,7 +14,7 @@ from titanlite.start.report import WARNING
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.load import LoadedState
+    from titanlite.checkpoint.loaded import LoadedState
     from titanlite.trainer import Trainer
     from titanlite.training.run_callbacks import AttemptRecord
 
@@ -103,7 +103,7 @@ def began(section: Checkpoint, loaded: LoadedState | None) -> str:
     asked = f"checkpoint.start = {section.start}"
     if loaded is None:
         return f"a fresh run ({asked}): no checkpoint to resume in {section.folder}"
-    from titanlite.checkpoint.selection import GROUPS
+    from titanlite.checkpoint.loaded import GROUPS
 
     anew = [_WORDS[name] for name in GROUPS if name in loaded.left_out and name in _WORDS]
     but = f", but with new {', '.join(anew)}" if anew else ""

@@ -20,8 +20,7 @@ from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
-from titanlite.data.mixture import MixedRows
-from titanlite.data.remote import public_name
+from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
@@ -301,7 +300,7 @@ def text_warnings(
 
     name: of a single training text. sequences: of the run.
     """
-    yield from file_warnings(train, "" if isinstance(train, MixedRows) else name)
+    yield from file_warnings(train, name if train.mixture is None else "")
     for title, held_out in validation.items():
         yield from file_warnings(held_out, f"validation {title}".strip())
     if sequences is not None:

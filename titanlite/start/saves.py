@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import public_config
@@ -43,6 +42,8 @@ def build_saves(
     args: the model's. held_out: hash of the held-out text. average: of the weights, to be saved
     with them. Raises ConfigError where the model has no form for Hugging Face.
     """
+    from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+
     if run.checkpoint.last_save_in_hf:
         _check_hf_form(run, args)
     prints = fingerprints(run.model.name, args, datasets)

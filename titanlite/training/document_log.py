@@ -55,10 +55,8 @@ class DocumentLog(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._log is None:
             return
-        sequences, (rank, degree) = (
-            trainer.recent[trainer.step].sequences(self._global_batch),
-            self._share,
-        )
+        sequences = trainer.recent[trainer.step].sequences(self._global_batch)
+        rank, degree = self._share
         total = self._dataset.total_sequences
         found = {
             str(index): [

@@ -10,12 +10,10 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.load import LoadedState
-from titanlite.checkpoint.manifest import CheckpointError, steps_in
-from titanlite.checkpoint.resume_check import STATE as RESUME
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import RESUME, LoadedState
+from titanlite.checkpoint.manifest import steps_in
 from titanlite.data.loader import gather_state
-from titanlite.data.mixture import MixedRows
-from titanlite.data.phases import Progress
 from titanlite.data.state import StateError, check_loader
 from titanlite.guard import BadStepError, check_statistics
 from titanlite.parallel.dist_env import log_once
@@ -60,7 +58,7 @@ def restore(trainer: Trainer, loaded: LoadedState) -> None:
     else:
         _restore_text(trainer, loaded)
     # Earlier steps may have been of another size. A mixture has a length of its own.
-    trainer.end_with_text(later=not isinstance(parts.datasets.train, MixedRows))
+    trainer.end_with_text(later=parts.datasets.train.mixture is None)
 
 
 def roll_back(trainer: Trainer, bad: BadStepError) -> None:
@@ -139,9 +137,11 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
     parts = trainer.parts
     data = {name: value for name, value in data.items() if name != "phases"}
     if parts.phases is not None:
+        from titanlite.data.phases import Progress
+
         done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
         parts.learning_rate.phases = parts.phases.rates(done)
-        if isinstance(parts.datasets.train, MixedRows):
+        if parts.datasets.train.mixture is not None:
             data = {**data, "phases": parts.phases.shares(done)}
     parts.loader.load_state_dict(data)
 

@@ -123,8 +123,7 @@ class AttemptRecord(Callback):
                 trainer, RunEnd("failed", trainer.done, error, str(error))
             )
         loaded = trainer.loaded
-        self._record, self.lines = record.begin(
-            self._folder,
+        start = record.Start(
             config_toml=self._toml,
             steps=trainer.steps,
             ranks=world.size,
@@ -135,6 +134,7 @@ class AttemptRecord(Callback):
             resumed=loaded is not None and loaded.origin == "resume",
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
+        self._record, self.lines = record.begin(self._folder, start)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:

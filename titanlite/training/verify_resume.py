@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from titanlite.callbacks import Callback, RunEnd
-from titanlite.checkpoint.load import LoadedState
-from titanlite.checkpoint.resume_check import STATE, ResumeCheck
+from titanlite.checkpoint.loaded import RESUME, LoadedState
+from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.hashes import add_hashes, step_hash
-from titanlite.data.mixture import MixedRows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.utils import logger
 
@@ -36,7 +35,7 @@ class VerifyResume(Callback):
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
             loaded, next_batch = self._with_other_skips(loaded, trainer), self._next_batch(trainer)
-            if next_batch != loaded.train.get(STATE, {}).get("next_batch"):
+            if next_batch != loaded.train.get(RESUME, {}).get("next_batch"):
                 loaded = _with_other_shares(loaded, trainer)
             self._check.resumed(loaded, next_batch)
 
@@ -102,7 +101,7 @@ def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
     """Return it with the mixture among its changes if sources have other shares, as a resume may
     give them.
     """
-    rows = trainer.parts.datasets.train
-    if not isinstance(rows, MixedRows) or not rows.changed:
+    mixture = trainer.parts.datasets.train.mixture
+    if mixture is None or not mixture.changed:
         return loaded
     return replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))
