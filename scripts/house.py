@@ -34,7 +34,7 @@ from pathlib import Path
 READING_PATH = [
     *(
         "__init__",
-        "build",
+        "assembly",
         "trainer",
         "step",
         "loss",
@@ -50,12 +50,9 @@ READING_PATH = [
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
-    "build",
-    "start.derive",
-    "start.fit",
-    "start.misfits",
-    "start.preflight",
-    "start.run_text",
+    "main",
+    "assembly",
+    "start.",
     "features",
     "plan.",
     "tools.",
