@@ -59,7 +59,7 @@ class ContextParallel(Feature):
 
         return CPRank.of(mesh).part(tensor, dim)
 
-    # The text: `titanlite.build` calls this
+    # The text: `titanlite.start.loaders` calls this
 
     def loader(self, whole: Any, mesh: DeviceMesh) -> CPLoader:
         """Return a loader of this rank's part of the batches of a training or validation loader."""

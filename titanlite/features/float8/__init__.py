@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
-    from titanlite.features.float8.gathered import ScalePrecompute
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.product_speed import ProductSpeed
@@ -115,14 +114,15 @@ class Float8Feature(Feature):
 
         return ProductSpeed(step) if self.section.emulate else Float8Speed(self.section, step)
 
-    # The step: `titanlite.build` calls these
+    # The step: `titanlite.start` calls these
 
-    def after_update(self, model: nn.Module, mesh: DeviceMesh) -> ScalePrecompute | None:
-        """Return what a step calls when the weights are new; None: nothing."""
+    def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+        """Return what a step calls when the weights are new."""
         from titanlite.features.float8.gathered import ScalePrecompute
+        from titanlite.step import do_nothing
 
         if not self.section.precompute_float8_dynamic_scale_for_fsdp:
-            return None
+            return do_nothing
         return ScalePrecompute(model, mesh)
 
     def drift_check(

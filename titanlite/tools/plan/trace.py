@@ -24,7 +24,6 @@ from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from titanlite.build import build_model, build_step
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
 from titanlite.features.context import attention as context_attention
@@ -39,6 +38,7 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.start.derive import RunConfig
+from titanlite.start.model import build_model, build_step
 from titanlite.tools.plan.memory_meter import MemoryMeter
 
 
