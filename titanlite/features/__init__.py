@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config, Experimental, Float8, Training
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
+    from titanlite.features.experts import ExpertParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.loss_chunks import LossChunks
@@ -30,6 +31,7 @@ class Features:
     """The features of a run; None for one that is off."""
 
     context: ContextParallel | None
+    experts: ExpertParallel | None
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
     loss_chunks: LossChunks | None
@@ -37,7 +39,13 @@ class Features:
     @property
     def on(self) -> list[Feature]:
         """Those that are on, in the order of their messages and of their rows in a report."""
-        every: list[Feature | None] = [self.context, self.async_tp, self.float8, self.loss_chunks]
+        every: list[Feature | None] = [
+            self.context,
+            self.experts,
+            self.async_tp,
+            self.float8,
+            self.loss_chunks,
+        ]
         return [feature for feature in every if feature is not None]
 
 
@@ -45,6 +53,7 @@ def features_of(config: Config) -> Features:
     """Return the features that the sections of a config, or of a run, switch on."""
     return Features(
         context=context_of(config.experimental.context_parallel_degree),
+        experts=experts_of(config.parallelism.expert_parallel_degree),
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),
@@ -58,6 +67,15 @@ def context_of(degree: int) -> ContextParallel | None:
     from titanlite.features.context import ContextParallel
 
     return ContextParallel()
+
+
+def experts_of(degree: int) -> ExpertParallel | None:
+    """Return expert parallelism if ranks share experts. degree: their number."""
+    if degree == 1:
+        return None
+    from titanlite.features.experts import ExpertParallel
+
+    return ExpertParallel(degree)
 
 
 def async_tp_of(section: Experimental) -> AsyncTensorParallel | None:

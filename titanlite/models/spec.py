@@ -137,7 +137,7 @@ class ModelSpec:
     context_parallel: bool = False
     #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For
     #: expert parallelism the module that holds their parameters [experts, …] has an attribute
-    #: `exchange`, see `titanlite.parallel.expert`.
+    #: `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.features import async_tp_of, context_of, float8_of, loss_chunks_of
+from titanlite.features import async_tp_of, context_of, experts_of, float8_of, loss_chunks_of
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.linears import Linears, linears_of
@@ -118,8 +118,10 @@ class ModelBuilder:
         has_blocks = bool(select(model, self.spec.block_names(self.args)))
         if context is not None and has_blocks:  # a stage may have none
             context.apply(model, self.mesh)
-        if self.ep > 1:
-            self._apply_ep(model)
+        experts = experts_of(self.ep)
+        if experts is not None and self.expert_mesh is not None:
+            mixtures = select(model, offered(self.spec, "experts")(self.args))
+            experts.apply(model, self.expert_mesh, list(mixtures))
         self._apply_ac(model)
         self._apply_compile(model)
         self._apply_fsdp(model, groups)
@@ -143,18 +145,6 @@ class ModelBuilder:
         shard_logits = self.training.enable_loss_parallel and self.own_loss is None
         plan = offered(self.spec, "tensor_plan")(self.args)
         apply_tp(model, plan, self.mesh["tp"], shard_logits)
-
-    def _apply_ep(self, model: nn.Module) -> None:
-        from titanlite.parallel.expert import apply_ep, has_exchange
-
-        assert self.expert_mesh is not None
-        apply_ep(model, self.expert_mesh["ep"])
-        mixtures = select(model, offered(self.spec, "experts")(self.args))
-        whole = [name for name, module in mixtures.items() if not has_exchange(module)]
-        if whole:
-            raise ParallelismError(
-                f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
-            )
 
     def _apply_ac(self, model: nn.Module) -> None:
         names = self.spec.block_names(self.args)
@@ -326,22 +316,16 @@ class ModelBuilder:
         that ranks share.
         """
         modules = select(model, self.compiled_names)
-        if self.ep == 1:
-            return modules
-        from titanlite.parallel.expert import has_exchange
-
-        return {name: module for name, module in modules.items() if not has_exchange(module)}
+        experts = experts_of(self.ep)
+        return modules if experts is None else experts.compiled(modules)
 
     # Values that follow from the sections and the mesh
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
         """The ranks that share experts; None: each rank has all of them."""
-        if self.ep == 1:
-            return None
-        from titanlite.parallel.expert import expert_mesh
-
-        return expert_mesh(self.mesh, self.ep)
+        experts = experts_of(self.ep)
+        return None if experts is None else experts.mesh(self.mesh)
 
     @cached_property
     def stage_layout(self) -> StageLayout:

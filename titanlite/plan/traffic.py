@@ -38,16 +38,6 @@ def tensor_traffic(step: StepSizes) -> float:
     return step.blocks * (8 + again) * one * remains
 
 
-def expert_traffic(step: StepSizes) -> float:
-    """Return the seconds of expert parallelism: rows go to the ranks of their experts and back,
-    and gradients.
-    """
-    mesh = step.mesh
-    rows = step.tokens * step.experts_per_token * step.itemsize * step.width
-    again = 0 if step.by_op else 2 * step.recomputed
-    return step.blocks * (4 + again) * step.rates.collective(rows, mesh.expert, mesh.tensor)
-
-
 # Traffic beside computing, of a step
 
 

@@ -8,7 +8,6 @@ runs only if there are none. No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,6 +43,7 @@ from titanlite.start.derive import RunConfig, below, derive, smallest_world
 from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
 from titanlite.start.misfits import (
     batch_misfits,
+    mixture_misfits,
     rank_misfits,
     recomputation_misfits,
     tensor_misfits,
@@ -217,8 +217,8 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += [
-            *_expert_misfits(args, run),
             *tensor_misfits(args, run),
+            *mixture_misfits(args, run),
             *_stage_misfits(args, run),
         ]
         for feature in features_of(run).on:
@@ -235,7 +235,6 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
         halves = halves or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
     asked = {
         "tensor_plan": (_TP, mesh.tensor > 1),
-        "experts": (_EP, mesh.expert > 1),
         "sublayer_names": (
             _TP if mesh.tensor > 1 else _EP,
             mesh.tensor * mesh.expert > 1 and compiled and halves,
@@ -369,43 +368,6 @@ def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
     if degree > 1 and name.startswith("Interleaved") and total % rounds:
         message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
         yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
-
-
-def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that the ranks that share the weights can share the experts too."""
-    mesh, reshard = run.mesh, run.training.reshard_after_forward
-    ranks, shards = mesh.expert, mesh.weight_shards
-    if run.spec.experts is None:
-        return
-    experts = math.gcd(*run.spec.experts(args).values())
-    if ranks > 1 and mesh.tensor > 1:
-        message = (
-            f"is {ranks}: tensor-parallel ranks hold the same tokens, and would send each of them "
-            "more than once"
-        )
-        yield "conflict", _EP, message, f"set {_TP} = 1, or this key"
-    if ranks > 1 and run.activation_checkpoint.mode == "budget":
-        message = (
-            'is "budget", which covers compiled code alone, and experts that ranks share are not '
-            "compiled"
-        )
-        yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
-    if shards % ranks or experts % ranks:
-        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''} = {shards}"
-        fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
-        message = f"is {ranks}, which does not divide both {which} and the {experts} experts"
-        yield "divide", _EP, message, f"these work: {fitting}"
-    # torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
-    elif (
-        isinstance(reshard, int) and reshard != shards // ranks and (ranks > 1 or experts % shards)
-    ):
-        alike = shards // ranks
-        message = (
-            f"is {reshard}; experts that are cut inside their matrices stay over all their "
-            f"{alike} ranks"
-        )
-        hint = 'take "default", "always" or "never"' + (f", or {alike}" if alike > 1 else "")
-        yield "ranks", "training.reshard_after_forward", message, hint
 
 
 def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
