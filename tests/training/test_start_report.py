@@ -10,13 +10,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.golden_run import GoldenRun
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
+from titanlite.config.sections import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Experimental,
+    Float8,
+    Training,
+)
 from titanlite.features.float8.report import float8_rows
+from titanlite.features.pipeline import PipelineParallel
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start import opening, report
@@ -58,7 +66,10 @@ def test_derived_numbers_and_the_singular() -> None:
     layout: Any = SimpleNamespace(
         stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1]
     )
-    assert report.pipeline_row("1F1B", layout)[1] == (
+    pipeline = PipelineParallel(Experimental(), 2)
+    builder: Any = SimpleNamespace(stage_layout=layout)
+    ((_, shown),) = pipeline.report_rows(_setup(), builder, nn.Identity())
+    assert shown == (
         "1F1B, 2 stages, by pipeline rank: tok_embeddings to layers.0 on 0, output on 1"
     )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.loss_chunks import LossChunks
+    from titanlite.features.pipeline import PipelineParallel
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Features:
 
     context: ContextParallel | None
     experts: ExpertParallel | None
+    pipeline: PipelineParallel | None
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
     loss_chunks: LossChunks | None
@@ -42,6 +44,7 @@ class Features:
         every: list[Feature | None] = [
             self.context,
             self.experts,
+            self.pipeline,
             self.async_tp,
             self.float8,
             self.loss_chunks,
@@ -54,6 +57,7 @@ def features_of(config: Config) -> Features:
     return Features(
         context=context_of(config.experimental.context_parallel_degree),
         experts=experts_of(config.parallelism.expert_parallel_degree),
+        pipeline=pipeline_of(config.experimental, config.experimental.pipeline_parallel_degree),
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),
@@ -76,6 +80,15 @@ def experts_of(degree: int) -> ExpertParallel | None:
     from titanlite.features.experts import ExpertParallel
 
     return ExpertParallel(degree)
+
+
+def pipeline_of(section: Experimental, degree: int) -> PipelineParallel | None:
+    """Return the pipeline if ranks share layers. degree: their number."""
+    if degree == 1:
+        return None
+    from titanlite.features.pipeline import PipelineParallel
+
+    return PipelineParallel(section, degree)
 
 
 def async_tp_of(section: Experimental) -> AsyncTensorParallel | None:

@@ -15,19 +15,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.features import async_tp_of, context_of, experts_of, float8_of, loss_chunks_of
+from titanlite.features import (
+    async_tp_of,
+    context_of,
+    experts_of,
+    float8_of,
+    loss_chunks_of,
+    pipeline_of,
+)
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import ParallelismError, offered
+from titanlite.parallel import offered
 from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
@@ -35,10 +42,11 @@ from titanlite.parallel.local import parts_of
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups
 
 if TYPE_CHECKING:
+    from titanlite.features.pipeline import PipelineParallel
+    from titanlite.features.pipeline.runner import Pipeline
+    from titanlite.features.pipeline.split import StageLayout
     from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.compile import CompileWatch
-    from titanlite.parallel.pipeline import Pipeline
-    from titanlite.parallel.pipeline_split import StageLayout
 
 
 @dataclass(frozen=True)
@@ -93,13 +101,14 @@ class ModelBuilder:
         # Groups of the whole model, so that they do not depend on where it is cut.
         policy, min_params = self.training.fsdp_units, self.training.fsdp_min_params
         groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_groups(self.args))
-        if self.pp == 1:
+        pipeline = self.pipelined
+        if pipeline is None:
             return self.parallelize(whole(), groups)
-        from titanlite.parallel.pipeline import PipelineModel, cut_stages
 
-        stages = cut_stages(whole, self.stage_layout, self.mesh.get_local_rank("pp"))
-        parts = {number: self.parallelize(stage, groups) for number, stage in stages.items()}
-        return PipelineModel(parts, self.stage_layout, self.mesh)
+        def divide(stage: nn.Module) -> nn.Module:
+            return self.parallelize(stage, groups)
+
+        return pipeline.build(whole, divide, self.stage_layout, self.mesh)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the
@@ -218,30 +227,11 @@ class ModelBuilder:
         batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches
         per step.
         """
-        from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel
+        assert self.pipelined is not None
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "accumulation": accumulation}
+        return self.pipelined.runner(self, model, loss, **sizes)
 
-        rank_len = seq_len // self.cp
-        shape = MicroBatchShape(
-            rows=batch_size // self.microbatches,
-            seq_len=rank_len,
-            hidden_len=rank_len // self.tp,
-            dim=self.args.dim,
-            vocab=self.args.vocab_size,
-            dtype=self.param_dtype,
-        )
-        return Pipeline(
-            cast(PipelineModel, model),
-            self.schedule,
-            shape,
-            self.microbatches,
-            accumulation,
-            self.device,
-            loss,
-            # Hidden states have fewer positions than tokens.
-            self._positions if self.tp > 1 else None,
-        )
-
-    def _positions(self, rank_len: int) -> torch.Tensor:
+    def positions(self, rank_len: int) -> torch.Tensor:
         """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
         everywhere = torch.arange(rank_len * self.cp, device=self.device)
         context = context_of(self.cp)
@@ -330,11 +320,13 @@ class ModelBuilder:
     @cached_property
     def stage_layout(self) -> StageLayout:
         """Where the model is cut into the stages of a pipeline."""
-        from titanlite.parallel.pipeline_split import split_stages
+        assert self.pipelined is not None
+        return self.pipelined.layout(self.spec, self.args, self.args.max_seq_len)
 
-        costs = offered(self.spec, "pipeline_costs")(self.args, self.args.max_seq_len)
-        points = self.experimental.pipeline_parallel_split_points
-        return split_stages(costs, self.pp, self.schedule, points)
+    @property
+    def pipelined(self) -> PipelineParallel | None:
+        """The pipeline; None: each rank has all layers."""
+        return pipeline_of(self.experimental, self.pp)
 
     @property
     def tp(self) -> int:
@@ -366,22 +358,9 @@ class ModelBuilder:
         return DTYPES[self.training.mixed_precision_param]
 
     @property
-    def schedule(self) -> str:
-        """A name of `SCHEDULES`."""
-        from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule
-
-        name = self.experimental.pipeline_parallel_schedule
-        schedule = find_schedule(name)
-        if schedule is None:
-            raise ParallelismError(
-                f"no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}"
-            )
-        return schedule
-
-    @property
     def microbatches(self) -> int:
         """Pieces of each micro-batch that go through the pipeline one by one."""
-        return 1 if self.pp == 1 else self.experimental.pipeline_parallel_microbatches or self.pp
+        return 1 if self.pipelined is None else self.pipelined.microbatches
 
     @property
     def reshard_after_forward(self) -> bool | int | None:
@@ -389,25 +368,15 @@ class ModelBuilder:
 
         Pipeline stages keep weights gathered between micro-batches by default.
 
-        Raises ParallelismError if they should not, and the schedule splits the backward: weights
-        that are gathered again between its two halves are new tensors, and get no gradient without
-        an error.
+        Raises ParallelismError where a schedule does not allow it.
         """
-        named: dict[Any, bool | None] = {
-            "default": None if self.pp == 1 else False,
-            "always": True,
-            "never": False,
-        }
+        named: dict[Any, bool | None] = {"default": None, "always": True, "never": False}
+        if self.pp > 1:
+            named["default"] = False
         given = self.training.reshard_after_forward
         reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
-        if self.pp > 1 and reshard is not False:
-            from titanlite.parallel.pipeline_split import SCHEDULES
-
-            if SCHEDULES[self.schedule].splits_backward:
-                raise ParallelismError(
-                    f"{self.schedule} needs weights that stay gathered: "
-                    "reshard_after_forward = False"
-                )
+        if self.pipelined is not None:
+            self.pipelined.check_resharding(reshard)
         return reshard
 
 

@@ -15,12 +15,11 @@ from typing import Literal
 
 from msgspec.structs import replace as replace_fields
 
-from titanlite.features import float8_of
+from titanlite.features import float8_of, pipeline_of
 from titanlite.features.float8.choice import Float8Choice, converted_names
 from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.blocks import (
     Loss,
     ModuleMemory,
@@ -175,13 +174,10 @@ class _Step:
         the last norm.
         """
         costs = list(self.run.spec.pipeline_costs(self.args, self.args.max_seq_len))  # type: ignore[misc]
-        pp, e = self.run.mesh.pipeline, self.run.experimental
         stages: list[Sequence[str]] = [costs]
-        if pp > 1:
-            full = self.run.spec.pipeline_costs(self.args, self.args.max_seq_len)  # type: ignore[misc]
-            layout = split_stages(
-                full, pp, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points
-            )
+        pipeline = pipeline_of(self.run.experimental, self.run.mesh.pipeline)
+        if pipeline is not None:
+            layout = pipeline.layout(self.run.spec, self.args, self.args.max_seq_len)
             stages = [layout.stages[i] for i in layout.on(self.pipeline_rank)]
         return [
             [name for name in stage if name != "norm" or "output" not in stage] for stage in stages
@@ -278,7 +274,7 @@ class _Step:
         return RankMemory(self.rank, tuple(self.moments), dict(self.host))
 
     def _pipeline(self) -> None:
-        from titanlite.plan.pipeline import actions
+        from titanlite.features.pipeline.order import actions
 
         run, ranks = self.run, self.run.mesh.pipeline
         schedule = run.experimental.pipeline_parallel_schedule

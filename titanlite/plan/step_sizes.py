@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from titanlite.features import float8_of
+from titanlite.features import float8_of, pipeline_of
 from titanlite.models.linears import LinearKind, Linears, linears_of
-from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
@@ -126,19 +125,15 @@ class StepSizes:
     @cached_property
     def stage_share(self) -> float:
         """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
-        ranks = self.mesh.pipeline
-        if ranks == 1 or self.spec.pipeline_costs is None:
+        pipeline = pipeline_of(self.run.experimental, self.mesh.pipeline)
+        if pipeline is None or self.spec.pipeline_costs is None:
             return 1.0
-        experimental = self.run.experimental
-        costs = self.spec.pipeline_costs(self.args, self.run.batch.seq_len)
-        layout = split_stages(
-            costs,
-            ranks,
-            experimental.pipeline_parallel_schedule,
-            experimental.pipeline_parallel_split_points,
-        )
+        layout = pipeline.layout(self.spec, self.args, self.run.batch.seq_len)
+        costs = dict(layout.costs)
         stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
-        flops = [sum(stages[stage] for stage in layout.on(rank)) for rank in range(ranks)]
+        flops = []
+        for rank in range(pipeline.degree):
+            flops.append(sum(stages[stage] for stage in layout.on(rank)))
         return max(flops) / sum(flops)
 
     @cached_property

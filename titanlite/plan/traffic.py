@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.parallel.pipeline_split import SCHEDULES
+from titanlite.features import pipeline_of
 from titanlite.plan.step_sizes import StepSizes
 
 
@@ -133,9 +133,5 @@ def kept_bytes(step: StepSizes) -> float:
 
 def bubble(step: StepSizes) -> float:
     """Return the idle time of a pipeline's rank, in micro-batches."""
-    ranks = step.mesh.pipeline
-    schedule = SCHEDULES.get(step.run.experimental.pipeline_parallel_schedule)
-    if ranks == 1 or schedule is None:
-        return 0.0
-    rounds = max(step.run.pipeline.stages // ranks, 1)
-    return (ranks - 1) / rounds / (3 if schedule.splits_backward else 1)
+    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
+    return 0.0 if pipeline is None else pipeline.bubble(step)

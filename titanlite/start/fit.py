@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -25,20 +24,19 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.rules import Finding, divisors
+from titanlite.config.rules import Finding
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.features import features_of
-from titanlite.features.interactions import compiles_halves, needs_whole_backward
+from titanlite.features import features_of, pipeline_of
+from titanlite.features.interactions import compiles_halves
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ShapeError
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
+from titanlite.parallel.schedules import SCHEDULES, find_schedule
 from titanlite.start.derive import RunConfig, below, derive, smallest_world
 from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
 from titanlite.start.misfits import (
@@ -200,14 +198,17 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
+    pipeline = pipeline_of(run.experimental, run.mesh.pipeline)
     found = list(rank_misfits(d, run))
     if not found:
         found += batch_misfits(run)
         for feature in features_of(run).on:
             found += feature.rank_misfits(run)
-        found += _pipeline_misfits(d, run)
-    if not found:
-        found += _microbatch_misfits(run)
+        found += _unknown_schedule(d)
+        if pipeline is not None:
+            found += pipeline.misfits(d, run)
+    if not found and pipeline is not None:
+        found += pipeline.microbatch_misfits(run)
     try:
         args = run.model_args()
     except ShapeError as error:
@@ -219,7 +220,6 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         found += [
             *tensor_misfits(args, run),
             *mixture_misfits(args, run),
-            *_stage_misfits(args, run),
         ]
         for feature in features_of(run).on:
             found += feature.model_misfits(run, args)
@@ -239,7 +239,6 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
             _TP if mesh.tensor > 1 else _EP,
             mesh.tensor * mesh.expert > 1 and compiled and halves,
         ),
-        "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
     }
     fields = {field: key for field, (key, is_asked) in asked.items() if is_asked}
     for feature in features_of(run).on:
@@ -289,107 +288,10 @@ def _model_names(config: LoadedConfig) -> list[Problem]:
     return found
 
 
-def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    """Check the schedule of a pipeline and its stages."""
-    e, t, degree = d.experimental, d.training, run.mesh.pipeline
-    name = find_schedule(e.pipeline_parallel_schedule)
-    if name is None:
-        message = f"no schedule {quote(e.pipeline_parallel_schedule)}"
-        yield "unknown-value", f"{_PP}schedule", message, f"there are {', '.join(SCHEDULES)}"
-    if degree == 1:
-        return
-    pieces = run.pipeline.microbatches
-    if t.batch_size % pieces:
-        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else f', that of {_PP}degree,'}"
-        fitting = ", ".join(map(str, divisors(t.batch_size)))
-        hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
-        yield (
-            "divide",
-            f"{_PP}microbatches",
-            f"{said} which does not divide training.batch_size = {t.batch_size}",
-            hint,
-        )
-    if name is None:
-        return
-    points, stages = len(e.pipeline_parallel_split_points), run.pipeline.stages
-    fits, wanted = {
-        "one": (stages == degree, f"one stage per rank: {degree - 1} split points"),
-        "loop": (
-            stages % degree == 0 < stages - degree,
-            f"two or more stages per rank, as by {2 * degree - 1} points",
-        ),
-        "v": (stages == 2 * degree, f"two stages per rank: {2 * degree - 1} split points"),
-    }[SCHEDULES[name].stages]
-    if points and not fits:
-        made = (
-            f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline "
-            f"ranks needs {wanted}"
-        )
-        yield (
-            "divide",
-            f"{_PP}split_points",
-            made,
-            "give as many, or none: then titanlite divides the model evenly",
-        )
-    for reason, remedy in needs_whole_backward(d) if SCHEDULES[name].splits_backward else ():
-        message = (
-            f"{quote(name)} splits each backward into one for inputs and one for weights, and "
-            f"{reason}"
-        )
-        yield (
-            "conflict",
-            f"{_PP}schedule",
-            message,
-            f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}',
-        )
-
-
-def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check how many micro-batches a pipeline has in a step."""
-    degree, pieces, name = (
-        run.mesh.pipeline,
-        run.pipeline.microbatches,
-        run.experimental.pipeline_parallel_schedule,
-    )
-    total = pieces * run.batch.accumulation
-    rounds = max(1, total // degree)
-    number = (
-        f"is {pieces}, so {total} micro-batches per step ({pieces} * accumulation "
-        f"{run.batch.accumulation})"
-    )
-    if degree > 1 and name == "1F1B" and total < degree:
-        message = f"{number}, and 1F1B needs one for each of the {degree} stages at least"
-        yield (
-            "batch",
-            f"{_PP}microbatches",
-            message,
-            f'give {degree} or more, or take the schedule "GPipe"',
-        )
-    if degree > 1 and name.startswith("Interleaved") and total % rounds:
-        message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
-        yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
-
-
-def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that the model can be cut into the stages of the pipeline."""
-    e = run.experimental
-    if run.mesh.pipeline == 1 or run.spec.pipeline_costs is None:
-        return
-    if getattr(args, "tied", False):
-        message = "embedding and head share one weight, and a pipeline has them on different ranks"
-        hint = (
-            "set model.overrides.tied = false for two weights, or divide the model by other degrees"
-        )
-        yield "divide", f"{_PP}degree", message, hint
-        return
-    try:
-        # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read
-        # yet.
-        costs = run.spec.pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
-        split_stages(
-            costs, run.mesh.pipeline, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points
-        )
-    except ParallelismError as error:
-        by_points = bool(e.pipeline_parallel_split_points)
-        hint = "" if by_points else "take a smaller degree, or a schedule with one stage per rank"
-        yield "divide", f"{_PP}{'split_points' if by_points else 'degree'}", str(error), hint
+def _unknown_schedule(d: Config) -> Iterator[Finding]:
+    """Check the name of a pipeline's schedule, also where there is no pipeline."""
+    name = d.experimental.pipeline_parallel_schedule
+    if find_schedule(name) is None:
+        key = "experimental.pipeline_parallel_schedule"
+        hint = f"there are {', '.join(SCHEDULES)}"
+        yield "unknown-value", key, f"no schedule {quote(name)}", hint

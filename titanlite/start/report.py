@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from titanlite.assembly import Built
     from titanlite.parallel.activation_trace import ActivationStats
-    from titanlite.parallel.pipeline_split import StageLayout
 
 Row = tuple[str, str]
 
@@ -151,14 +150,6 @@ def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
     ]
     shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
     return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
-
-
-def pipeline_row(schedule: str, layout: StageLayout) -> Row:
-    parts = [
-        f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
-        for names, rank in zip(layout.stages, layout.ranks, strict=True)
-    ]
-    return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:
@@ -396,9 +387,6 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
     memory = total_memory_bytes(builder.device)
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
     rows.append(mesh_row(setup, ranks, run.mesh.expert))
-    if run.mesh.pipeline > 1:
-        schedule = run.experimental.pipeline_parallel_schedule
-        rows.append(pipeline_row(schedule, builder.stage_layout))
     for feature in features_of(run).on:
         rows += feature.report_rows(setup, builder, built.model.model)
     return rows
