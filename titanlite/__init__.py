@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for type checkers; the same names as below
-    from titanlite.build import TrainingComponents as TrainingComponents
-    from titanlite.build import build as build
+    from titanlite.assembly import TrainingComponents as TrainingComponents
+    from titanlite.assembly import build as build
     from titanlite.callbacks import Callback as Callback
     from titanlite.callbacks import RunEnd as RunEnd
-    from titanlite.checkpoint.load import LoadedState as LoadedState
+    from titanlite.checkpoint.loaded import LoadedState as LoadedState
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
     from titanlite.config.model_sections import Optimizer as Optimizer
     from titanlite.config.sections import ActivationCheckpoint as ActivationCheckpoint
@@ -56,9 +56,9 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
 
 #: Module → its public names.
 _PUBLIC = {
-    "build": ["TrainingComponents", "build"],
+    "assembly": ["TrainingComponents", "build"],
     "callbacks": ["Callback", "RunEnd"],
-    "checkpoint.load": ["LoadedState"],
+    "checkpoint.loaded": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],
     "config.model_sections": ["Optimizer"],
     "config.sections": ["ActivationCheckpoint", "Checkpoint"],

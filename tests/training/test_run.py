@@ -18,7 +18,7 @@ from tests.tiny import TWO_LAYERS, size
 from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.loader import Batch
@@ -440,7 +440,7 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     losses = _losses(read_metrics(tmp_path / "metrics.jsonl"))

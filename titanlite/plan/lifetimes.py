@@ -123,6 +123,51 @@ def measure(module: OpList, mode: str = "none") -> ModuleMemory:
     )
 
 
+class Recomputed(NamedTuple):
+    """The part of a module that its backward runs again."""
+
+    #: Index of the operator for which it runs.
+    last: int
+    #: Operators that run: without the last one, if its inputs are all that it saves.
+    runs: int
+
+
+class Repeated(NamedTuple):
+    """Operators of a block by what becomes of them under recomputation."""
+
+    products: int
+    #: Matrix products and attention whose outputs are saved, and those that run again.
+    saved_products: int
+    saves_attention: bool
+    repeated_products: int
+    repeats_attention: bool
+
+
+def repeated(module: OpList, mode: str) -> Repeated:
+    """Count a module's products and attention. mode: as in `measure`."""
+    ops = module.ops
+    cached = _by_policy(ops) if mode == "op" else set()
+    again: list[Op] = []
+    if mode != "none":
+        again = [op for op in ops[: _recomputed(ops).runs] if op.name not in cached]
+    products = [op for op in ops if op.kind == "matmul"]
+    attention = [op for op in ops if op.kind == "attention"]
+    return Repeated(
+        products=len(products),
+        saved_products=sum(op.name in cached for op in products),
+        saves_attention=any(op.name in cached for op in attention),
+        repeated_products=sum(op in again for op in products),
+        repeats_attention=any(op in again for op in attention),
+    )
+
+
+def _recomputed(ops: Sequence[Op]) -> Recomputed:
+    """Return how far recomputation goes: to the last operator that saves something."""
+    last = max(index for index, op in enumerate(ops) if op.saved)
+    saves_own = ops[last].name in ops[last].saves or ops[last].keeps > 0
+    return Recomputed(last, last + 1 if saves_own else last)
+
+
 def _by_policy(ops: Sequence[Op]) -> set[str]:
     """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
     first included.
@@ -141,11 +186,9 @@ def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) ->
     """Return the peak of a backward that runs the forward again, above what stays until then."""
     ops = replay.ops
     kept = replay.bytes_of(stays)
-    # Recomputation ends with the last operator that saves something.
-    last = max(index for index, op in enumerate(ops) if op.saved)
-    rest = cached & {op.name for op in ops[last:]}
-    saved = replay.saved | rest
-    again = replay.forward(saved, stays, cached, last)
+    part = _recomputed(ops)
+    saved = replay.saved | (cached & {op.name for op in ops[part.last :]})
+    again = replay.forward(saved, stays, cached, part)
     gradient = ops[-1].size
     return Peak(again + gradient - kept).or_higher(replay.backward(saved, kept))
 
@@ -175,18 +218,15 @@ class _Replay:
         stays: Collection[str],
         alive: Collection[str],
         cached: Collection[str] = (),
-        last: int | None = None,
+        part: Recomputed | None = None,
     ) -> int:
         """Return the most bytes that exist in a forward.
 
         stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
-        no work. last: a recomputation ends with this operator; it does not run if its inputs are
-        all that it saves.
+        no work. part: of a recomputation; None: all operators run.
         """
-        ops = self.ops if last is None else self.ops[: last + 1]
-        runs = len(ops)
-        if last is not None and ops[last].name not in ops[last].saves and not ops[last].keeps:
-            runs = last
+        ops = self.ops if part is None else self.ops[: part.last + 1]
+        runs = len(ops) if part is None else part.runs
         last_use: dict[str, int] = {}
         for index, op in enumerate(ops):
             for name in (*op.reads, *op.saves, *op.holds):

@@ -8,16 +8,18 @@ docs/plan.md derives each formula. `titanlite.tools.plan.trace` runs the real co
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from msgspec.structs import replace as replace_fields
 
 from titanlite.models.llama import LlamaArgs
+from titanlite.plan.blocks import block_ops
 from titanlite.plan.events import replay
+from titanlite.plan.lifetimes import Repeated, repeated
 from titanlite.plan.loss_ops import Loss
 from titanlite.plan.parts import VOCABULARY, RankMemory
-from titanlite.plan.rank_sizes import RankSizes
+from titanlite.plan.rank_sizes import RankSizes, block_memory
 from titanlite.plan.step_events import StepEvents
 from titanlite.start.derive import RunConfig
 
@@ -94,3 +96,32 @@ def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunCon
 
         size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """What the blocks of the model keep for the backward, on a rank and in one micro-batch."""
+
+    blocks: int
+    #: Blocks that recompute.
+    recomputing: int
+    #: Bytes of all blocks, and those that they would keep without recomputation.
+    kept: int
+    plain: int
+    #: Operators of a block that recomputes.
+    operators: Repeated
+
+
+def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
+    """Return what the blocks of a run keep. Raises NoFormula as `estimate`."""
+    args = _known_args(run)
+    sizes = RankSizes(run, args, loss_of(run), 0, device)
+    modes = [sizes.mode(block) for block in run.spec.block_names(args)]
+    chosen = [mode for mode in modes if mode != "none"]
+    return KeptActivations(
+        blocks=len(modes),
+        recomputing=len(chosen),
+        kept=sum(block_memory(sizes.shape, mode).kept for mode in modes),
+        plain=len(modes) * block_memory(sizes.shape, "none").kept,
+        operators=repeated(block_ops(sizes.shape), chosen[0] if chosen else "none"),
+    )

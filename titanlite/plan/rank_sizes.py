@@ -103,10 +103,10 @@ class RankSizes:
     def _cost(self, module: str) -> ModuleMemory:
         """Return the needs of a module; the last norm counts with the head."""
         if module == "output":
-            return _head(self.shape, self.loss)
+            return head_memory(self.shape, self.loss)
         if module == "tok_embeddings":
             return embedding(self.shape)
-        return _block(self.shape, self.mode(module))
+        return block_memory(self.shape, self.mode(module))
 
     def mode(self, block: str) -> str:
         """Return how a block checkpoints activations, as `measure` takes it."""
@@ -122,10 +122,10 @@ class RankSizes:
 
 
 @functools.cache
-def _block(shape: Shape, mode: str) -> ModuleMemory:
+def block_memory(shape: Shape, mode: str) -> ModuleMemory:
     return measure(block_ops(shape), mode)
 
 
 @functools.cache
-def _head(shape: Shape, loss: Loss) -> ModuleMemory:
+def head_memory(shape: Shape, loss: Loss) -> ModuleMemory:
     return measure(head_ops(shape, loss))

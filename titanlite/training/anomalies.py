@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from titanlite.data.documents import is_streamed
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
-from titanlite.guard import BadStepError
+from titanlite.guard import BadStepError, WeightsError
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
 from titanlite.utils import counted, logger
@@ -116,12 +115,10 @@ class AnomalyLog:
             )
         sequences, total = fetched.sequences(self._global_batch), self._dataset.total_sequences
         rank, degree = self._share
-        # This rank has not read the other ranks' part of a stream.
-        known = (
-            sequences[(rank - sequences[0]) % degree :: degree]
-            if is_streamed(self._dataset)
-            else sequences
-        )
+        known = sequences
+        if self._dataset.lanes is not None:
+            # This rank has not read the other ranks' part of a stream.
+            known = sequences[(rank - sequences[0]) % degree :: degree]
         self._log.write(
             {
                 "step": bad.step,
@@ -141,6 +138,18 @@ class AnomalyLog:
                 },
             }
         )
+
+
+def check_weights(bad: BadStepError, model: nn.Module) -> None:
+    """Raise WeightsError where the weights themselves are not finite: every later step would be
+    skipped too. All ranks call it together.
+    """
+    from titanlite.checkpoint.storage import gather
+    from titanlite.training.nonfinite import find_nonfinite
+
+    where = find_nonfinite(gather(model))
+    if where:
+        raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
 
 
 def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 #: Limit of one start. A tiny run takes seconds, on a busy machine perhaps minutes.
-TIMEOUT_SECONDS = 300.0
+TIMEOUT_SECONDS = 900.0
 #: Time that the other ranks have to end when one has failed; then they are killed, as torchrun
 #: does.
 GRACE_SECONDS = 60.0
@@ -48,7 +48,7 @@ def start_fork_server() -> None:
     os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path())
     try:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["titanlite.build", "titanlite.trainer", __name__])
+        server.set_forkserver_preload(["titanlite.assembly", "titanlite.trainer", __name__])
         forkserver.ensure_running()
     finally:
         os.environ.clear()
