@@ -5,7 +5,7 @@
 
     float8 = float8_of(run.float8)               # where it does, or one feature alone has a say
     if float8 is not None:
-        float8.convert(model, spec, args, tp)
+        float8.convert(model, linears)
 
 A feature that is off is None, and its folder is not imported. Rules that concern two features are
 in `titanlite.features.interactions`. The keys are in `titanlite.config.sections`.

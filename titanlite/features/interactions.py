@@ -14,18 +14,31 @@ from titanlite.config.toml import quote
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
 
-def compiles_halves(ac: ActivationCheckpoint, float8: Float8, experimental: Experimental) -> bool:
-    """Whether `torch.compile` needs halves of the blocks whose products ranks share.
+def compiles_halves(
+    tensor: int,
+    expert: int,
+    ac: ActivationCheckpoint,
+    float8: Float8,
+    experimental: Experimental,
+) -> bool:
+    """Whether `torch.compile` makes two graphs of each block, and not one.
 
-    Before torch 2.13 whole blocks have wrong gradients. With full recomputation torch cannot divide
-    their graph: it puts a device mesh among the saved tensors. With offload, float8 and
-    asynchronous tensor parallelism the gradients of whole blocks are not tested.
+    tensor, expert: ranks that share products, and experts.
+
+    Where ranks share experts, the host reads a number in the middle of a block. Where they share
+    products, whole blocks have wrong gradients before torch 2.13. With full recomputation torch
+    cannot divide their graph: it puts a device mesh among the saved tensors. With offload, float8
+    and asynchronous tensor parallelism the gradients of whole blocks are not tested.
     """
+    if expert > 1:
+        return True
+    if tensor == 1:
+        return False
     untested = (
         ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
     )
-    recomputes_little = _is_by_op(ac) or ac.mode == "none"
-    return untested or not recomputes_little or version("torch") < "2.13"
+    divides = _is_by_op(ac) or ac.mode == "none"
+    return untested or not divides or version("torch") < "2.13"
 
 
 def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:

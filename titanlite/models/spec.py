@@ -124,8 +124,8 @@ class ModelSpec:
     #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the
     #: vocabulary.
     tensor_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    #: For `titanlite.parallel.compiles_halves`. Names of the parts of each block, each compiled as
-    #: one.
+    #: For `titanlite.features.interactions.compiles_halves`. Names of the parts of each block,
+    #: each compiled as one.
     sublayer_names: Callable[[Any], list[str]] | None = None
     #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start
     #: with: embedding, blocks, last norm, head. The module must run with the others set to None, as

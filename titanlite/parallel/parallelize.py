@@ -286,17 +286,12 @@ class ModelBuilder:
 
     @property
     def compiled_names(self) -> list[str]:
-        """The modules of the whole model that `torch.compile` makes one graph each.
-
-        Where ranks share experts, the host reads a number in the middle of a block. Where they
-        share each product, whole blocks have wrong gradients before torch 2.13. With full
-        recomputation torch cannot divide their graph: it puts a device mesh among the saved
-        tensors.
-        """
+        """The modules of the whole model that `torch.compile` makes one graph each."""
         if not self.compiles("model"):
             return []
-        of_tensor = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
-        halves = self.ep > 1 or (self.tp > 1 and of_tensor)
+        halves = compiles_halves(
+            self.tp, self.ep, self.activation_checkpoint, self.float8, self.experimental
+        )
         field = "sublayer_names" if halves else "block_names"
         names: list[str] = offered(self.spec, field)(self.args)
         return names

@@ -48,7 +48,6 @@ from titanlite.start.misfits import (
 )
 from titanlite.utils import is_dotted
 
-_PP = "experimental.pipeline_parallel_"
 _TP = "training.tensor_parallel_degree"
 _EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
@@ -97,19 +96,19 @@ def check_loaded(
     look_at_text: also list local folders of text; False for another layout of a config whose text
     was looked at.
     """
-    _stop(problems and [*problems, *_model_names(config)])
+    if problems:
+        raise ConfigError([*problems, *_model_names(config)])
     admit(config.claims, config.origin)
     found = contradictions(config)
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
-        found += [
-            *refused(config),
-            *closed_urls(config),
-            *missing_files(config),
-            *missing_packages(config),
-        ]
-    _stop(found and [*found, *_model_names(config)])
+        found += refused(config)
+        found += closed_urls(config)
+        found += missing_files(config)
+        found += missing_packages(config)
+    if found:
+        raise ConfigError([*found, *_model_names(config)])
     config = shaped(config)
     run = _fitted(config, world_size or smallest_world(config))
     if look_at_text:
@@ -128,9 +127,8 @@ def shaped(config: LoadedConfig) -> LoadedConfig:
     try:
         shape = read_shape(d.model, d.checkpoint, below(d.job.dump_folder, d.checkpoint.folder))
     except FolderShapeError as error:
-        raise ConfigError(
-            placed(config, [("model", error.key, str(error), error.advice)])
-        ) from None
+        found = ("model", error.key, str(error), error.advice)
+        raise ConfigError(placed(config, [found])) from None
     except ShapeError as error:
         raise ConfigError(_model_problems(config, error)) from None
     if shape is None:
@@ -165,29 +163,28 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     config = shaped(config)
     run = derive(config, world_size, total_sequences)
-    _stop(misfits(config, run))
+    problems = misfits(config, run)
+    if problems:
+        raise ConfigError(problems)
     return run
 
 
 def unclear_texts(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local folder that leaves open which of its files are meant."""
     d = config.sections
-    unclear = open_choices(d.training, d.data, d.validation)
-    lines = ((key, error.reason, "\n    ".join(error.lines)) for key, error in unclear)
-    return placed(config, (("unclear-text", key, reason, hint) for key, reason, hint in lines))
+    found: list[Finding] = []
+    for key, error in open_choices(d.training, d.data, d.validation):
+        found.append(("unclear-text", key, error.reason, "\n    ".join(error.lines)))
+    return placed(config, found)
 
 
 def many_passes(run: RunConfig) -> Iterator[str]:
     """Warn of texts that are read too often, as far as that is known before they are read."""
     tokens = None if run.steps is None else run.steps * run.batch.tokens_per_step
     for name, passes in planned_passes(run.training, run.data, tokens).items():
-        if warning := passes_warning(public_name(name), passes):
+        warning = passes_warning(public_name(name), passes)
+        if warning:
             yield warning
-
-
-def _stop(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
@@ -228,30 +225,36 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
 def _not_offered(run: RunConfig) -> Iterator[Finding]:
     """Find the features that the config asks for and the model does not offer."""
-    spec, mesh = run.spec, run.mesh
-    compiled = run.training.compile and "model" in run.compile.components
-    halves = mesh.expert > 1
-    if compiled and mesh.tensor > 1:
-        halves = halves or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
-    asked = {
-        "tensor_plan": (_TP, mesh.tensor > 1),
-        "sublayer_names": (
-            _TP if mesh.tensor > 1 else _EP,
-            mesh.tensor * mesh.expert > 1 and compiled and halves,
-        ),
-    }
-    fields = {field: key for field, (key, is_asked) in asked.items() if is_asked}
+    mesh = run.mesh
+    #: Field of the spec → the key that needs it.
+    fields: dict[str, str] = {}
+    if mesh.tensor > 1:
+        fields["tensor_plan"] = _TP
+    if _compiles_halves(run):
+        fields["sublayer_names"] = _TP if mesh.tensor > 1 else _EP
     for feature in features_of(run).on:
         if feature.model_field:
             fields[feature.model_field] = feature.key
     for field, key in fields.items():
-        if getattr(spec, field):
+        if getattr(run.spec, field):
             continue
         beside = " together with training.compile" if field == "sublayer_names" else ""
         message = (
             f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {field}"
         )
         yield "model", key, message, "leave the key out, or add it to the model"
+
+
+def _compiles_halves(run: RunConfig) -> bool:
+    if not run.training.compile or "model" not in run.compile.components:
+        return False
+    return compiles_halves(
+        run.mesh.tensor,
+        run.mesh.expert,
+        run.activation_checkpoint,
+        run.float8,
+        run.experimental,
+    )
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
@@ -268,8 +271,8 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
 def _model_names(config: LoadedConfig) -> list[Problem]:
     """Check the names of family, flavor and overrides alone, of a family of titanlite's.
 
-    The third stage finds them too. They are told with the problems of the first two, so that nobody
-    waits for them.
+    The third stage finds them too. They are told with the problems of the first two, so that a user
+    need not start once more to see them.
     """
     model = config.sections.model
     if is_dotted(model.name) or model.name == "hf":
