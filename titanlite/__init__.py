@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.config.sections import Checkpoint as Checkpoint
     from titanlite.data.loader import Batch as Batch
     from titanlite.data.loader import to_device as to_device
+    from titanlite.features.context.attention import apply_cp as apply_cp
     from titanlite.features.float8.convert import apply_float8 as apply_float8
     from titanlite.guard import BadStepError as BadStepError
     from titanlite.guard import FiniteGuard as FiniteGuard
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.optim.adamw import AnyPrecisionAdamW as AnyPrecisionAdamW
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
-    from titanlite.parallel.context import apply_cp as apply_cp
     from titanlite.parallel.dist_env import DistEnv as DistEnv
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
@@ -63,6 +63,7 @@ _PUBLIC = {
     "config.model_sections": ["Optimizer"],
     "config.sections": ["ActivationCheckpoint", "Checkpoint"],
     "data.loader": ["Batch", "to_device"],
+    "features.context.attention": ["apply_cp"],
     "features.float8.convert": ["apply_float8"],
     "start.derive": ["RunConfig"],
     "start.fit": ["load_config"],
@@ -71,7 +72,6 @@ _PUBLIC = {
     "optim.adamw": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
     "parallel.compile": ["apply_compile"],
-    "parallel.context": ["apply_cp"],
     "parallel.dist_env": ["DistEnv"],
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],

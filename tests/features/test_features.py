@@ -16,6 +16,7 @@ from titanlite.start.fit import load_config
 
 #: Flags that switch a feature on, by its folder.
 ON = {
+    "context": ["--experimental.context_parallel_degree=2"],
     "async_tp": ["--experimental.enable_async_tensor_parallel", "--training.compile"],
     "float8": ["--float8.enable_float8_linear"],
     "loss_chunks": ["--training.loss_chunks=2"],
@@ -23,7 +24,7 @@ ON = {
 LOADED = """
 import sys
 from titanlite.start.fit import load_config
-load_config("debug_model.toml", 1, sys.argv[1:])
+load_config("debug_model.toml", 2, sys.argv[1:])
 names = {name.split(".")[2] for name in sys.modules if name.startswith("titanlite.features.")}
 print(*sorted(names - {"feature", "interactions"}), "torch" in sys.modules)
 """

@@ -20,7 +20,8 @@ from tests.parallel.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
-from titanlite.models.layers import SdpaAttention, document_positions
+from titanlite.models.attention import document_positions
+from titanlite.models.layers import SdpaAttention
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 from titanlite.start.preflight import mask_problems

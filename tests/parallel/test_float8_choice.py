@@ -12,8 +12,9 @@ from torch import nn
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Float8
 from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
-from titanlite.models import SHAPES, get_spec, resolve_args
+from titanlite.models import get_spec, resolve_args
 from titanlite.models.linears import linears_of
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Size
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config

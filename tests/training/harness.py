@@ -258,8 +258,10 @@ def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
     """Tensors of this rank's layers, with those of the ranks that have the others."""
     if not isinstance(model, PipelineModel):
         return tensors
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(model.group))]
-    dist.all_gather_object(parts, tensors, model.group)
+    parts: list[dict[str, torch.Tensor]] = [
+        {} for _ in range(dist.get_world_size(model.pipeline_group))
+    ]
+    dist.all_gather_object(parts, tensors, model.pipeline_group)
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 

@@ -57,8 +57,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
+from titanlite.parallel.local import pipeline_group
 from titanlite.parallel.own_linear import weights_replaced
-from titanlite.parallel.pipeline import PipelineModel
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -161,10 +161,11 @@ def describe(
     together.
     """
     mine = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
-    if not isinstance(model, PipelineModel):
+    group = pipeline_group(model)
+    if group is None:
         return mine
-    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
-    dist.all_gather_object(parts, mine, model.group)
+    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, mine, group)
     return {name: entry for part in parts for name, entry in part.items()}
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from titanlite.config.sections import Config, Experimental, Float8, Training
     from titanlite.features.async_tp import AsyncTensorParallel
+    from titanlite.features.context import ContextParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.loss_chunks import LossChunks
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 class Features:
     """The features of a run; None for one that is off."""
 
+    context: ContextParallel | None
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
     loss_chunks: LossChunks | None
@@ -35,17 +37,27 @@ class Features:
     @property
     def on(self) -> list[Feature]:
         """Those that are on, in the order of their messages and of their rows in a report."""
-        every: list[Feature | None] = [self.async_tp, self.float8, self.loss_chunks]
+        every: list[Feature | None] = [self.context, self.async_tp, self.float8, self.loss_chunks]
         return [feature for feature in every if feature is not None]
 
 
 def features_of(config: Config) -> Features:
     """Return the features that the sections of a config, or of a run, switch on."""
     return Features(
+        context=context_of(config.experimental.context_parallel_degree),
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),
     )
+
+
+def context_of(degree: int) -> ContextParallel | None:
+    """Return context parallelism if ranks share sequences. degree: their number."""
+    if degree == 1:
+        return None
+    from titanlite.features.context import ContextParallel
+
+    return ContextParallel()
 
 
 def async_tp_of(section: Experimental) -> AsyncTensorParallel | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.rules import Finding
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
     from titanlite.start.report import Row, Setup
 
@@ -58,6 +59,17 @@ class Feature:
         args: the model's; None before the text is read, when only the machine is looked at.
         """
         return ()
+
+    # The plan. Nothing here imports torch.
+
+    def traffic(self, step: StepSizes) -> Mapping[str, float]:
+        """Return traffic that computing waits for, in seconds of a micro-batch.
+
+        By the names of `titanlite.plan.speed.PARTS`.
+        """
+        return {}
+
+    # On the ranks
 
     def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
         """Return rows of the start report."""

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from titanlite.callbacks import Callback
-from titanlite.optim.gated import local
 from titanlite.parallel.fsdp import free_gathered
+from titanlite.parallel.local import local, parts_of
 from titanlite.parallel.own_linear import weights_replaced
-from titanlite.parallel.pipeline import PipelineModel
 
 if TYPE_CHECKING:
     from titanlite.step import StepResult
@@ -80,7 +79,5 @@ class WeightAverage(Callback):
         for (_, weight), value in zip(self._pairs, values, strict=True):
             weight.copy_(value)
         weights_replaced(self._model)
-        for part in (
-            self._model.stages.values() if isinstance(self._model, PipelineModel) else [self._model]
-        ):
+        for part in parts_of(self._model):
             free_gathered(part)

@@ -14,7 +14,7 @@ bytes as one all-reduce.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,27 +80,23 @@ def apply_tp(
             styles[name] = style or _style(kind, logits, last=name == last)
     parallelize_module(model, mesh, styles)
     for name, kind in kinds.items():
-        module = modules[name]
         if kind == "gather":
-            takers = [
-                other
-                for other, way in kinds.items()
-                if way == "colwise" and other.startswith(f"{name}.")
-            ]
-            cast = _common_cast([modules[taker] for taker in takers], mesh)
-            linear = takers[0].removeprefix(f"{name}.") if cast is not None else ""
-            cls: Any = type(module)
-            module.__class__ = _gathering(cls, cast, linear)
+            colwise = [other for other, way in kinds.items() if way == "colwise"]
+            takers = [other for other in colwise if other.startswith(f"{name}.")]
+            _gather_input(modules, name, takers, mesh)
         elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
             # return views.
-            module.register_forward_hook(lambda module, args, output: output.clone())
+            modules[name].register_forward_hook(lambda module, args, output: output.clone())
     for first, *others in shared:
         for name in others:
             _tie(model, first, name)
-    left = [
-        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
-    ]
+    _check_all_divided(model)
+
+
+def _check_all_divided(model: nn.Module) -> None:
+    parameters = model.named_parameters()
+    left = [name for name, parameter in parameters if not isinstance(parameter, DTensor)]
     if left:
         raise ParallelismError(
             f"the plan of tensor parallelism covers no module with {', '.join(left)}"
@@ -138,6 +134,20 @@ def _common_cast(takers: Iterable[nn.Module], mesh: DeviceMesh) -> _Cast | None:
     return casts.pop() if len(casts) == 1 else None
 
 
+def _gather_input(
+    modules: Mapping[str, nn.Module], name: str, takers: Sequence[str], mesh: DeviceMesh
+) -> None:
+    """Let a module make its first argument whole, in place.
+
+    takers: names of the linears inside that take it.
+    """
+    cast = _common_cast([modules[taker] for taker in takers], mesh)
+    linear = "" if cast is None else takers[0].removeprefix(f"{name}.")
+    module = modules[name]
+    cls: Any = type(module)
+    module.__class__ = _gathering(cls, cast, linear)
+
+
 # One class for all blocks: `torch.compile` compiles each class again.
 @functools.cache
 def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn.Module]:
@@ -157,7 +167,8 @@ def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn
             # over the ranks.
             return super().forward(x.redistribute(placements=[Replicate()]), *args, **kwargs)
 
-    Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
+    Gathering.__name__ = cls.__name__
+    Gathering.__qualname__ = cls.__qualname__
     return Gathering
 
 
@@ -173,7 +184,8 @@ def _tie(model: nn.Module, first: str, name: str) -> None:
     """Make parameter `name` be parameter `first` again: each module has got a divided one of its
     own.
     """
-    source, parameter = model.get_parameter(first), model.get_parameter(name)
+    source = model.get_parameter(first)
+    parameter = model.get_parameter(name)
     ways = [getattr(p, "placements", "undivided") for p in (source, parameter)]
     if ways[0] != ways[1]:
         raise ParallelismError(
@@ -221,7 +233,8 @@ class _ShardedLoss(torch.autograd.Function):
             inner = logits.detach().requires_grad_(wanted)
             result = loss(inner, labels)
         if wanted:
-            ctx.inner, ctx.result = inner, result
+            ctx.inner = inner
+            ctx.result = result
         return (result.to_local() if isinstance(result, DTensor) else result).detach()
 
     @staticmethod

@@ -23,7 +23,8 @@ from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.features import features_of
 from titanlite.models.args import model_args
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted

@@ -26,7 +26,7 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.rules import Finding, around, divisors
+from titanlite.config.rules import Finding, divisors
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
@@ -34,8 +34,10 @@ from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.features import features_of
 from titanlite.features.interactions import compiles_halves, needs_whole_backward
-from titanlite.models.args import FROM_FOLDER, checked_fields, unknown_flavor
-from titanlite.models.spec import ShapeError, get_spec
+from titanlite.models.args import FROM_FOLDER, unknown_flavor
+from titanlite.models.families import get_spec
+from titanlite.models.fields import checked_fields
+from titanlite.models.spec import ShapeError
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.start.derive import RunConfig, below, derive, smallest_world
@@ -49,7 +51,7 @@ from titanlite.start.misfits import (
 from titanlite.utils import is_dotted
 
 _PP = "experimental.pipeline_parallel_"
-_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
+_TP = "training.tensor_parallel_degree"
 _EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
@@ -198,9 +200,10 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     d = config.sections
     found = list(rank_misfits(d, run))
     if not found:
-        found += [*batch_misfits(run), *_context_misfits(run), *_pipeline_misfits(d, run)]
+        found += batch_misfits(run)
         for feature in features_of(run).on:
             found += feature.rank_misfits(run)
+        found += _pipeline_misfits(d, run)
     if not found:
         found += _microbatch_misfits(run)
     try:
@@ -234,8 +237,6 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
         fields["sublayer_names"] = _TP if mesh.tensor > 1 else _EP
     if mesh.pipeline > 1:
         fields["pipeline_costs"] = f"{_PP}degree"
-    if mesh.context > 1:
-        fields["context_parallel"] = _CP
     for feature in features_of(run).on:
         if feature.model_field:
             fields[feature.model_field] = feature.key
@@ -293,18 +294,6 @@ def _model_names(config: LoadedConfig) -> list[Problem]:
     except ShapeError as error:
         found += _model_problems(config, error)
     return found
-
-
-def _context_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check that each sequence can be cut into two equal chunks per rank."""
-    chunks = 2 * run.mesh.context
-    for key, length in run.sequence_lengths.items():
-        if chunks > 2 and length % chunks:
-            message = (
-                f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} chunks, two "
-                "for each rank"
-            )
-            yield "divide", _CP, message, f"these work: {key} = {around(length, chunks)}"
 
 
 def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:

@@ -112,9 +112,6 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:
     if run.mesh.pipeline == 1:
         return PlainRunner(model, loss, run.training.gradient_sync == "every")
-    from titanlite.parallel.pipeline import PipelineModel
-
-    assert isinstance(model, PipelineModel)
     return builder.pipeline(
         model,
         loss,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly import Built
-    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.pipeline_split import StageLayout
 
 Row = tuple[str, str]
@@ -397,8 +397,8 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
     rows.append(mesh_row(setup, ranks, run.mesh.expert))
     if run.mesh.pipeline > 1:
-        schedule, model = run.experimental.pipeline_parallel_schedule, built.model.model
-        rows.append(pipeline_row(schedule, cast("StageLayout", model.layout)))
+        schedule = run.experimental.pipeline_parallel_schedule
+        rows.append(pipeline_row(schedule, builder.stage_layout))
     for feature in features_of(run).on:
         rows += feature.report_rows(setup, builder, built.model.model)
     return rows

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titanlite.features.float8.gathered import plain, wrapper_of
 from titanlite.features.float8.package import float8_linears
 from titanlite.parallel.fsdp import free_gathered
-from titanlite.parallel.pipeline import PipelineModel
+from titanlite.parallel.local import parts_of
 
 
 @contextmanager
@@ -64,6 +64,5 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _free(model: nn.Module) -> None:
     """Free gathered weights of a model or a pipeline."""
-    parts = model.stages.values() if isinstance(model, PipelineModel) else [model]
-    for part in parts:
+    for part in parts_of(model):
         free_gathered(part)

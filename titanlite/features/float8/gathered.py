@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.features.float8.package import float8_linears, torchao
-from titanlite.parallel.fsdp import fsdp_mesh
+from titanlite.parallel.meshes import fsdp_mesh
 
 
 def wrapper_of(tensor: Tensor) -> Any:
