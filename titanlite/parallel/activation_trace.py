@@ -23,7 +23,6 @@ from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     KINDS,
     checkpoint_block,
-    is_by_op,
     kind_of,
     recomputed_blocks,
 )
@@ -78,7 +77,7 @@ def trace_block(
     Raises ParallelismError when the per-op policy saves nothing in a block.
     """
     recomputing = recomputed_blocks(names, settings)
-    by_op = is_by_op(settings)
+    by_op = settings.by_op
     model.to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
         # Like `to_empty`, which would load a part of the compiler for meta tensors.

@@ -28,7 +28,7 @@ from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regulariz
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError, offered
-from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
+from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
@@ -160,7 +160,7 @@ class ModelBuilder:
         names = self.spec.block_names(self.args)
         # Graphs hide their operators from a policy by operator, so that one is applied inside of
         # them.
-        if is_by_op(self.activation_checkpoint):
+        if self.activation_checkpoint.by_op:
             names = self.compiled_names or names
         apply_ac(model, names, self.activation_checkpoint, self.device)
 

@@ -188,7 +188,7 @@ def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: 
     recomputed = _runs(kept.forward, again) if again else "no product"
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
-    elif config.mode == "selective" and config.selective_ac_option == "op":
+    elif config.by_op:
         text = (
             f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes "
             f"{recomputed}"
