@@ -37,15 +37,22 @@ def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
     the message.
     """
 
-    def place(key: str, message: str) -> str:
-        named = re.findall(r"\w+\.\w+", f"{key} {message}")
-        places = map(config.place, [key, *filter(keys().__contains__, named)])
-        return next(filter(None, places), "")
+    problems = []
+    for code, key, message, hint in found:
+        place = _place(config, key, message)
+        problems.append(Problem(place, key, message, hint, code=code))
+    return problems
 
-    return [
-        Problem(place(key, message), key, message, hint, code=code)
-        for code, key, message, hint in found
-    ]
+
+def _place(config: LoadedConfig, key: str, message: str) -> str:
+    candidates = [key]
+    for name in re.findall(r"\w+\.\w+", f"{key} {message}"):
+        if name in keys():
+            candidates.append(name)
+    for candidate in candidates:
+        if place := config.place(candidate):
+            return place
+    return ""
 
 
 # Stage 2: contradictions
@@ -71,12 +78,12 @@ def _has_auto(filters: list[str]) -> bool:
     return AUTO_FILTER in filters
 
 
-_MODE, _RATE, _COMPILE = "activation_checkpoint.mode", "lr_scheduler.", "training.compile"
-_LOAD, _START, _SAVES = (
-    "checkpoint.initial_load_path",
-    "checkpoint.start",
-    "checkpoint.enable_checkpoint",
-)
+_MODE = "activation_checkpoint.mode"
+_RATE = "lr_scheduler."
+_COMPILE = "training.compile"
+_LOAD = "checkpoint.initial_load_path"
+_START = "checkpoint.start"
+_SAVES = "checkpoint.enable_checkpoint"
 _GATHER, _PRECOMPUTE = (
     "float8.enable_fsdp_float8_all_gather",
     "float8.precompute_float8_dynamic_scale_for_fsdp",
@@ -84,11 +91,9 @@ _GATHER, _PRECOMPUTE = (
 _ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
 _RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
-_HELD_OUT, _SOURCES, _ADVICE = (
-    "validation.dataset",
-    "validation.sources",
-    "make it one of the sources",
-)
+_HELD_OUT = "validation.dataset"
+_SOURCES = "validation.sources"
+_ADVICE = "make it one of the sources"
 _TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
 _EARLY = "optimizer.early_step_in_backward"
 _COMPONENTS = (
@@ -232,20 +237,21 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
 )
 
 
-def _of_extensions(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
-    return [*extensions.missing(config), *extensions.optimizer_problems(config)]
-
-
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    sources = [
+    found = [
+        *_broken_rules(config),
+        *_numbers(d),
+        *_text_names(d),
+        *_held_out_sources(d),
+        *_phases(d),
         *_sources(d, "data.source", d.data.source),
         *_sources(d, _SOURCES, d.validation.sources),
+        *extensions.missing(config),
+        *extensions.optimizer_problems(config),
     ]
-    return placed(
-        config, [*_broken_rules(config), *_numbers(d), *_text(d), *sources, *_of_extensions(config)]
-    )
+    return placed(config, found)
 
 
 def _matches(value: Any, pattern: Any) -> bool:
@@ -253,180 +259,225 @@ def _matches(value: Any, pattern: Any) -> bool:
 
 
 def _broken_rules(config: LoadedConfig) -> Iterator[Finding]:
-    for rules, code in ((NEEDS, "needs"), (CONFLICTS, "conflict")):
-        for key, pattern, other, wanted, why in rules:
-            value, there = config.value(key), config.value(other)
-            is_off = key.startswith("float8.") and not config.sections.float8.enable_float8_linear
-            if (
-                is_off
-                or not _matches(value, pattern)
-                or _matches(there, wanted) == (code == "needs")
-            ):
-                continue
-            words = (
-                f"is {quote(value)} and needs"
-                if code == "needs"
-                else f"is {quote(value)}, which excludes"
-            )
-            shown = there if code == "conflict" else None if callable(wanted) else wanted
-            shown = "" if shown is None or isinstance(shown, list) else f" = {quote(shown)}"
-            yield code, key, f"{words} {other}{shown}", why
+    for key, pattern, other, wanted, why in NEEDS:
+        value = config.value(key)
+        holds = _matches(config.value(other), wanted)
+        if _applies(config, key, pattern) and not holds:
+            shown = "" if callable(wanted) else _assigned(wanted)
+            yield "needs", key, f"is {quote(value)} and needs {other}{shown}", why
+    for key, pattern, other, excluded, why in CONFLICTS:
+        value, there = config.value(key), config.value(other)
+        if _applies(config, key, pattern) and _matches(there, excluded):
+            message = f"is {quote(value)}, which excludes {other}{_assigned(there)}"
+            yield "conflict", key, message, why
+
+
+def _applies(config: LoadedConfig, key: str, pattern: Any) -> bool:
+    """Return whether the value of a rule's first key is one that the rule is about."""
+    if key.startswith("float8.") and not config.sections.float8.enable_float8_linear:
+        return False
+    return _matches(config.value(key), pattern)
+
+
+def _assigned(value: Any) -> str:
+    """Return ` = value`; nothing for a list, or none."""
+    return "" if value is None or isinstance(value, list) else f" = {quote(value)}"
+
+
+# Stage 2: values against each other
 
 
 def _numbers(d: Config) -> Iterator[Finding]:
-    """Check values against each other."""
-    t, p, s, e, ac = (
-        d.training,
-        d.profiling,
-        d.lr_scheduler,
-        d.experimental,
-        d.activation_checkpoint,
-    )
-    timeout, deadline = d.comm.train_timeout_seconds, d.stall.deadline_seconds or 0
-    rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
-    length = max(t.seq_len // e.context_parallel_degree, 1)
-    if s.min_lr is not None and s.min_lr > d.optimizer.peak_lr:
-        yield (
-            "conflict",
-            f"{_RATE}min_lr",
-            f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}",
-            "",
-        )
-    if ac.offload and ac.mode == "selective" and ac.selective_ac_option == "op":
+    yield from _learning_rates(d)
+    yield from _offload(d)
+    yield from _loss_chunks(d)
+    yield from _skips(d)
+    yield from _stalls(d)
+    yield from _profiles(d)
+    yield from _skipped_steps(d)
+    yield from _overrides(d)
+    yield from _groups(d)
+    yield from _variables(d)
+
+
+def _learning_rates(d: Config) -> Iterator[Finding]:
+    least = d.lr_scheduler.min_lr
+    if least is not None and least > d.optimizer.peak_lr:
+        message = f"is {quote(least)}, above optimizer.lr = {quote(d.optimizer.lr)}"
+        yield "conflict", f"{_RATE}min_lr", message, ""
+
+
+def _offload(d: Config) -> Iterator[Finding]:
+    section = d.activation_checkpoint
+    keeps_operations = section.mode == "selective" and section.selective_ac_option == "op"
+    if section.offload and keeps_operations:
         message = (
             'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on '
             "the device"
         )
-        yield (
-            "conflict",
-            "activation_checkpoint.offload",
-            message,
-            'take mode = "full", or selective_ac_option = "N"',
-        )
-    if t.loss_chunks > rows * length:
-        tokens = (
-            f"{counted(rows * length, 'tokens')} ({counted(rows, 'sequences')} x "
-            f"{counted(length, 'tokens')})"
-        )
-        message = f"is {t.loss_chunks}, but a rank computes the loss of {tokens} at once"
-        yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
-    if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
+        hint = 'take mode = "full", or selective_ac_option = "N"'
+        yield "conflict", "activation_checkpoint.offload", message, hint
+
+
+def _loss_chunks(d: Config) -> Iterator[Finding]:
+    training, experimental = d.training, d.experimental
+    pieces = experimental.pipeline_parallel_microbatches or experimental.pipeline_parallel_degree
+    rows = max(training.batch_size // pieces, 1)
+    length = max(training.seq_len // experimental.context_parallel_degree, 1)
+    tokens = rows * length
+    if training.loss_chunks > tokens:
+        product = f"{counted(rows, 'sequences')} x {counted(length, 'tokens')}"
         message = (
-            f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} "
+            f"is {training.loss_chunks}, but a rank computes the loss of "
+            f"{counted(tokens, 'tokens')} ({product}) at once"
+        )
+        yield "conflict", "training.loss_chunks", message, f"take {tokens} at most"
+
+
+def _skips(d: Config) -> Iterator[Finding]:
+    guard = d.guard
+    if guard.policy != "stop" and guard.max_skips >= guard.window:
+        message = (
+            f"is {guard.max_skips}, so a run that skips all of guard.window = {guard.window} "
             "steps never ends"
         )
         yield "conflict", "guard.max_skips", message, "take less than guard.window"
+
+
+def _stalls(d: Config) -> Iterator[Finding]:
+    timeout = d.comm.train_timeout_seconds
+    deadline = d.stall.deadline_seconds or 0
     if deadline >= timeout:
         message = (
             f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before "
             "that report"
         )
         yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
-    if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
-        cycle = (
-            f"profiling.profiler_warmup {p.profiler_warmup} + profiling.profiler_active "
-            f"{p.profiler_active}"
+
+
+def _profiles(d: Config) -> Iterator[Finding]:
+    section = d.profiling
+    steps = section.profiler_warmup + section.profiler_active
+    if section.enable_profiling and section.profile_freq < steps:
+        message = (
+            f"is {section.profile_freq} steps, less than profiling.profiler_warmup "
+            f"{section.profiler_warmup} + profiling.profiler_active {section.profiler_active}"
         )
-        yield (
-            "conflict",
-            "profiling.profile_freq",
-            f"is {p.profile_freq} steps, less than {cycle}",
-            "",
-        )
+        yield "conflict", "profiling.profile_freq", message, ""
+
+
+def _skipped_steps(d: Config) -> Iterator[Finding]:
     for item in d.data.skip_steps:
-        if steps_of(item)[0] > steps_of(item)[1]:
+        first, last = steps_of(item)
+        if first > last:
             yield "out-of-range", "data.skip_steps", f"{quote(item)} ends before it begins", ""
+
+
+def _overrides(d: Config) -> Iterator[Finding]:
     for name in ("vocab_size", "norm_type", "rope_scaling"):
-        ours, other = getattr(d.model, name), d.model.overrides.get(name)
-        if None not in (ours, other) and (ours != other or name != "vocab_size"):
+        ours = getattr(d.model, name)
+        other = d.model.overrides.get(name)
+        if ours is None or other is None:
+            continue
+        # The size of the vocabulary may be given twice, if it is the same.
+        if ours != other or name != "vocab_size":
             message = f"is {quote(ours)}, but model.overrides.{name} = {quote(other)}"
             yield "conflict", f"model.{name}", message, "give one of the two"
+
+
+def _groups(d: Config) -> Iterator[Finding]:
     for index, group in enumerate(d.optimizer.groups):
         try:
             re.compile(group.pattern)
         except re.error as error:
             message = f"{quote(group.pattern)} is no regular expression: {error}"
             yield "unknown-value", f"optimizer.groups[{index}].pattern", message, ""
+
+
+def _variables(d: Config) -> Iterator[Finding]:
     for name in d.launch.environment:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             message = "a name of a variable has letters, digits and _, and no digit at its start"
             yield "variable", f"launch.environment.{quote_key(name)}", message, ""
 
 
-def _text(d: Config) -> Iterator[Finding]:
-    """Find names of text that lead nowhere, and wrong phases of a mixture."""
+# Stage 2: text
+
+
+def _text_names(d: Config) -> Iterator[Finding]:
+    """Find names of text that lead nowhere."""
     for section, text in (("training", d.training), ("validation", d.validation)):
-        if text.dataset_path is None and (problem := name_problem(text.dataset)):
-            yield (
-                "unknown-value",
-                f"{section}.dataset",
-                f"{quote(text.dataset)} {problem[0]}",
-                problem[1],
-            )
-    for i, source in enumerate(d.validation.sources):
-        at = f"{_SOURCES}[{i}]"
+        if text.dataset_path is None:
+            yield from _bad_name(f"{section}.dataset", text.dataset)
+
+
+def _bad_name(key: str, name: str) -> Iterator[Finding]:
+    problem = name_problem(name)
+    if problem is not None:
+        what, hint = problem
+        yield "unknown-value", key, f"{quote(name)} {what}", hint
+
+
+def _held_out_sources(d: Config) -> Iterator[Finding]:
+    plain = DataSource()
+    for number, source in enumerate(d.validation.sources):
+        key = f"{_SOURCES}[{number}]"
         if not source.name and source.path is not None:
-            yield (
-                "missing",
-                f"{at}.name",
-                "is missing, and the losses of a source have its name",
-                'as name = "wiki"',
-            )
+            message = "is missing, and the losses of a source have its name"
+            yield "missing", f"{key}.name", message, 'as name = "wiki"'
         elif source.name and is_dotted(source.name):
             hint = "only validation.dataset takes a dotted path"
-            yield "unknown-value", f"{at}.name", f"{quote(source.name)} is a dotted path", hint
+            yield "unknown-value", f"{key}.name", f"{quote(source.name)} is a dotted path", hint
         for field in ("weight", "epochs"):
-            if getattr(source, field) != getattr(DataSource(), field):
-                yield "conflict", f"{at}.{field}", "is for mixtures of training text", "remove it"
-    names = [source.name or source.path for source in d.data.source]
+            if getattr(source, field) != getattr(plain, field):
+                yield "conflict", f"{key}.{field}", "is for mixtures of training text", "remove it"
+
+
+def _phases(d: Config) -> Iterator[Finding]:
+    """Find wrong phases of a mixture."""
+    names = {source.name or source.path for source in d.data.source}
     for number, phase in enumerate(d.data.phase):
         key = f"data.phase[{number}]"
         if (phase.step is None) == (phase.tokens is None):
             yield "conflict", key, "needs step or tokens, one of the two", ""
-        for name in sorted(set(phase.weights) - set(names)):
-            yield (
-                "unknown-value",
-                key,
-                f"weighs {quote(name)}, which is no name of a data.source",
-                "",
-            )
+        for name in sorted(set(phase.weights) - names):
+            message = f"weighs {quote(name)}, which is no name of a data.source"
+            yield "unknown-value", key, message, ""
         if phase.weights and not any(phase.weights.values()):
             yield "conflict", key, "gives no source a share", ""
 
 
-def _sources(d: Config, key: str, sources: Sequence[DataSource]) -> Iterator[Finding]:
+def _sources(d: Config, list_key: str, sources: Sequence[DataSource]) -> Iterator[Finding]:
     """Check the names and fields of a list of sources."""
-    names = [source.name or source.path for source in sources]
-    for i, source in enumerate(sources):
-        at, name = f"{key}[{i}]", names[i]
+    seen: set[str] = set()
+    for number, source in enumerate(sources):
+        key = f"{list_key}[{number}]"
+        name = source.name or source.path
         if name is None:
-            yield "missing", f"{at}.name", "is missing, and so is path", ""
-        elif names.index(name) != i:
-            yield (
-                "conflict",
-                f"{at}.name",
-                f"{quote(name)} is the name of two sources",
-                "give each its own name",
-            )
-        elif source.path is None and (problem := name_problem(name)):
-            yield "unknown-value", f"{at}.name", f"{quote(name)} {problem[0]}", problem[1]
-        for name in _TEXT_KEYS if source.messages_key else ():
+            yield "missing", f"{key}.name", "is missing, and so is path", ""
+        elif name in seen:
+            message = f"{quote(name)} is the name of two sources"
+            yield "conflict", f"{key}.name", message, "give each its own name"
+        elif source.path is None:
+            yield from _bad_name(f"{key}.name", name)
+        if name is not None:
+            seen.add(name)
+        yield from _text_keys(d, key, source)
+
+
+def _text_keys(d: Config, key: str, source: DataSource) -> Iterator[Finding]:
+    """Check the keys of a source that name fields of its rows."""
+    if source.messages_key:
+        for name in _TEXT_KEYS:
             if getattr(source, name):
-                yield (
-                    "conflict",
-                    at,
-                    f"has {name} beside messages_key, which names the text",
-                    "leave one out",
-                )
-        prompt, completion = (
-            source.prompt_key or d.data.prompt_key,
-            source.completion_key or d.data.completion_key,
-        )
-        if (prompt is None) != (completion is None):
-            given, other = (
-                ("prompt_key", "completion_key") if prompt else ("completion_key", "prompt_key")
-            )
-            yield "needs", at, f"has {given} and needs {other}", ""
+                message = f"has {name} beside messages_key, which names the text"
+                yield "conflict", key, message, "leave one out"
+    prompt = source.prompt_key or d.data.prompt_key
+    completion = source.completion_key or d.data.completion_key
+    if prompt is not None and completion is None:
+        yield "needs", key, "has prompt_key and needs completion_key", ""
+    if completion is not None and prompt is None:
+        yield "needs", key, "has completion_key and needs prompt_key", ""
 
 
 # Stage 2, on this machine: files and packages
@@ -434,39 +485,38 @@ def _sources(d: Config, key: str, sources: Sequence[DataSource]) -> Iterator[Fin
 
 def missing_files(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local file or folder that a key names and that does not exist."""
-    names = ["model.tokenizer_path", "training.dataset_path"]
-    if config.sections.validation.enable:
-        names.append("validation.dataset_path")
-    if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
-        names.append("checkpoint.initial_load_path")
-    given = {key: config.value(key) for key in names}
-    given |= {
-        f"data.source[{i}].path": source.path
-        for i, source in enumerate(config.sections.data.source)
-    }
-    if config.sections.validation.enable:
-        sources = enumerate(config.sections.validation.sources)
-        given |= {f"validation.sources[{i}].path": source.path for i, source in sources}
-    paths = {
-        key: path for key, path in given.items() if path and not is_url(path) and not _exists(path)
-    }
-    hints = {
-        key: fetch_hint(path) if key == "model.tokenizer_path" else ""
-        for key, path in paths.items()
-    }
-    return placed(
-        config,
-        (("no-file", key, f"no file or folder {quote(paths[key])}", hints[key]) for key in paths),
-    )
+    found: list[Finding] = []
+    for key, path in _paths(config):
+        if path and not is_url(path) and not _exists(path):
+            hint = fetch_hint(path) if key == "model.tokenizer_path" else ""
+            found.append(("no-file", key, f"no file or folder {quote(path)}", hint))
+    return placed(config, found)
+
+
+def _paths(config: LoadedConfig) -> Iterator[tuple[str, str | None]]:
+    """Yield each path that a run of the config reads, by its key."""
+    d = config.sections
+    yield "model.tokenizer_path", d.model.tokenizer_path
+    yield "training.dataset_path", d.training.dataset_path
+    if d.validation.enable:
+        yield "validation.dataset_path", d.validation.dataset_path
+    # A run that has checkpoints already does not read it.
+    if not _has_checkpoints(d):
+        yield "checkpoint.initial_load_path", d.checkpoint.initial_load_path
+    for number, source in enumerate(d.data.source):
+        yield f"data.source[{number}].path", source.path
+    if d.validation.enable:
+        for number, source in enumerate(d.validation.sources):
+            yield f"{_SOURCES}[{number}].path", source.path
 
 
 def _exists(path: str) -> bool:
+    if os.path.exists(path):
+        return True
     # Megatron's token files are named without their suffixes.
-    return (
-        os.path.exists(path)
-        or os.path.exists(f"{path}.idx")
-        or any(glob.iglob(path, recursive=True))
-    )
+    if os.path.exists(f"{path}.idx"):
+        return True
+    return any(glob.iglob(path, recursive=True))
 
 
 def _has_checkpoints(d: Config) -> bool:
@@ -518,16 +568,22 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
     unusable stores.
     """
     found: list[Finding] = []
-    spec = importlib.util.find_spec("wandb") if config.sections.metrics.enable_wandb else None
-    # A folder of that name, as wandb itself makes one in the working directory, is found too, but
-    # has no origin.
-    if config.sections.metrics.enable_wandb and (spec is None or spec.origin is None):
+    if config.sections.metrics.enable_wandb and not _is_installed("wandb"):
         hint = "pip install 'titanlite[wandb]', or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
-    names = ("checkpoint.folder", "checkpoint.initial_load_path")
-    for key in names if config.sections.checkpoint.enable_checkpoint else ():
-        url = config.value(key)
-        if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
-            found.append(("url", key, f"{quote(url)} {problem[0]}", problem[1]))
+    if config.sections.checkpoint.enable_checkpoint:
+        for key in ("checkpoint.folder", "checkpoint.initial_load_path"):
+            url = config.value(key)
+            problem = url_problem(url) if url is not None and is_url(url) else None
+            if problem is not None:
+                what, hint = problem
+                found.append(("url", key, f"{quote(url)} {what}", hint))
     return placed(config, found)
+
+
+def _is_installed(package: str) -> bool:
+    # A folder of that name is found too, but has no origin. wandb itself makes one in the working
+    # directory.
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -38,11 +38,9 @@ class Entry:
         """
         while path and self.name + path not in self.lines:
             path = path[: max(path.rfind("."), path.rfind("["))]
-        return (
-            replace(self.source, line=self.lines[self.name + path]).place
-            if path
-            else self.source.place
-        )
+        if not path:
+            return self.source.place
+        return replace(self.source, line=self.lines[self.name + path]).place
 
 
 @cache
@@ -54,15 +52,19 @@ def known_names() -> frozenset[str]:
 @cache
 def known_sections() -> frozenset[str]:
     """Return every section and subsection that holds a known name."""
-    parts = [name.split(".") for name in known_names()]
-    return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
+    found = set()
+    for name in known_names():
+        while "." in name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return frozenset(found)
 
 
 def is_subsection(name: str) -> bool:
-    """Return whether the entries of a table under this name are values of their own."""
-    return (name in keys() and keys()[name].is_table) or (
-        name in known_sections() and name not in known_names()
-    )
+    """Return whether the entries of a table under this name have names themselves."""
+    if name in keys():
+        return keys()[name].is_table
+    return name in known_sections() and name not in known_names()
 
 
 #: A file with more unknown keys than this, and with more of them than of others, is taken for
@@ -77,78 +79,95 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
     except TOMLDecodeError as error:
         return [], [Problem(file, "", f"broken TOML: {error}", code="broken-toml")]
     _, lines = scan(text)
-    entries: list[Entry] = []
-    problems: list[Problem] = []
-    strange = 0
-
-    def visit(name: str, value: Any) -> None:
-        nonlocal strange
-        source = Source("file", file, lines.get(name), name)
-        if isinstance(value, dict) and is_subsection(name):
-            for part, item in value.items():
-                visit(join(name, part), item)
-        elif name in known_names() or table_of(name):
-            entries.append(Entry(name, value, source, lines))
-        elif name in known_sections():
-            message = f"is a section, not a value; got {quote(value)}"
-            problems.append(Problem(source.place, name, message, code="wrong-type"))
-        else:
-            strange += len(value) if isinstance(value, dict) else 1
-            is_section = isinstance(value, dict) and name in map(quote_key, tree)
-            problems.append(unknown(name, source, is_section))
-
-    for part, item in tree.items():
-        visit(quote_key(part), item)
-    if strange > max(len(entries), _SLIPS):
+    found = _FileEntries(file, lines)
+    for name, value in tree.items():
+        found.add(quote_key(name), value, is_top=True)
+    if found.strange > max(len(found.entries), _SLIPS):
+        count = found.strange + len(found.entries)
         message = (
-            f"is no file of titanlite or torchtitan: {strange} of its {strange + len(entries)} "
-            "keys are unknown"
+            f"is no file of titanlite or torchtitan: {found.strange} of its {count} keys are "
+            "unknown"
         )
         hint = "rewrite it with the keys that `titanlite config explain` lists"
-        problems.insert(0, Problem(f"{file}:1", "", message, hint, code="other-trainer"))
-    return entries, problems
+        found.problems.insert(0, Problem(f"{file}:1", "", message, hint, code="other-trainer"))
+    return found.entries, found.problems
 
 
-def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
-    """Return the problem of an unknown key or section, with the nearest one or the place where the
-    key lives.
-    """
+class _FileEntries:
+    """Collects the values of one file and its unknown keys."""
+
+    def __init__(self, file: str, lines: Mapping[str, int]) -> None:
+        self.file = file
+        self.lines = lines
+        self.entries: list[Entry] = []
+        self.problems: list[Problem] = []
+        #: Unknown keys, those within an unknown section one by one.
+        self.strange = 0
+
+    def add(self, name: str, value: Any, is_top: bool = False) -> None:
+        """Add a value, or all values of a section. is_top: it is in no section."""
+        source = Source("file", self.file, self.lines.get(name), name)
+        is_table = isinstance(value, dict)
+        if is_table and is_subsection(name):
+            for part, item in value.items():
+                self.add(join(name, part), item)
+        elif name in known_names() or table_of(name):
+            self.entries.append(Entry(name, value, source, self.lines))
+        elif name in known_sections():
+            message = f"is a section, not a value; got {quote(value)}"
+            self.problems.append(Problem(source.place, name, message, code="wrong-type"))
+        else:
+            self.strange += len(value) if is_table else 1
+            if is_table and is_top:
+                self.problems.append(_unknown_section(name, source))
+            else:
+                self.problems.append(unknown(name, source))
+
+
+def _unknown_section(name: str, source: Source) -> Problem:
+    top = [section for section in known_sections() if "." not in section]
+    close = nearest(name, top)
+    hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
+    return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
+
+
+def unknown(name: str, source: Source) -> Problem:
+    """Return the problem of an unknown key, with the nearest one or the place where it lives."""
+    section = name.rpartition(".")[0]
+    hint = _nearest_thing(name)
+    if not section:
+        message = "unknown key outside any section"
+        return Problem(source.place, name, message, hint, code="unknown-key")
+    if section not in known_sections():
+        message = f"unknown section [{section}]"
+        return Problem(source.place, name, message, hint, code="unknown-section")
+    return Problem(source.place, name, "unknown key", hint, code="unknown-key")
+
+
+def _nearest_thing(name: str) -> str:
+    """Return what a user may have meant by an unknown name."""
     section, _, last = name.rpartition(".")
-    here = {
-        known.rpartition(".")[2]: known
-        for known in known_names()
-        if known.rpartition(".")[0] == section
-    }
-    same_name = sorted(
-        known for known in known_names() - UNSUPPORTED.keys() if known.rpartition(".")[2] == last
-    )
-    if is_section:
-        alike = nearest(name, [known for known in known_sections() if "." not in known])
-        hint = f"nearest section: [{alike[0]}]" if alike else f"sections: {', '.join(sections())}"
-        return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
     if name in OTHER_TRAINERS:
-        hint = f"here this is {OTHER_TRAINERS[name]}"
-    elif same_name:
-        hint = (
-            f"{last} belongs to another section: "
-            f"{next(filter(keys().__contains__, same_name), same_name[0])}"
-        )
-    elif last in OTHER_TRAINERS:
-        hint = f"here this is {OTHER_TRAINERS[last]}"
-    elif close := nearest_key(name, known_names()) or _in_like_section(name):
-        hint = f"nearest: {close}"
-    else:
-        hint = (
-            f"keys of [{section}]: {', '.join(sorted(here))}"
-            if here
-            else "`titanlite config explain` lists the keys"
-        )
-    if section and section not in known_sections():
-        return Problem(
-            source.place, name, f"unknown section [{section}]", hint, code="unknown-section"
-        )
-    message = "unknown key" if section else "unknown key outside any section"
-    return Problem(source.place, name, message, hint, code="unknown-key")
+        return f"here this is {OTHER_TRAINERS[name]}"
+    same_name = [known for known in known_names() if known.rpartition(".")[2] == last]
+    elsewhere = sorted(set(same_name) - UNSUPPORTED.keys())
+    if elsewhere:
+        # A key before another name of one.
+        ours = [known for known in elsewhere if known in keys()]
+        return f"{last} belongs to another section: {(ours or elsewhere)[0]}"
+    if last in OTHER_TRAINERS:
+        return f"here this is {OTHER_TRAINERS[last]}"
+    close = nearest_key(name, known_names()) or _in_like_section(name)
+    if close:
+        return f"nearest: {close}"
+    siblings = []
+    for known in known_names():
+        above, _, key = known.rpartition(".")
+        if above == section:
+            siblings.append(key)
+    if siblings:
+        return f"keys of [{section}]: {', '.join(sorted(siblings))}"
+    return "`titanlite config explain` lists the keys"
 
 
 def _in_like_section(name: str) -> str:
@@ -156,11 +175,12 @@ def _in_like_section(name: str) -> str:
     does.
     """
     section = name.rpartition(".")[0]
-    if section not in known_sections():
-        return "".join(nearest(name, known_names()))
-    return "".join(
-        nearest(name, [one for one in known_sections() if one.startswith(f"{section}.")])
-    )
+    if section in known_sections():
+        candidates = [one for one in known_sections() if one.startswith(f"{section}.")]
+    else:
+        candidates = list(known_names())
+    close = nearest(name, candidates)
+    return close[0] if close else ""
 
 
 def begins_option(word: str) -> bool:
@@ -191,11 +211,13 @@ def value_words(flag: str, words: Sequence[str]) -> int:
         return 0
     if name == "job.config_file":
         return len(words)
-    type_ = Any if name is None else type_of_name(name)
+    if name is None:
+        return 1
+    type_ = type_of_name(name)
     kinds = [base(member) for member in members(type_)]
     if any(get_origin(kind) is list for kind in kinds):
-        files = (place for place, word in enumerate(words) if word.endswith(".toml"))
-        return next(files, len(words))
+        files = [place for place, word in enumerate(words) if word.endswith(".toml")]
+        return files[0] if files else len(words)
     if bool in kinds:
         is_value = words[0].lower() in _TRUTH_VALUES or words[0] in choices(type_)
         return 1 if is_value else 0
@@ -222,52 +244,64 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     """
     entries: dict[str, Entry] = {}
     problems: list[Problem] = []
+    for flag, words in _flags(argv):
+        if flag is None:
+            message = f"unexpected word {quote(words[0])}"
+            problems.append(Problem("command line", "", message, _FORM, code="bad-flag"))
+            continue
+        found = _flag_values(flag, words)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        for name, value in found.items():
+            # The place of the last one counts.
+            entries.pop(name, None)
+            entries[name] = Entry(name, value, Source("command line", written=name))
+    return list(entries.values()), problems
+
+
+def _flags(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
+    """Yield each flag, without its dashes, and its words; None with a word that belongs to none."""
     position = 0
     while position < len(argv):
         word = argv[position]
         position += 1
         if not begins_option(word) or word == "--":
-            problems.append(
-                Problem(
-                    "command line", "", f"unexpected word {quote(word)}", _FORM, code="bad-flag"
-                )
-            )
+            yield None, [word]
             continue
         flag, equals, attached = word[2:].partition("=")
         words = [attached] if equals else []
         while not equals and position < len(argv) and not begins_option(argv[position]):
             words.append(argv[position])
             position += 1
-        name, negated = _flag_name(flag)
-        if name is None:
-            problems.append(unknown(flag.replace("-", "_"), COMMAND_LINE))
-            continue
-        if (table := table_of(name)) and not _is_one_name(name[len(table) + 1 :]):
-            message = f"names no entry of {table}"
-            hint = (
-                f"the form is --{table}.NAME VALUE; a table in it is one value, as '{{factor = 8}}'"
-            )
-            problems.append(Problem("command line", f"--{flag}", message, hint, code="bad-flag"))
-            continue
-        try:
-            value = (
-                _negative(name, words)
-                if negated
-                else _read(type_of_name(name), words, name not in _WITH_COMMAS)
-            )
-        except _BadWords as error:
-            problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
-            continue
-        given = {name: value}
-        if name in keys() and keys()[name].is_table:
-            if isinstance(value, str):
-                value = _table_of_pairs(name, value)
-            if isinstance(value, dict):  # as good as a flag for each of its entries
-                given = {f"{name}.{quote_key(k)}": v for k, v in value.items()}
-        for written, item in given.items():
-            entries.pop(written, None)
-            entries[written] = Entry(written, item, Source("command line", written=written))
-    return list(entries.values()), problems
+        yield flag, words
+
+
+def _flag_values(flag: str, words: list[str]) -> dict[str, Any] | Problem:
+    """Return the value of a flag by its name, of a table the values of its entries; or what is
+    wrong with it.
+    """
+    name, negated = _flag_name(flag)
+    if name is None:
+        return unknown(flag.replace("-", "_"), COMMAND_LINE)
+    table = table_of(name)
+    if table and not _is_one_name(name[len(table) + 1 :]):
+        message = f"names no entry of {table}"
+        hint = f"the form is --{table}.NAME VALUE; a table in it is one value, as '{{factor = 8}}'"
+        return Problem("command line", f"--{flag}", message, hint, code="bad-flag")
+    try:
+        if negated:
+            value: Any = _negative(name, words)
+        else:
+            value = _read(type_of_name(name), words, name not in _WITH_COMMAS)
+    except _BadWords as error:
+        return Problem("command line", f"--{flag}", str(error), code="bad-flag")
+    if name in keys() and keys()[name].is_table:
+        if isinstance(value, str):
+            value = _table_of_pairs(name, value)
+        if isinstance(value, dict):
+            return {f"{name}.{quote_key(entry)}": item for entry, item in value.items()}
+    return {name: value}
 
 
 def _is_one_name(text: str) -> bool:
@@ -287,11 +321,16 @@ def _flag_name(flag: str) -> tuple[str | None, bool]:
         return "job.config_file", False
     plain = flag.replace("-", "_")
     section, _, last = plain.rpartition(".")
-    tries = [(flag, False), (plain, False), (plain.removeprefix("no_"), True)]
-    tries.append((f"{section}.{last.removeprefix('no_')}", True))
-    return next(
-        ((name, no) for name, no in tries if name in known_names() or table_of(name)), (None, False)
-    )
+    tries = [
+        (flag, False),
+        (plain, False),
+        (plain.removeprefix("no_"), True),
+        (f"{section}.{last.removeprefix('no_')}", True),
+    ]
+    for name, negated in tries:
+        if name in known_names() or table_of(name):
+            return name, negated
+    return None, False
 
 
 def type_of_name(name: str) -> Any:
@@ -314,20 +353,30 @@ def _read(type_: Any, words: list[str], has_commas: bool) -> Any:
 
     has_commas: lists are split at commas, too.
     """
-    lists = [part for part in map(base, members(type_)) if get_origin(part) is list]
-    if lists and not (len(words) == 1 and words[0] in choices(type_)):
-        if len(words) == 1 and words[0].lstrip().startswith("["):
-            return _read_one(lists[0], words[0])
-        (item,) = get_args(lists[0])
-        parts = [
-            part.strip() for word in words for part in (word.split(",") if has_commas else [word])
-        ]
-        return [_read_one(item, part) for part in parts if part]
+    lists = [kind for kind in map(base, members(type_)) if get_origin(kind) is list]
+    is_choice = len(words) == 1 and words[0] in choices(type_)
+    if lists and not is_choice:
+        return _read_list(lists[0], words, has_commas)
     if not words and bool in members(type_):
         return True
-    if len(words) != 1:
-        raise _BadWords(f"takes one value, got {quote(words)}" if words else "needs a value")
+    if not words:
+        raise _BadWords("needs a value")
+    if len(words) > 1:
+        raise _BadWords(f"takes one value, got {quote(words)}")
     return _read_one(type_, words[0])
+
+
+def _read_list(type_: Any, words: list[str], has_commas: bool) -> Any:
+    if len(words) == 1 and words[0].lstrip().startswith("["):
+        return _read_one(type_, words[0])
+    (item,) = get_args(type_)
+    items = []
+    for word in words:
+        for part in word.split(",") if has_commas else [word]:
+            part = part.strip()
+            if part:
+                items.append(_read_one(item, part))
+    return items
 
 
 def _read_one(type_: Any, text: str) -> Any:
@@ -335,23 +384,36 @@ def _read_one(type_: Any, text: str) -> Any:
 
     A word without one is left to the check to refuse.
     """
-    unset = text.lower() == "none" and "none" not in choices(type_)
-    if type(None) in members(type_) and (
-        unset or not (text or fits(type_, text))
-    ):  # "": null as a hyperparameter
+    if type(None) in members(type_) and _means_none(type_, text):
         return None
-    readings: list[Any] = [text.lower() == "true"] if text.lower() in ("true", "false") else []
+    readings = _readings(text)
+    # A text keeps its quotes, unless any value will do.
+    if type_ is not Any:
+        readings = [value for value in readings if not isinstance(value, str)]
+    for value in [*readings, text]:
+        if fits(type_, value):
+            return value
+    return readings[0] if readings else text
+
+
+def _means_none(type_: Any, text: str) -> bool:
+    """Return whether a word stands for no value. SageMaker hands on null as an empty word."""
+    if text.lower() == "none":
+        return "none" not in choices(type_)
+    return not text and not fits(type_, text)
+
+
+def _readings(text: str) -> list[Any]:
+    """Return a word as each kind of value that it can be, the likeliest first."""
+    readings: list[Any] = []
+    if text.lower() in ("true", "false"):
+        readings.append(text.lower() == "true")
     for read in (_literal, _json, _python, int, float):
         try:
             readings.append(read(text))
         except ValueError:
             continue
-    if type_ is not Any:  # quotes of a text are part of it
-        readings = [value for value in readings if not isinstance(value, str)]
-    return next(
-        (value for value in [*readings, text] if fits(type_, value)),
-        readings[0] if readings else text,
-    )
+    return readings
 
 
 #: The name before a value of `_table_of_pairs`.
@@ -366,17 +428,22 @@ def _table_of_pairs(table: str, text: str) -> Any:
     A comma divides two entries if a name and `=` follow it outside of brackets. An empty table is
     an empty text.
     """
-    depth, starts = 0, [0]
+    if not text.strip():
+        return {}
+    starts = [0]
+    depth = 0
     for position, character in enumerate(text):
         depth += _DEPTHS.get(character, 0)
         if character == "," and depth == 0 and _PAIR_NAME.match(text, position + 1):
             starts.append(position + 1)
+    ends = [start - 1 for start in starts[1:]]
     entries: dict[str, Any] = {}
-    for start, stop in zip(starts, [*(start - 1 for start in starts[1:]), len(text)], strict=True):
-        name = _PAIR_NAME.match(text, start, stop)
-        if name is None:
-            return text if text.strip() else {}
-        entries[name[1]] = _read_one(type_of(f"{table}.{name[1]}"), text[name.end() : stop])
+    for start, end in zip(starts, [*ends, len(text)], strict=True):
+        found = _PAIR_NAME.match(text, start, end)
+        if found is None:
+            return text
+        name = found[1]
+        entries[name] = _read_one(type_of(f"{table}.{name}"), text[found.end() : end])
     return entries
 
 
@@ -387,7 +454,8 @@ def _python(text: str) -> Any:
     if not text.lstrip().startswith(("[", "{")):
         raise ValueError
     try:
-        return json.loads(json.dumps(ast.literal_eval(text.strip())))  # without tuples and sets
+        # JSON turns tuples into lists, and refuses sets.
+        return json.loads(json.dumps(ast.literal_eval(text.strip())))
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError from error
 

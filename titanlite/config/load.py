@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +89,33 @@ def read(argv: Sequence[str], defer: bool = False) -> tuple[LoadedConfig, list[P
     entries, problems = command_line_entries(argv)
     layers = _Layers(problems, defer)
     entries = layers.resolved(entries)
-    for path in next((e.value or [""] for e in entries if e.name == "job.config_file"), []):
+    for path in _named_files(entries):
         found = find_config(path)
         if found is None:
             problems.append(_missing(path))
         else:
-            layers.read(
-                found, path, (), Problem("command line", "job.config_file", "", code="unreadable")
-            )
+            failure = Problem("command line", "job.config_file", "", code="unreadable")
+            layers.read(found, path, chain=(), failure=failure)
     layers.add(entries, file=None)
     return layers.finish(), problems
+
+
+def _named_files(entries: Iterable[Entry]) -> list[str]:
+    """Return the files that a command line names. A flag without one names the empty file."""
+    for entry in entries:
+        if entry.name == "job.config_file":
+            return entry.value or [""]
+    return []
 
 
 def read_text(
     text: str, path: Path, flags: Sequence[str] = (), origin: Origin = Origin.OWN
 ) -> tuple[LoadedConfig, list[Problem]]:
-    """Do as `read` for a text that stands or shall stand in the file `path`; files it extends are
-    found from there.
+    """Return the config of a text, and what is wrong, as `read` does.
 
-    flags: laid over it, as those of a command line. origin: who wrote the text. Of a foreign one no
-    variable is replaced and no other file is read, which are problems; the code that it names is in
-    the config's `claims`.
+    path: the file of the text, which need not exist; files that it extends are found from there.
+    flags: laid over it, as those of a command line. origin: who wrote the text. In a foreign text,
+    variables and other files are problems, and the config's `claims` list the code that it names.
     """
     entries, problems = command_line_entries(flags)
     layers = _Layers(problems, origin=origin)
@@ -132,32 +137,31 @@ def config_folders() -> list[Path]:
 def find_config(path: str) -> Path | None:
     """Return the file that a name on the command line means, or None."""
     direct = Path(os.path.expanduser(path))
-    if (
-        os.path.exists(direct) or direct.name != path
-    ):  # that of Path raises for names that are too long
-        return direct if os.path.exists(direct) else None
-    return next(
-        (folder / path for folder in config_folders() if os.path.isfile(folder / path)), None
-    )
+    # `Path.exists` raises for names that are too long.
+    if os.path.exists(direct):
+        return direct
+    is_bare_name = direct.name == path
+    if is_bare_name:
+        for folder in config_folders():
+            if os.path.isfile(folder / path):
+                return folder / path
+    return None
 
 
 def _missing(path: str) -> Problem:
-    known = dict.fromkeys(
-        file.name for folder in config_folders() for file in sorted(folder.glob("*.toml"))
-    )
-    close = nearest(Path(path).name, known)
-    hint = (
-        f"nearest in train_configs/: {close[0]}"
-        if close
-        else f"train_configs/ has {', '.join(known)}"
-    )
-    return Problem(
-        "command line",
-        "job.config_file",
-        f"no file {quote(path)}",
-        hint if known else "",
-        code="no-file",
-    )
+    known = []
+    for folder in config_folders():
+        known += sorted(file.name for file in folder.glob("*.toml"))
+    names = list(dict.fromkeys(known))
+    close = nearest(Path(path).name, names)
+    if close:
+        hint = f"nearest in train_configs/: {close[0]}"
+    elif names:
+        hint = f"train_configs/ has {', '.join(names)}"
+    else:
+        hint = ""
+    message = f"no file {quote(path)}"
+    return Problem("command line", "job.config_file", message, hint, code="no-file")
 
 
 #: Keys that a file, or the command line, cannot set.
@@ -203,27 +207,24 @@ class _Layers:
     hf_assets_path: Source | None = None
 
     def read(self, path: Path, shown: str, chain: tuple[Path, ...], failure: Problem) -> None:
-        """Add a file and all it extends; chain: the files that led here, failure: the problem, but
-        for the reason.
+        """Add a file and all it extends.
+
+        shown: its name as it was written. chain: the files that led here. failure: the problem of a
+        file that cannot be read, without its message.
         """
         try:
             identity = path.resolve()
             if identity in chain:
-                circle = " -> ".join(p.name for p in (*chain[chain.index(identity) :], identity))
-                message = f"files extend each other in a circle: {circle}"
+                circle = (*chain[chain.index(identity) :], identity)
+                names = " -> ".join(file.name for file in circle)
+                message = f"files extend each other in a circle: {names}"
                 self.problems.append(replace(failure, message=message, code="circle"))
                 return
             text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-            known = (
-                "is not UTF-8 text"
-                if isinstance(error, UnicodeDecodeError)
-                else getattr(error, "strerror", None)
-            )
-            reason = known or str(error)
-            self.problems.append(
-                replace(failure, message=f"cannot read {quote(str(shown))}: {reason}")
-            )
+        # A path with a zero byte is a ValueError, and so is a text that is not UTF-8.
+        except (OSError, ValueError) as error:
+            message = f"cannot read {quote(str(shown))}: {_reason(error)}"
+            self.problems.append(replace(failure, message=message))
             return
         self.read_text(text, path, chain)
 
@@ -267,75 +268,88 @@ class _Layers:
         return found
 
     def add(self, entries: Iterable[Entry], file: Path | None) -> None:
-        """Check the entries of one layer and put them over the values so far."""
+        """Check the entries of one layer and put them over the values so far. file: None for the
+        command line.
+        """
         layer: dict[str, _Value] = {}
         for entry in entries:
-            alias = ALIASES.get(entry.name)
-            if alias and alias.is_later and file and self.later is None:
-                self.later = entry.source
-            if file and entry.name == "model.tokenizer_path":
-                self.tokenizer_path = entry.source
-            if file and entry.name == "model.hf_assets_path":
-                self.hf_assets_path = entry.source
-            found = self._check(entry, file)
-            if isinstance(found, _Value):
-                key = key_of(entry.name)
-                before = layer.setdefault(key, found)
-                if before.value != found.value:
-                    self.problems.append(_given_twice(key, before, found))
-                layer[key] = found
-            else:
-                self.problems += found
+            if file:
+                self._note_version(entry)
+            value = self._checked(entry, file)
+            if value is None:
+                continue
+            key = key_of(entry.name)
+            before = layer.get(key, value)
+            if before.value != value.value:
+                self.problems.append(_given_twice(key, before, value))
+            layer[key] = value
         self._exclude(layer)
         self.values.update(layer)
 
-    def _check(self, entry: Entry, file: Path | None) -> _Value | list[Problem]:
-        """Return an entry as the key's own kind of value, or what is wrong with it: nothing for an
-        unsupported key.
+    def _note_version(self, entry: Entry) -> None:
+        """Keep what an entry of a file tells of the version of torchtitan that it was written
+        for.
         """
-        name, value, source, key = entry.name, entry.value, entry.source, key_of(entry.name)
-        problem = partial(Problem, source.place, name)
-        if misplaced := (_ONLY_FLAGS if file else _ONLY_FILES).get(name):
-            return [problem(misplaced, code="misplaced")]
+        alias = ALIASES.get(entry.name)
+        if alias and alias.is_later and self.later is None:
+            self.later = entry.source
+        if entry.name == "model.tokenizer_path":
+            self.tokenizer_path = entry.source
+        if entry.name == "model.hf_assets_path":
+            self.hf_assets_path = entry.source
+
+    def _checked(self, entry: Entry, file: Path | None) -> _Value | None:
+        """Return an entry as the key's own kind of value; None, with its problems noted, if it is
+        wrong, and for an unsupported key that is off.
+        """
+        name = entry.name
+        misplaced = _ONLY_FLAGS if file else _ONLY_FILES
+        if name in misplaced:
+            self._refuse(entry, misplaced[name], code="misplaced")
+            return None
         if name in UNSUPPORTED:
-            hint = f"remove it, or leave it at {' or '.join(map(quote, UNSUPPORTED[name].off))}"
-            message = f"{quote(value)} is not supported: {UNSUPPORTED[name].reason}"
-            return [] if is_off(name, value) else [problem(message, hint, code="unsupported")]
-        anchor = partial(extensions.anchored, folder=file.parent if file else Path())
-
-        def renamed(value: Any) -> Any:
-            return ALIASES[name].converted(value) if name in ALIASES else value
-
-        def converted(value: Any) -> Any:
-            value = renamed(value)
-            if key in extensions.ANCHORED and value is not None:
-                return anchor(value) if isinstance(value, str) else [*map(anchor, value)]
-            return value
-
+            if not is_off(name, entry.value):
+                off = " or ".join(map(quote, UNSUPPORTED[name].off))
+                message = f"{quote(entry.value)} is not supported: {UNSUPPORTED[name].reason}"
+                hint = f"remove it, or leave it at {off}"
+                self._refuse(entry, message, hint, code="unsupported")
+            return None
         try:
-            normal = normalized(name, value)
-            wrong = check(type_of_name(name), normal)
-            right = None if wrong else _Value(converted(normal), source, value)
-            if right and file and self.origin is not Origin.OWN:
-                right.claims = tuple(config_claims(source.place, key, renamed(normal), right.value))
-            if right and entry.raw is not None:
-                right.deferred = converted(normalized(name, entry.raw))
+            value = self._converted(entry, file)
         except Refused as error:
-            return [problem(f"{quote(value)} is not supported: {error}", code="unsupported")]
-        if (
-            right is None
-        ):  # the key stands beside another name of it, so that both can be searched for
-            shown = name if name == key else f"{name} ({key})"
-            for i, one in enumerate(wrong):
-                if source.variables and one.hint.startswith("write it"):
-                    flag = f'--{name}="${source.variables[0]}"'
-                    wrong[i] = replace(
-                        one, hint=f"variables stand in strings only; a shell replaces {flag}"
-                    )
-            return [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
-        if isinstance(value, str) and (note := VALUE_NOTES.get((key, value))):
-            self.notes.append(f"{source.place}: {note}")
-        return right
+            message = f"{quote(entry.value)} is not supported: {error}"
+            self._refuse(entry, message, code="unsupported")
+            return None
+        if value is not None and isinstance(entry.value, str):
+            note = VALUE_NOTES.get((key_of(name), entry.value))
+            if note:
+                self.notes.append(f"{entry.source.place}: {note}")
+        return value
+
+    def _refuse(self, entry: Entry, message: str, hint: str = "", *, code: str) -> None:
+        self.problems.append(Problem(entry.source.place, entry.name, message, hint, code=code))
+
+    def _converted(self, entry: Entry, file: Path | None) -> _Value | None:
+        """Return an entry as the key's own kind of value; None, with its problems noted, if its
+        type is wrong. Raises Refused.
+        """
+        name = entry.name
+        key = key_of(name)
+        folder = file.parent if file else Path()
+        normal = normalized(name, entry.value)
+        wrong = check(type_of_name(name), normal)
+        if wrong:
+            self.problems += [_of_entry(problem, entry) for problem in wrong]
+            return None
+        renamed = _renamed(name, normal)
+        value = _Value(_anchored(key, renamed, folder), entry.source, entry.value)
+        if file and self.origin is not Origin.OWN:
+            claims = config_claims(entry.source.place, key, renamed, value.value)
+            value.claims = tuple(claims)
+        if entry.raw is not None:
+            raw = _renamed(name, normalized(name, entry.raw))
+            value.deferred = _anchored(key, raw, folder)
+        return value
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
         """Allow one of the keys for one thing in a layer; it replaces another one of the layers
@@ -344,48 +358,57 @@ class _Layers:
         for group in EXCLUSIVE:
             chosen = [key for key in group if key in layer and layer[key].value is not None]
             if len(chosen) > 1:
-                places = ", ".join(
-                    f"{key} = {quote(layer[key].value)} ({layer[key].source})" for key in chosen
-                )
+                places = ", ".join(_assignment(key, layer[key]) for key in chosen)
                 place = layer[chosen[-1]].source.place
                 message = f"these exclude each other: {places}"
                 self.problems.append(Problem(place, chosen[-1], message, code="exclusive"))
-                continue
-            for key in chosen:
-                for other in (other for other in group if other != key):
-                    gone = self.values.pop(other, None)
-                    if gone is not None and gone.value is not None:
-                        replaced = f"{other} = {quote(gone.value)} ({gone.source})"
-                        self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
+            elif chosen:
+                self._replace_others(chosen[0], group, layer)
+
+    def _replace_others(self, key: str, group: Sequence[str], layer: dict[str, _Value]) -> None:
+        """Take the other keys of a group from the layers below."""
+        for other in group:
+            gone = self.values.pop(other, None) if other != key else None
+            if gone is not None and gone.value is not None:
+                replaced = _assignment(other, gone)
+                self.notes.append(f"{key} ({layer[key].source}) replaces {replaced}")
 
     def finish(self) -> LoadedConfig:
         """Return the config of all layers."""
         self._apply_later_defaults()
         self._apply_microbatch_size()
-        written: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+        sources: dict[str, Source] = {}
+        deferred: dict[str, Any] = {}
+        claims: list[Claim] = []
         for name, settled in self.values.items():
-            section, _, key = name.partition(".")
-            if table := table_of(name):
-                (entry,) = loads(f"{name[len(table) + 1 :]} = 0")
-                written[section].setdefault(table.partition(".")[2], {})[entry] = settled.value
-            else:
-                written[section][key] = settled.value
-        sources = {name: settled.source for name, settled in self.values.items()}
-        deferred = {
-            name: settled.deferred
-            for name, settled in self.values.items()
-            if settled.deferred is not None
-        }
-        claims = tuple(claim for settled in self.values.values() for claim in settled.claims)
+            sources[name] = settled.source
+            claims += settled.claims
+            if settled.deferred is not None:
+                deferred[name] = settled.deferred
         return LoadedConfig(
-            msgspec.convert(written, Config),
+            msgspec.convert(self._tree(), Config),
             sources,
             tuple(self.files),
             tuple(self.notes),
             deferred,
-            claims,
+            tuple(claims),
             self.origin,
         )
+
+    def _tree(self) -> dict[str, dict[str, Any]]:
+        """Return the values as TOML nests them: by section and key, tables within a section."""
+        tree: dict[str, dict[str, Any]] = {name: {} for name in sections()}
+        for name, settled in self.values.items():
+            section, _, key = name.partition(".")
+            table = table_of(name)
+            if table:
+                # TOML reads the name of an entry, which may have quotes.
+                (entry,) = loads(f"{name[len(table) + 1 :]} = 0")
+                entries = tree[section].setdefault(table.partition(".")[2], {})
+                entries[entry] = settled.value
+            else:
+                tree[section][key] = settled.value
+        return tree
 
     def _get(self, key: str) -> Any:
         return self.values[key].value if key in self.values else keys()[key].default
@@ -394,16 +417,15 @@ class _Layers:
         """Give a file of torchtitan 0.2.x the model and the defaults it expects, for keys that no
         layer sets.
         """
-        sign, why = self.later, f"uses the later name {self.later.written}" if self.later else ""
-        if said := self.values.get("job.dialect"):
-            sign, why = said.source if said.value == "2026" else None, 'says dialect "2026"'
+        sign, why = self._sign_of_later()
         if sign is None:
             self._note_scaled_405b()
             return
         source = Source("dialect", sign.file, sign.line)
         self.values.setdefault("job.dialect", _Value("2026", source))
         taken = [key for key in LATER_DEFAULTS if key not in self.values]
-        self.values.update({key: _Value(LATER_DEFAULTS[key], source) for key in taken})
+        for key in taken:
+            self.values[key] = _Value(LATER_DEFAULTS[key], source)
         if taken:
             self.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
         if "lr_scheduler.style" in taken:
@@ -411,23 +433,42 @@ class _Layers:
                 "the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "
                 '"titan-0.2"'
             )
-        there = self._get("model.flavor")
-        if (self._get("model.name"), there) == ("qwen3", "debugmodel"):
+        name = self._get("model.name")
+        flavor = self._get("model.flavor")
+        if name == "qwen3" and flavor == "debugmodel":
             self.notes.append(
                 'the "debugmodel" of qwen3 is titanlite\'s own: that of torchtitan has another '
                 "shape"
             )
+        if name != "llama3" or flavor not in LATER_FLAVORS:
+            return
         if self._is_of_0_1_0(sign):
-            self._apply_0_1_0(source)
-        elif self._get("model.name") == "llama3" and there in LATER_FLAVORS:
-            flavor, difference = LATER_FLAVORS[there]
-            given = self.values.get("model.flavor", _Value(there, DEFAULT)).source
-            if given.file == sign.file or given.kind == "command line":
-                source = replace(given, written=f"model.flavor = {quote(there)}")
-            self.values["model.flavor"] = _Value(flavor, source)
+            self._apply_0_1_0(flavor, source)
+        else:
+            self._take_later_flavor(flavor, sign)
+            ours, difference = LATER_FLAVORS[flavor]
             self.notes.append(
-                f"model.flavor {quote(there)} of torchtitan 0.2.x is {quote(flavor)}: {difference}"
+                f"model.flavor {quote(flavor)} of torchtitan 0.2.x is {quote(ours)}: {difference}"
             )
+
+    def _sign_of_later(self) -> tuple[Source | None, str]:
+        """Return what says that a file is of torchtitan 0.2.x, and what it says; None: nothing
+        does.
+        """
+        said = self.values.get("job.dialect")
+        if said is not None:
+            return (said.source if said.value == "2026" else None), 'says dialect "2026"'
+        if self.later is not None:
+            return self.later, f"uses the later name {self.later.written}"
+        return None, ""
+
+    def _take_later_flavor(self, flavor: str, sign: Source) -> None:
+        """Replace a flavor of torchtitan 0.2.x by ours. sign: what says that it is one."""
+        given = self.values.get("model.flavor", _Value(flavor, DEFAULT)).source
+        source = Source("dialect", sign.file, sign.line)
+        if given.file == sign.file or given.kind == "command line":
+            source = replace(given, written=f"model.flavor = {quote(flavor)}")
+        self.values["model.flavor"] = _Value(LATER_FLAVORS[flavor][0], source)
 
     def _is_of_0_1_0(self, sign: Source) -> bool:
         """Return whether a file with later names is of torchtitan 0.1.0 (spring 2025).
@@ -440,36 +481,30 @@ class _Layers:
         told = self.tokenizer_path
         return told is not None and told.file == sign.file and self.hf_assets_path is None
 
-    def _apply_0_1_0(self, source: Source) -> None:
+    def _apply_0_1_0(self, flavor: str, source: Source) -> None:
         """Give a file of torchtitan 0.1.0 its models: RoPE without scaling, and 6 layers in the
         debug model.
         """
-        there = self._get("model.flavor")
-        if self._get("model.name") != "llama3" or there not in LATER_FLAVORS:
-            return
-        if there == "debugmodel":
-            given = self.values.get("model.flavor", _Value(there, DEFAULT)).source
-            if given.file == source.file or given.kind == "command line":
-                source = replace(given, written=f"model.flavor = {quote(there)}")
-            self.values["model.flavor"] = _Value(LATER_FLAVORS[there][0], source)
-        is_scaled = there in ("debugmodel", "405B")
-        if is_scaled and {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(
-            self.values
-        ):
-            self.values["model.rope_scaling"] = _Value(
-                "none", Source("dialect", source.file, source.line)
-            )
+        if flavor == "debugmodel":
+            self._take_later_flavor(flavor, source)
+        is_scaled = flavor in ("debugmodel", "405B")
+        if is_scaled and not self._gives_scaling():
+            self.values["model.rope_scaling"] = _Value("none", source)
         place = self.tokenizer_path.place if self.tokenizer_path else ""
         self.notes.append(
             f"{place} names model.tokenizer_path, as torchtitan 0.1.0 does, where 0.2.x has "
-            "model.hf_assets_path: "
-            f'model.flavor {quote(there)} has RoPE without scaling. [job] dialect = "2026" gives '
-            "it that of 0.2.x"
+            f"model.hf_assets_path: model.flavor {quote(flavor)} has RoPE without scaling. "
+            '[job] dialect = "2026" gives it that of 0.2.x'
+        )
+
+    def _gives_scaling(self) -> bool:
+        return "model.rope_scaling" in self.values or (
+            "model.overrides.rope_scaling" in self.values
         )
 
     def _note_scaled_405b(self) -> None:
-        scaled = {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(self.values)
-        if (self._get("model.name"), self._get("model.flavor")) == ("llama3", "405B") and scaled:
+        is_405b = self._get("model.name") == "llama3" and self._get("model.flavor") == "405B"
+        if is_405b and not self._gives_scaling():
             self.notes.append(
                 'model.flavor "405B" is Llama 3.1: RoPE scaled by 8. torchtitan of autumn 2024 '
                 'trained it without: model.rope_scaling = "none"'
@@ -479,27 +514,71 @@ class _Layers:
         """Turn a micro-batch size into the count of micro-batches, now that the batch size is
         known.
         """
-        settled, batch_size = self.values.get(_MICROBATCHES), self._get("training.batch_size")
+        settled = self.values.get(_MICROBATCHES)
         if settled is None or not isinstance(settled.value, MicrobatchSize):
             return
-        size, source = settled.value.size, settled.source
+        batch_size = self._get("training.batch_size")
+        size = settled.value.size
+        source = settled.source
         self.values[_MICROBATCHES] = _Value(max(batch_size // size, 1), source)
-        if batch_size % size and not self.problems:  # else the batch size may be wrong
+        # With other problems the batch size may be wrong.
+        if batch_size % size and not self.problems:
+            name = f"{source.written} ({_MICROBATCHES})"
             message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-            self.problems.append(
-                Problem(source.place, f"{source.written} ({_MICROBATCHES})", message)
-            )
+            self.problems.append(Problem(source.place, name, message))
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Return why a file cannot be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8 text"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _short(path: Path) -> str:
-    """Return a path as messages show it: from the working directory where it lies below it."""
-    absolute, here = os.path.abspath(path), os.getcwd()
-    return os.path.relpath(absolute, here) if absolute.startswith(here + os.sep) else str(path)
+    """Return a path as messages show it: from the working directory if it lies below it."""
+    absolute = os.path.abspath(path)
+    here = os.getcwd()
+    is_below = absolute.startswith(here + os.sep)
+    return os.path.relpath(absolute, here) if is_below else str(path)
+
+
+def _renamed(name: str, value: Any) -> Any:
+    """Return a value under any name as the key takes it."""
+    return ALIASES[name].converted(value) if name in ALIASES else value
+
+
+def _anchored(key: str, value: Any, folder: Path) -> Any:
+    """Return a value whose paths of code files start at the folder of the config file."""
+    if key not in extensions.ANCHORED or value is None:
+        return value
+    if isinstance(value, str):
+        return extensions.anchored(value, folder=folder)
+    return [extensions.anchored(item, folder=folder) for item in value]
+
+
+def _of_entry(problem: Problem, entry: Entry) -> Problem:
+    """Return a problem inside a value with its place and its key."""
+    key = key_of(entry.name)
+    # The key stands beside another name of it, so that both can be searched for.
+    shown = entry.name if entry.name == key else f"{entry.name} ({key})"
+    hint = problem.hint
+    variables = entry.source.variables
+    if variables and hint.startswith("write it"):
+        flag = f'--{entry.name}="${variables[0]}"'
+        hint = f"variables stand in strings only; a shell replaces {flag}"
+    place = entry.place(problem.key)
+    return replace(problem, where=place, key=shown + problem.key, hint=hint)
+
+
+def _assignment(key: str, value: _Value) -> str:
+    return f"{key} = {quote(value.value)} ({value.source})"
 
 
 def _given_twice(key: str, first: _Value, second: _Value) -> Problem:
     both = " and ".join(
-        f"{v.source.written} = {quote(v.raw)} ({v.source.place})" for v in (first, second)
+        f"{value.source.written} = {quote(value.raw)} ({value.source.place})"
+        for value in (first, second)
     )
     message = f"two names of one thing, {key}, differ: {both}"
     return Problem(second.source.place, second.source.written, message, code="given-twice")

@@ -73,19 +73,22 @@ class LoadedConfig:
         """Return whether a file or the command line sets a key (to its default, too)."""
         if key in self.sources:
             return self.sources[key].kind in ("file", "command line")
-        return (
-            key in keys()
-            and keys()[key].is_table
-            and any(name.startswith(f"{key}.") for name in self.sources)
-        )
+        return bool(self._entries_of(key))
+
+    def _entries_of(self, key: str) -> list[str]:
+        """Return the given entries of a table; none for another key."""
+        if key not in keys() or not keys()[key].is_table:
+            return []
+        return [name for name in self.sources if name.startswith(f"{key}.")]
 
     def place(self, key: str) -> str:
         """Return `file:line` or `command line` of a given key, empty for a default: for
         messages.
         """
-        if self.is_given(key) and key not in self.sources:
-            return next(s.place for name, s in self.sources.items() if name.startswith(f"{key}."))
-        source = self.source(key)
+        if key not in self.sources:
+            entries = self._entries_of(key)
+            return self.sources[entries[0]].place if entries else ""
+        source = self.sources[key]
         return "" if source.kind == "default" else source.place
 
     def entries(self) -> Iterator[tuple[str, Any]]:
@@ -95,10 +98,11 @@ class LoadedConfig:
         for key in keys().values():
             value = self.value(key.name)
             if key.is_table:
-                yield from ((f"{key.name}.{quote_key(name)}", item) for name, item in value.items())
-            elif (
-                value is not None and key.name not in ABOUT_FILES and not self.superseded(key.name)
-            ):
+                for name, item in value.items():
+                    yield f"{key.name}.{quote_key(name)}", item
+            elif value is None or key.name in ABOUT_FILES or self.superseded(key.name):
+                continue
+            else:
                 yield key.name, value
 
     def to_toml(self, defaults: bool = True) -> str:
@@ -111,24 +115,30 @@ class LoadedConfig:
         section = ""
         for key, value in self.entries():
             first, _, name = key.partition(".")
-            is_default = self.source(key).kind == "default" and not table_of(key)
+            source = self.source(key)
+            is_entry = table_of(key) is not None
+            is_default = source.kind == "default" and not is_entry
             if is_default and not defaults:
                 continue
             if first != section:
                 section = first
                 lines += ["", f"[{section}]"]
-            has_note = defaults and not is_default and not table_of(key)
-            note = (
-                f"  # {escape_name(str(self.source(key)))}" if has_note else ""
-            )  # a file's name may have a line end
             written = quote(self.deferred[key]) if key in self.deferred else escaped(quote(value))
-            lines.append(f"{name} = {written}{note}")
+            line = f"{name} = {written}"
+            if defaults and not is_default and not is_entry:
+                # The name of a file may have a line end.
+                line += f"  # {escape_name(str(source))}"
+            lines.append(line)
         return "\n".join([*lines[1:], ""])
 
     def superseded(self, key: str) -> bool:
         """Return whether a default gave way to another key for the same thing."""
-        return not self.is_given(key) and any(
-            key in group
-            and any(self.is_given(other) and self.value(other) is not None for other in group)
-            for group in EXCLUSIVE
-        )
+        if self.is_given(key):
+            return False
+        for group in EXCLUSIVE:
+            if key in group and any(self._is_chosen(other) for other in group):
+                return True
+        return False
+
+    def _is_chosen(self, key: str) -> bool:
+        return self.is_given(key) and self.value(key) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,7 +22,6 @@ from titanlite.config.not_implemented import without_effect
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
-from titanlite.data.skip_ranges import count, ranges_of_steps
 from titanlite.models.args import model_args
 from titanlite.models.spec import ModelSpec, ShapeError, get_spec
 from titanlite.optim.schedule import Schedule
@@ -34,39 +34,31 @@ S = TypeVar("S", bound=Any)
 #: Keys that change how sums are rounded, by section.
 _ROUNDING = {
     "training": (
-        *(
-            "mixed_precision_param",
-            "mixed_precision_reduce",
-            "gradient_sync",
-            "fsdp_units",
-            "fsdp_min_params",
-        ),
-        *(
-            "reshard_after_forward",
-            "loss_chunks",
-            "enable_loss_parallel",
-            "enable_cpu_offload",
-            "compile",
-        ),
+        "mixed_precision_param",
+        "mixed_precision_reduce",
+        "gradient_sync",
+        "fsdp_units",
+        "fsdp_min_params",
+        "reshard_after_forward",
+        "loss_chunks",
+        "enable_loss_parallel",
+        "enable_cpu_offload",
+        "compile",
     ),
     "compile": ("components", "backend"),
     "experimental": (
-        *(
-            "enable_async_tensor_parallel",
-            "pipeline_parallel_schedule",
-            "pipeline_parallel_split_points",
-        ),
+        "enable_async_tensor_parallel",
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_split_points",
         "pipeline_parallel_microbatches",
     ),
     "activation_checkpoint": ("mode", "selective_ac_option"),
     "float8": (
-        *(
-            "enable_float8_linear",
-            "recipe_name",
-            "enable_fsdp_float8_all_gather",
-            "filter_fqns",
-            "min_features",
-        ),
+        "enable_float8_linear",
+        "recipe_name",
+        "enable_fsdp_float8_all_gather",
+        "filter_fqns",
+        "min_features",
         "emulate",
     ),
 }
@@ -90,8 +82,13 @@ class MeshSizes:
     @property
     def dimensions(self) -> dict[str, int]:
         """Degrees by the names of the device mesh, the outermost first."""
-        sizes = {"pp": self.pipeline, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        return {**sizes, "cp": self.context, "tp": self.tensor}
+        return {
+            "pp": self.pipeline,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard,
+            "cp": self.context,
+            "tp": self.tensor,
+        }
 
     @property
     def dp_degree(self) -> int:
@@ -164,11 +161,12 @@ class RunConfig(Config, frozen=True, kw_only=True):
             "batch.accumulation": str(self.batch.accumulation),
             "deterministic": str(self.debug.deterministic),
         }
-        found.update((f"mesh.{name}", str(value)) for name, value in asdict(self.mesh).items())
-        for section, keys in _ROUNDING.items():
-            found.update(
-                (f"{section}.{key}", str(getattr(getattr(self, section), key))) for key in keys
-            )
+        for name, value in asdict(self.mesh).items():
+            found[f"mesh.{name}"] = str(value)
+        for name, keys in _ROUNDING.items():
+            section = getattr(self, name)
+            for key in keys:
+                found[f"{name}.{key}"] = str(getattr(section, key))
         return found
 
     @property
@@ -192,22 +190,27 @@ class RunConfig(Config, frozen=True, kw_only=True):
 
 def smallest_world(config: LoadedConfig) -> int:
     """Return the fewest ranks on which the degrees of parallelism fit."""
-    if config.sections.checkpoint.create_seed_checkpoint:
+    d = config.sections
+    if d.checkpoint.create_seed_checkpoint:
         return 1
-    degrees = degrees_of(config.sections)
-    reshard, shard = (
-        config.sections.training.reshard_after_forward,
-        "training.data_parallel_shard_degree",
-    )
-    expert, context = (
-        config.sections.parallelism.expert_parallel_degree,
-        degrees["experimental.context_parallel_degree"],
-    )
+    degrees = degrees_of(d)
+    shard = "training.data_parallel_shard_degree"
     if degrees[shard] == -1:
-        degrees[shard] = (
-            (reshard if isinstance(reshard, int) else 1) * expert // math.gcd(expert, context)
-        )
+        reshard = d.training.reshard_after_forward
+        expert = d.parallelism.expert_parallel_degree
+        context = degrees["experimental.context_parallel_degree"]
+        # Experts are divided over the ranks of both, so context holds a part of their degree.
+        degrees[shard] = reshard if isinstance(reshard, int) else 1
+        degrees[shard] *= expert // math.gcd(expert, context)
     return math.prod(max(degree, 1) for degree in degrees.values())
+
+
+@dataclass
+class _Told:
+    """What the derivation tells a user."""
+
+    notes: list[str]
+    warnings: list[str]
 
 
 def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
@@ -219,37 +222,43 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     provisional.
     """
     d = config.sections
-    notes, warnings = list(config.notes), list[str]()
-    mesh = _mesh(d, world_size, notes)
-    batch = _batch(d, mesh, notes)
+    told = _Told(list(config.notes), [])
+    mesh = _mesh(d, world_size, told.notes)
+    batch = _batch(d, mesh, told.notes)
+    told.warnings += _keys_in_vain(d, mesh)
+    filled = _filled(d)
+    pipeline = PipelineSizes()
+    if mesh.pipeline > 1:
+        filled, pipeline = _cut(filled, mesh, batch, told)
+    steps = _steps(filled, batch, total_sequences, told.notes)
+    schedule = _schedule(filled, steps, told)
+    _name_idle_keys(config, told)
+    told.warnings += extensions.not_given(config)
+    run = RunConfig(
+        **{name: getattr(filled, name) for name in sections()},
+        mesh=mesh,
+        batch=batch,
+        pipeline=pipeline,
+        steps=steps,
+        schedule=schedule,
+        notes=tuple(told.notes),
+        warnings=tuple(told.warnings),
+        toml=config.to_toml(),
+    )
+    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
+
+
+def _keys_in_vain(d: Config, mesh: MeshSizes) -> Iterator[str]:
+    """Yield a warning for each key whose feature is on and does nothing in this run."""
     if mesh.weight_shards == 1 and d.training.prefetch:
-        warnings.append(
+        yield (
             f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
             "weights"
         )
     if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
         # torch reshapes gathered tensors, and inductor finds no match
         key = "experimental.enable_async_tensor_parallel"
-        warnings.append(
-            f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
-        )
-    d, pipeline = _filled(d, mesh, batch, notes, warnings)
-    steps = _steps(d, batch, total_sequences, notes)
-    schedule = _schedule(d, steps, notes, warnings)
-    _name_idle_keys(config, notes, warnings)
-    warnings += extensions.not_given(config)
-    run = RunConfig(
-        **{name: getattr(d, name) for name in sections()},
-        mesh=mesh,
-        batch=batch,
-        pipeline=pipeline,
-        steps=steps,
-        schedule=schedule,
-        notes=tuple(notes),
-        warnings=tuple(warnings),
-        toml=config.to_toml(),
-    )
-    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
+        yield f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -273,12 +282,11 @@ def degrees_of(d: Config) -> dict[str, int]:
     """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks
     left over.
     """
-    replicate, shard = (
-        d.training.data_parallel_replicate_degree,
-        d.training.data_parallel_shard_degree,
-    )
+    replicate = d.training.data_parallel_replicate_degree
+    shard = d.training.data_parallel_shard_degree
     if d.training.data_parallel_type == "ddp":
-        replicate, shard = replicate if replicate > 1 else -1, 1
+        replicate = replicate if replicate > 1 else -1
+        shard = 1
     return {
         "training.data_parallel_replicate_degree": replicate,
         "training.data_parallel_shard_degree": shard,
@@ -294,33 +302,45 @@ def parallelism(key: str) -> str:
 
 
 def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
-    if d.checkpoint.create_seed_checkpoint:  # it holds whole tensors, which any mesh can load
+    # A seed checkpoint holds whole tensors, which any mesh can load.
+    if d.checkpoint.create_seed_checkpoint:
         notes.append(
             "one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends"
         )
         return MeshSizes(world_size)
     degrees = degrees_of(d)
-    for key in [key for key, degree in degrees.items() if degree == -1]:
-        fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
-        degrees[key] = max(world_size // math.prod(fixed.values()), 1)
-        divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
-        why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
-        ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
-        notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
+    for key, degree in degrees.items():
+        if degree == -1:
+            degrees[key] = _ranks_left(d, key, degrees, world_size, notes)
     replicate, shard, tensor, pipeline, context = degrees.values()
     return MeshSizes(
-        world_size,
-        replicate,
-        shard,
-        context,
-        tensor,
-        pipeline,
-        d.parallelism.expert_parallel_degree,
+        world_size=world_size,
+        dp_replicate=replicate,
+        dp_shard=shard,
+        context=context,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=d.parallelism.expert_parallel_degree,
     )
 
 
+def _ranks_left(
+    d: Config, key: str, degrees: dict[str, int], world_size: int, notes: list[str]
+) -> int:
+    """Return the degree of the dimension that takes the ranks left over."""
+    fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
+    left = max(world_size // math.prod(fixed.values()), 1)
+    divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
+    why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
+    ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
+    notes.append(f"{parallelism(key)} = {left}: {ranks}")
+    return left
+
+
 def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
-    micro, wanted, ranks = d.training.batch_size, d.training.global_batch_size, mesh.dp_degree
+    micro = d.training.batch_size
+    wanted = d.training.global_batch_size
+    ranks = mesh.dp_degree
     at_once = micro * ranks
     accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
     total = at_once * accumulation
@@ -343,57 +363,64 @@ def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
 # Sections that depend on others
 
 
-def _filled(
-    d: Config, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
-) -> tuple[Config, PipelineSizes]:
-    """Return the sections of `RunConfig`, and how a pipeline cuts."""
-
-    def joined(section: S, *names: str) -> S:
-        paths = {name: getattr(section, name) for name in names}
-        return replace_fields(
-            section, **{n: below(d.job.dump_folder, path) for n, path in paths.items() if path}
-        )
-
+def _filled(d: Config) -> Config:
+    """Return the sections with folders below that of the run, and with values of other sections."""
     validation = replace_fields(
         d.validation,
         batch_size=d.validation.batch_size or d.training.batch_size,
         seq_len=d.validation.seq_len or d.training.seq_len,
     )
-    filled = replace_fields(
+    folder = d.job.dump_folder
+    return replace_fields(
         d,
-        job=joined(d.job, "save_config_file"),
-        checkpoint=joined(d.checkpoint, "folder"),
-        metrics=joined(d.metrics, "save_tb_folder"),
-        profiling=joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+        job=_below(folder, d.job, "save_config_file"),
+        checkpoint=_below(folder, d.checkpoint, "folder"),
+        metrics=_below(folder, d.metrics, "save_tb_folder"),
+        profiling=_below(folder, d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
         validation=validation,
     )
-    if mesh.pipeline == 1:
-        return filled, PipelineSizes()
-    e, reshard = d.experimental, d.training.reshard_after_forward
-    name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
-    pieces = e.pipeline_parallel_microbatches or mesh.pipeline
-    sizes = PipelineSizes(
-        stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces
-    )
-    notes.append(
+
+
+def _below(folder: str, section: S, *names: str) -> S:
+    """Return a section with the paths of these names below a folder; empty ones stay."""
+    paths = {name: getattr(section, name) for name in names}
+    joined = {name: below(folder, path) for name, path in paths.items() if path}
+    return replace_fields(section, **joined)
+
+
+def _cut(
+    d: Config, mesh: MeshSizes, batch: BatchSizes, told: _Told
+) -> tuple[Config, PipelineSizes]:
+    """Return the sections of a run with a pipeline, and how the pipeline cuts."""
+    settings = d.experimental
+    schedule = find_schedule(settings.pipeline_parallel_schedule) or "1F1B"
+    pieces = settings.pipeline_parallel_microbatches or mesh.pipeline
+    stages = stage_count(schedule, mesh.pipeline, settings.pipeline_parallel_split_points)
+    told.notes.append(
         f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch "
         f"of {batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
     )
+    reshard = d.training.reshard_after_forward
     if mesh.weight_shards > 1 and reshard == "default":
-        notes.append(
+        told.notes.append(
             "weights stay gathered for the whole step: each pipeline micro-batch would gather "
             "them again"
         )
     elif mesh.weight_shards > 1 and reshard != "never":
-        what = f"training.reshard_after_forward = {quote(reshard)}"
-        warnings.append(f"{what} gathers the weights again for each pipeline micro-batch")
+        told.warnings.append(
+            f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for "
+            "each pipeline micro-batch"
+        )
     experimental = replace_fields(
-        e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces
+        settings,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_microbatches=pieces,
     )
-    training = replace_fields(
-        d.training, reshard_after_forward="never" if reshard == "default" else reshard
-    )
-    return replace_fields(filled, experimental=experimental, training=training), sizes
+    training = d.training
+    if reshard == "default":
+        training = replace_fields(training, reshard_after_forward="never")
+    sizes = PipelineSizes(stages, pieces)
+    return replace_fields(d, experimental=experimental, training=training), sizes
 
 
 # The length of the run and the schedule
@@ -402,7 +429,8 @@ def _filled(
 def _steps(
     d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]
 ) -> int | None:
-    tokens, epochs, size = d.training.tokens, d.training.epochs, batch.global_batch_size
+    tokens = d.training.tokens
+    epochs = d.training.epochs
     if tokens is not None:
         steps = math.ceil(tokens / batch.tokens_per_step)
         why = f"training.tokens {tokens:,} / {batch.tokens_per_step:,} tokens per step"
@@ -412,6 +440,9 @@ def _steps(
         notes.append(f"steps follow from {counted(epochs, 'epochs')} once the text is counted")
         return None
     else:
+        from titanlite.data.skip_ranges import count, ranges_of_steps
+
+        size = batch.global_batch_size
         skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
         steps = math.ceil((total_sequences - skipped) / size)
         less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
@@ -421,53 +452,70 @@ def _steps(
     return steps
 
 
-def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str]) -> Schedule:
-    s, warmup = d.lr_scheduler, d.training.warmup_steps
-    total = steps if s.total_steps is None else s.total_steps
+def _schedule(d: Config, steps: int | None, told: _Told) -> Schedule:
+    section = d.lr_scheduler
+    warmup = d.training.warmup_steps
+    total = steps if section.total_steps is None else section.total_steps
     schedule = Schedule(
         total_steps=total,
-        warmup_steps=0 if s.warmup_ratio is not None else warmup,
-        decay_type="linear" if s.decay_type == "plateau" else s.decay_type,
-        decay_steps=s.decay_steps,
-        min_lr_factor=s.min_lr_factor,
-        min_lr=s.min_lr,
-        style=s.style,
+        warmup_steps=0 if section.warmup_ratio is not None else warmup,
+        decay_type="linear" if section.decay_type == "plateau" else section.decay_type,
+        decay_steps=section.decay_steps,
+        min_lr_factor=section.min_lr_factor,
+        min_lr=section.min_lr,
+        style=section.style,
     )
     if total is None:
         return schedule
     if steps not in (None, total):
-        notes.append(
+        told.notes.append(
             f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}"
         )
+    lengths = _Lengths(total, told)
+    # The AWS samples take fractions of steps.
+    whole = section.style != "fsdp"
+    warmup_steps = lengths.of("warmup", section.warmup_ratio, warmup, total, whole) or 0
+    rest = total - warmup_steps
+    decay = lengths.of("decay", section.decay_ratio, section.decay_steps, rest, whole=True)
+    plateau = lengths.of("plateau", section.plateau_ratio, None, rest, whole)
+    return replace(
+        schedule,
+        warmup_steps=warmup_steps,
+        decay_steps=None if decay is None else int(decay),
+        plateau_steps=plateau,
+    )
 
-    def length(
-        name: str, ratio: float | None, given: float | None, limit: float, whole: bool
+
+@dataclass
+class _Lengths:
+    """The parts of a schedule of `total` steps."""
+
+    total: int
+    told: _Told
+
+    def of(
+        self, name: str, ratio: float | None, given: float | None, limit: float, whole: bool
     ) -> float | None:
-        """Return the steps of one part of the schedule, shortened to `limit`.
+        """Return the steps of one part, shortened to `limit`.
 
-        whole: no fractions of steps.
+        ratio: of the schedule; None: `given` has the steps. whole: no fractions of steps.
         """
         if ratio is not None:
-            given = round(ratio * total) if whole else ratio * total
-            notes.append(
-                f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {total} steps"
+            given = ratio * self.total
+            if whole:
+                given = round(given)
+            self.told.notes.append(
+                f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {self.total} steps"
             )
         if given is None or given <= limit:
             return given
-        rest = f", {total - limit:.10g} of them warm-up" if limit < total else ""
-        shorter = f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}"
-        warnings.append(f"{shorter}: the schedule has {total} steps{rest}")
+        warmup = self.total - limit
+        rest = f", {warmup:.10g} of them warm-up" if warmup > 0 else ""
+        self.told.warnings.append(
+            f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}: the schedule "
+            f"has {self.total} steps{rest}"
+        )
         return limit
-
-    whole = s.style != "fsdp"  # the AWS samples take fractions of steps
-    warmup_steps = length("warmup", s.warmup_ratio, warmup, total, whole) or 0
-    rest = total - warmup_steps
-    decay = length("decay", s.decay_ratio, s.decay_steps, rest, True)
-    plateau = length("plateau", s.plateau_ratio, None, rest, whole)
-    decay_steps = None if decay is None else int(decay)
-    return replace(
-        schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, plateau_steps=plateau
-    )
 
 
 # Keys without effect
@@ -497,22 +545,30 @@ def _wide_filters(run: RunConfig) -> list[str]:
     ]
 
 
-def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
+def _name_idle_keys(config: LoadedConfig, told: _Told) -> None:
     """Name the keys that a user wrote for a feature that is off, unless its switch is written as
     off.
     """
-    switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
-    turned_off = [
-        section
-        for section, key in switches.items()
-        if config.is_given(key) and not config.value(key)
-    ]
-    idle = [key for key in without_effect(config) if key.partition(".")[0] not in turned_off]
+    turned_off = set()
+    for section, switch in (
+        ("checkpoint", "checkpoint.enable_checkpoint"),
+        ("validation", "validation.enable"),
+    ):
+        if config.is_given(switch) and not config.value(switch):
+            turned_off.add(section)
+    float8 = []
+    others = []
+    for key in without_effect(config):
+        section = key.partition(".")[0]
+        if section == "float8":
+            float8.append(key)
+        elif section not in turned_off:
+            others.append(key)
     # A run in bf16 looks like one in float8: so this is a warning.
-    if float8 := [key for key in idle if key.startswith("float8.")]:
-        warnings.append(
+    if float8:
+        told.warnings.append(
             "float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: "
             f"{', '.join(float8)}"
         )
-    if rest := [key for key in idle if key not in float8]:
-        notes.append(f"no effect, as their features are off: {', '.join(rest)}")
+    if others:
+        told.notes.append(f"no effect, as their features are off: {', '.join(others)}")
