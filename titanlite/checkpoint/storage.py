@@ -62,7 +62,7 @@ from titanlite.parallel.pipeline import PipelineModel
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.hf import WeightsReader
+    from titanlite.checkpoint.foreign import WeightsReader
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
