@@ -60,7 +60,8 @@ def open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
 
 def _parts_of(path: Path, ours: str, theirs: HFName, found: dict[str, Part]) -> list[Part]:
     """Take the parts of one of our tensors out of `found`; none if all of them are missing."""
-    parts, missing = [], []
+    parts = []
+    missing = []
     for place, name in enumerate(as_names(theirs)):
         part = found.pop(name, None)
         if part is None:
@@ -210,14 +211,13 @@ def _dequantized(
             f"{list(shape)} in float8 has scales {list(scale.shape)}, and config.json "
             f"weight_block_size = {block}: titanlite reads one scale per block, row or tensor"
         )
-    rows_of, columns_of = (
-        torch.arange(size) // step for size, step in zip(shape, block, strict=True)
-    )
+    # Row and column of the grid by row and column of the weight.
+    grid_rows = torch.arange(shape[0]) // block[0]
+    grid_columns = torch.arange(shape[1]) // block[1]
 
     def read(slices: Slices) -> torch.Tensor:
-        rows, columns = rows_of[slices[0]], columns_of[slices[1]]
-        product = _sliced(view, slices).float()
-        return product.mul_(grid[rows][:, columns])
+        scales = grid[grid_rows[slices[0]]][:, grid_columns[slices[1]]]
+        return _sliced(view, slices).float().mul_(scales)
 
     return read
 

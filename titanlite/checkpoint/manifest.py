@@ -43,7 +43,9 @@ INDEX = ".metadata"
 PIN = "KEEP"
 #: File with the reason in a quarantined folder, `step-N.invalid-K`.
 REASON = "invalid.txt"
-PARTIAL, DELETED = ".partial-", ".deleted-"
+#: How the names of marks begin: of a save, of a deletion.
+PARTIAL = ".partial-"
+DELETED = ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
 #: Levels of folders that `roots_below` searches.
 _DEPTH = 4
@@ -56,7 +58,8 @@ _DIGEST = "digest"
 #: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing;
 #: SHA-256 is for the index and the manifest, which decide how the rest is read.
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
-FAST_HASH, SAFE_HASH = "xxh3", "sha256"
+FAST_HASH = "xxh3"
+SAFE_HASH = "sha256"
 #: Bytes that are read at a time; files that are hashed at the same time.
 _BLOCK = 8 << 20
 _THREADS = 4

@@ -64,11 +64,10 @@ def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
     takes too long.
     """
     final = step_folder(root, step)
-    left = [
-        path
-        for path in leftovers(root)
-        if path.name.startswith(PARTIAL) or marked_folder(path) == final
-    ]
+    left = []
+    for path in leftovers(root):
+        if path.name.startswith(PARTIAL) or marked_folder(path) == final:
+            left.append(path)
     if left and not deleter.wait(_SETTLE_SECONDS):
         raise CheckpointError(
             f"{root}: old checkpoints are still being deleted; nothing is written meanwhile"

@@ -346,9 +346,10 @@ class HashingWriter(FileSystemWriter):
         other name before.
         """
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {
-            one.index: one.storage_data for result in results for one in result
-        }
+        metadata.storage_data = {}
+        for result in results:
+            for one in result:
+                metadata.storage_data[one.index] = one.storage_data
         metadata.storage_meta = self.storage_meta()
         with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
             pickle.dump(metadata, stream)
@@ -472,8 +473,8 @@ def _read_index(data: bytes, manifest: Manifest) -> Metadata:
 def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
     chunks = []
     for piece in state["chunks"]:
-        offsets, sizes = _size(piece.state["offsets"]), _size(piece.state["sizes"])
-        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        offsets = _size(piece.state["offsets"])
+        chunks.append(ChunkStorageMetadata(offsets, _size(piece.state["sizes"])))
     properties = TensorProperties(state["properties"].state[0])
     return TensorStorageMetadata(properties, _size(state["size"]), chunks)
 

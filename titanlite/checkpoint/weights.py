@@ -123,6 +123,7 @@ class Weights:
 
 def total_bytes(entries: Mapping[str, Any]) -> int:
     """Return the bytes of tensors given as [dtype, shape]."""
-    return sum(
-        getattr(torch, entry[0]).itemsize * math.prod(entry[1]) for entry in entries.values()
-    )
+    total = 0
+    for dtype, shape, *_ in entries.values():
+        total += getattr(torch, dtype).itemsize * math.prod(shape)
+    return total
