@@ -17,8 +17,9 @@ from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
 from titanlite.checkpoint.source_model import read_json
 from titanlite.checkpoint.weights import Part, Slices, Weights
-from titanlite.models.hf_names import HF_HEAD, HFName, as_names, entry_of, family_of, is_derived
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import family_of, get_spec
+from titanlite.models.hf_names import HF_HEAD, HFName, as_names, entry_of, is_derived
+from titanlite.models.spec import ModelSpec
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
