@@ -25,6 +25,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanli
 #: Local text that is held as a whole, from one source, split into rows.
 _PLAIN = [
     "",
+    "choose",
     "corpus",
     "formats",
     "kinds",
@@ -37,6 +38,7 @@ _PLAIN = [
     "rows",
     "skip_ranges",
     "sources",
+    "splits",
     "state",
     "text",
     "text_check",

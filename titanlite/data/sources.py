@@ -79,7 +79,7 @@ def find_text(
         dataset: a name in `BUNDLED`; any other needs a path.
         path: see `list_text`; None: the bundled text.
         key: of the path in the config, for errors.
-        split, format: those that are asked for, see `titanlite.data.listing`.
+        split, format: those that are asked for, see `titanlite.data.choose`.
 
     Raises DataError for text that is not bundled, a missing path, or one without such a file.
     """
