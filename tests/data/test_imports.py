@@ -26,6 +26,7 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanli
 _PLAIN = [
     "",
     "choose",
+    "compression",
     "corpus",
     "formats",
     "kinds",
@@ -35,6 +36,7 @@ _PLAIN = [
     "packing",
     "permutation",
     "prefetch",
+    "records",
     "rows",
     "skip_ranges",
     "sources",

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.records import Record
 from titanlite.data.rows import FilePlace
-from titanlite.data.sources import Record, iter_records
+from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, logger, progress_text
 

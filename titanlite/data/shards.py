@@ -21,9 +21,10 @@ from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.choose import choose, listing_of, named_files
-from titanlite.data.formats import Columns, Record, read_file
+from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
 from titanlite.data.listing import FoundFile, Listing, Place
+from titanlite.data.records import Columns, Record
 from titanlite.data.remote import FileChangedError, check_url, retried
 from titanlite.data.sources import TextFiles, key_of
 from titanlite.data.splits import ALL_SPLITS
