@@ -30,12 +30,7 @@ def unclear(
     splits = {split_of(file.relative) or "" for file in texts}
     several_splits = place.split is None and are_apart(splits)
     several_levels = len({file.is_direct for file in texts}) > 1
-    groups: dict[_Group, list[FoundFile]] = {}
-    for file in texts:
-        split = split_of(file.relative) or "" if several_splits else None
-        level = file.is_direct if several_levels else None
-        kind = file.kind.name if file.kind else "another kind"
-        groups.setdefault(_Group(split, level, kind), []).append(file)
+    groups = _grouped(texts, by_split=several_splits, by_level=several_levels)
     differences: list[str] = []
     if several_splits:
         differences.append("of several splits")
@@ -51,6 +46,22 @@ def unclear(
         lines += [f"  {line}" for line in _split_choices(splits, place)]
     reason = f"the folder {place.path} holds text {' and '.join(differences)}"
     return UnclearTextError(place.key, reason, lines)
+
+
+def _grouped(
+    texts: Sequence[FoundFile], *, by_split: bool, by_level: bool
+) -> dict[_Group, list[FoundFile]]:
+    """Return the files of each text: those of one kind, and perhaps of one split and one level."""
+    groups: dict[_Group, list[FoundFile]] = {}
+    for file in texts:
+        split = split_of(file.relative) or ""
+        group = _Group(
+            split=split if by_split else None,
+            is_direct=file.is_direct if by_level else None,
+            kind=file.kind.name if file.kind else "another kind",
+        )
+        groups.setdefault(group, []).append(file)
+    return groups
 
 
 def _choice(
