@@ -36,11 +36,10 @@ from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,
     OTHERS,
-    ActivationStats,
     apply_ac,
     kind_of,
-    trace_block,
 )
+from titanlite.parallel.activation_trace import ActivationStats, trace_block
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")

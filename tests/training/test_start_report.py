@@ -16,9 +16,10 @@ from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
+from titanlite.features.float8.report import float8_rows
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.start import report
+from titanlite.start import opening, report
 from titanlite.start.report import Setup
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
@@ -65,12 +66,9 @@ def test_derived_numbers_and_the_singular() -> None:
 def _compute(
     device: str, peak: float | None, given: bool = False, float8: bool = False
 ) -> dict[str, str]:
-    metrics, config = (
-        Metrics(peak_tflops=989.0 if given else None),
-        Float8(enable_float8_linear=float8),
-    )
+    metrics = Metrics(peak_tflops=989.0 if given else None)
     return dict(
-        report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3)
+        report.compute_rows(metrics, float8, _setup(device), 2, 42_000_000, peak, 2 * 1024**3)
     )
 
 
@@ -102,7 +100,7 @@ LINEARS = [
 
 def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, str]:
     config = Float8(enable_float8_linear=True, **keys)
-    return dict(report.float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
+    return dict(float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
 
 
 def test_float8_has_a_row_for_each_kind_of_linear() -> None:
@@ -222,7 +220,7 @@ def test_the_kernel_of_attention_is_named() -> None:
 def test_a_schedule_of_a_later_version_stops_no_resume() -> None:
     rate = LearningRate(Schedule(10, 2, "linear", "titan", 0.0), 1e-3)
     state = {"schedule": {**rate.record(), "decay_type": "of a later version"}}
-    said = report.schedule_change(LoadedState(6, state), rate, 10)
+    said = opening.schedule_change(LoadedState(6, state), rate, 10)
     assert said and "cannot be compared" in said and "of a later version" in said
 
 
@@ -232,7 +230,7 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
 
     def change(before: LearningRate, now: LearningRate) -> str | None:
         state = json.loads(json.dumps({"schedule": before.record()}))
-        return report.schedule_change(LoadedState(6, state), now, 10)
+        return opening.schedule_change(LoadedState(6, state), now, 10)
 
     assert change(plain, plain) is None and change(halved, halved) is None
     assert "phases [[8, 0.5]] -> []" in (change(halved, plain) or "")
@@ -241,11 +239,11 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
 
 def test_the_use_of_an_initial_load_path_is_told() -> None:
     section = Checkpoint(enable_checkpoint=True, folder="b", initial_load_path="a")
-    assert report.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
+    assert opening.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
         "a run that starts from a/step-4 with its weights (checkpoint.initial_load_path; b has no "
         "checkpoint yet)"
     )
-    resumed = report.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
+    resumed = opening.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
     assert resumed.startswith("resumed from step 2 in b (")
     assert "so checkpoint.initial_load_path is not used" in resumed
 
