@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
+from tests.parallel.block_trace import trace_block
 from tests.parallel.float8_runs import (
     CONVERTED,
     EMULATED,
@@ -41,7 +42,6 @@ from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.models import get_spec
 from titanlite.models.spec import Size
-from titanlite.parallel.activation_checkpoint import trace_block
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales
 from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small

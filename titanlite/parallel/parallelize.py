@@ -27,10 +27,8 @@ from titanlite.loss_chunks import chunk_head
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError, compiles_halves
 from titanlite.parallel.activation_checkpoint import (
-    ActivationStats,
     apply_ac,
     is_by_op,
-    trace_block,
 )
 from titanlite.parallel.async_tp import ASYNC_OPTIONS
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
@@ -231,25 +229,6 @@ class ModelBuilder:
                 f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}"
             )
         return cast("Callable[..., Any]", found)
-
-    def trace_activations(
-        self, *, batch_size: int, seq_len: int, masked: bool = False
-    ) -> ActivationStats:
-        """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
-
-        batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at
-        documents.
-        """
-        model = self.spec.build_on_meta(self.args)
-        self.apply_float8(model, all_gather=False)  # the trace gathers nothing
-        if self.cp > 1:
-            apply_cp(model, self.mesh)
-        tokens = batch_size // self.microbatches, seq_len // self.cp
-        names = self.spec.block_names(self.args)
-        whole = seq_len if masked else None
-        return trace_block(
-            model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype, whole
-        )
 
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""

@@ -14,7 +14,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
+from titanlite.models.llama import LlamaArgs
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.activation_checkpoint import is_by_op
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
@@ -86,7 +88,11 @@ def build_model(
         from titanlite.parallel.async_tp import enable_async
 
         enable_async(mesh["tp"])
-    model = make(builder) if make else builder.build(run.training.seed or 0)
+    if make is None:
+        _check_policy(run, builder)
+        model = builder.build(run.training.seed or 0)
+    else:
+        model = make(builder)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
     if run.training.seed is not None:
@@ -135,6 +141,21 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
     from titanlite.metrics.figures import RowLosses
 
     return RowLosses(loss, run.batch.seq_len // run.mesh.context)
+
+
+def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
+    """Check that the per-op policy saves something in a block of a model that is not our own.
+
+    Raises ParallelismError.
+    """
+    if not is_by_op(run.activation_checkpoint) or isinstance(builder.args, LlamaArgs):
+        return
+    from titanlite.parallel.policy_check import check_policy
+
+    names = run.spec.block_names(builder.args)
+    size = run.batch.micro_batch_size // run.pipeline.microbatches, run.batch.seq_len
+    model = run.spec.build_on_meta(builder.args)
+    check_policy(model, names, size, builder.device, builder.param_dtype)
 
 
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:

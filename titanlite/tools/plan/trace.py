@@ -28,7 +28,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, context, float8, parallelize, tensor
+from titanlite.parallel import activation_offload, context, float8, parallelize, tensor
 from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
@@ -284,7 +284,7 @@ def _like_gpu() -> Iterator[None]:
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
         mock.patch.object(parallelize, "apply_ac", offloading),
         mock.patch.object(
-            activation_checkpoint, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
+            activation_offload, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
         ),
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):
