@@ -80,7 +80,10 @@ def build_model(
     """
     degrees = run.mesh
     args = run.model_args(tokenizer_size)
-    _prepare_compiler(run, world)
+    if run.training.compile:
+        from titanlite.parallel.compile import prepare_compile
+
+        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
     mesh = world.build_mesh(**degrees.dimensions)
     builder = _builder(run, args, mesh, world.device)
     loss = _loss(run, builder)
@@ -101,17 +104,6 @@ def build_model(
     _tell_experts(run, args, model)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
-
-
-def _prepare_compiler(run: RunConfig, world: DistEnv) -> None:
-    if run.training.compile:
-        from titanlite.parallel.compile import prepare_compile
-
-        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
-    else:
-        from titanlite.parallel.lazy_dynamo import defer_dynamo
-
-        defer_dynamo()
 
 
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
