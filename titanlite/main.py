@@ -231,12 +231,11 @@ class _Rank:
 
         held: keeps the locks of the run's folders.
         """
-        from titanlite.start.model import check_model
-        from titanlite.start.preflight import check_machine
+        from titanlite.start.preflight import check_machine, check_model
         from titanlite.start.run_text import read_datasets
 
         config = self.config
-        check_machine(config.training, config.compile, config.float8)
+        check_machine(config)
         locked = _lock(self.folder, config.checkpoint, lambda: self.stop.requested)
         self.share("the run's folder", lambda: held.enter_context(locked))
         if self.environment.rank == 0:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
-    _checkpoint,
+    checkpoint_block,
     is_by_op,
     kind_of,
     recomputed_blocks,
@@ -86,7 +86,7 @@ def trace_block(
         )
         plain = traced = _Recorder().run(block, args, kwargs, backward=bool(chosen))
         if chosen:
-            _checkpoint(block, is_by_op(settings))
+            checkpoint_block(block, is_by_op(settings))
             traced = _Recorder().run(block, args, kwargs)
     matmuls, attention = plain.forward["matmul"], plain.forward["attention"]
     return ActivationStats(

@@ -63,10 +63,11 @@ OTHERS = (
 )
 
 
-_KINDS = {
-    name: kind
-    for kind, names in (("matmul", MATMULS), ("attention", ATTENTION), ("other", OTHERS))
-    for name in names
+#: Operator → its kind, for all that the policy knows.
+KINDS = {
+    **dict.fromkeys(MATMULS, "matmul"),
+    **dict.fromkeys(ATTENTION, "attention"),
+    **dict.fromkeys(OTHERS, "other"),
 }
 
 
@@ -75,9 +76,9 @@ def kind_of(op: Any) -> str:
     """Return "matmul", "attention" or "other" for the operators of the policy; "" for every other
     operator.
     """
-    return _KINDS.get(
-        str(op) if isinstance(op, torch._ops.OpOverload) else f"higher_order.{op.name()}", ""
-    )
+    is_overload = isinstance(op, torch._ops.OpOverload)
+    name = str(op) if is_overload else f"higher_order.{op.name()}"
+    return KINDS.get(name, "")
 
 
 class OpPolicy:
@@ -121,18 +122,18 @@ def apply_ac(
     """
     modules = dict(model.named_modules())
     chosen = {name for name in recomputed_blocks(names, settings) if name in modules}
-    present = [modules[name] for name in names if name in modules]
-    for name in chosen:
-        _checkpoint(modules[name], is_by_op(settings))
-    if settings.mode == "budget":
-        for block in present:
+    blocks = {name: modules[name] for name in names if name in modules}
+    for name, block in blocks.items():
+        if name in chosen:
+            checkpoint_block(block, is_by_op(settings))
+        if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
     if settings.offload and device.type == "cuda":
         from titanlite.parallel.activation_offload import HostMemory, offload
 
         host = HostMemory(device)
-        for block in present:
+        for block in blocks.values():
             offload(block, host, model)
     return [name for name in names if name in chosen]
 
@@ -146,13 +147,14 @@ def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> l
     """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them."""
     if settings.mode in ("none", "budget"):
         return []
-    every = (
-        1 if settings.mode == "full" or is_by_op(settings) else int(settings.selective_ac_option)
-    )
+    if settings.mode == "full" or is_by_op(settings):
+        return list(names)
+    every = int(settings.selective_ac_option)
     return list(names[every - 1 :: every])
 
 
-def _checkpoint(block: nn.Module, by_op: bool) -> None:
+def checkpoint_block(block: nn.Module, by_op: bool) -> None:
+    """Let a block recompute, in place. by_op: all but what `OpPolicy` saves."""
     # To draw the same numbers again, each forward copies the generators' states; a block that draws
     # none needs no copy.
     draws = any(map(_draws, block.modules()))
@@ -168,19 +170,17 @@ def _draws(module: nn.Module) -> bool:
     """Whether a module may draw: as a dropout layer, by a rate that it hands to a function, or in
     code of others.
     """
-    rates = (
-        value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)
-    )
-    known = all(cls.__module__.partition(".")[0] in _KNOWN for cls in type(module).mro())
-    return (
-        isinstance(module, _DropoutNd)
-        and module.p > 0
-        or any(rate > 0 for rate in rates)
-        or not known
-    )
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        return True
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            return True
+    packages = {cls.__module__.partition(".")[0] for cls in type(module).mro()}
+    return not packages.issubset(_KNOWN)
 
 
-@functools.cache  # one class for all blocks: torch.compile would compile each class anew
+# One class for all blocks: torch.compile compiles each class by itself.
+@functools.cache
 def _checkpointed(cls: type[nn.Module], by_op: bool, preserve_rng_state: bool) -> type:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if by_op:
