@@ -35,7 +35,7 @@ from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regulariz
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import offered
-from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
+from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from titanlite.features.pipeline import PipelineParallel
     from titanlite.features.pipeline.runner import Pipeline
     from titanlite.features.pipeline.split import StageLayout
-    from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.compile import CompileWatch
 
 
@@ -159,7 +158,7 @@ class ModelBuilder:
         names = self.spec.block_names(self.args)
         # Graphs hide their operators from a policy by operator, so that one is applied inside of
         # them.
-        if is_by_op(self.activation_checkpoint):
+        if self.activation_checkpoint.by_op:
             names = self.compiled_names or names
         apply_ac(model, names, self.activation_checkpoint, self.device)
 
@@ -244,31 +243,6 @@ class ModelBuilder:
         """Those of the whole model. Raises ParallelismError for a model that names none."""
         offered(self.spec, "linears")
         return linears_of(self.spec, self.args, self.tp)
-
-    def trace_activations(
-        self, *, batch_size: int, seq_len: int, masked: bool = False
-    ) -> ActivationStats:
-        """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
-
-        batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at
-        documents.
-        """
-        from titanlite.parallel.activation_trace import trace_block
-
-        model = self.spec.build_on_meta(self.args)
-        float8 = float8_of(self.float8)
-        if float8 is not None:
-            # The trace gathers nothing.
-            float8.convert(model, self.linears, gathers=False)
-        context = context_of(self.cp)
-        if context is not None:
-            context.apply(model, self.mesh)
-        tokens = batch_size // self.microbatches, seq_len // self.cp
-        names = self.spec.block_names(self.args)
-        whole = seq_len if masked else None
-        return trace_block(
-            model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype, whole
-        )
 
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""

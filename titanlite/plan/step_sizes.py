@@ -50,7 +50,7 @@ class StepSizes:
         #: Bytes of a number in activations and gathered weights.
         self.itemsize = 4 if in_float32 else 2
         self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
-        self.compiled = run.training.compile and "model" in run.compile.components
+        self.compiled = run.compiles_blocks
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
         rows = run.batch.micro_batch_size / run.pipeline.microbatches
         #: Tokens of a micro-batch on this rank.
@@ -186,8 +186,7 @@ class StepSizes:
     @property
     def by_op(self) -> bool:
         """Whether recomputation goes by operators, not by blocks."""
-        ac = self.run.activation_checkpoint
-        return ac.mode == "selective" and ac.selective_ac_option == "op"
+        return self.run.activation_checkpoint.by_op
 
     @cached_property
     def recomputed(self) -> float:

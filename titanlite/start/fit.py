@@ -230,7 +230,7 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     fields: dict[str, str] = {}
     if mesh.tensor > 1:
         fields["tensor_plan"] = _TP
-    if _compiles_halves(run):
+    if run.compiles_blocks and _in_halves(run):
         fields["sublayer_names"] = _TP if mesh.tensor > 1 else _EP
     for feature in features_of(run).on:
         if feature.model_field:
@@ -245,9 +245,7 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
         yield "model", key, message, "leave the key out, or add it to the model"
 
 
-def _compiles_halves(run: RunConfig) -> bool:
-    if not run.training.compile or "model" not in run.compile.components:
-        return False
+def _in_halves(run: RunConfig) -> bool:
     return compiles_halves(
         run.mesh.tensor,
         run.mesh.expert,

@@ -76,10 +76,10 @@ class Float8Feature(Feature):
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
-    def convert(self, model: nn.Module, linears: Linears, *, gathers: bool = True) -> None:
+    def convert(self, model: nn.Module, linears: Linears) -> None:
         """Convert a model or pipeline stage on the meta device, in place.
 
-        linears: of the whole model. gathers: FSDP will gather its weights.
+        linears: of the whole model.
         """
         from titanlite.features.float8.convert import apply_float8
 
@@ -89,7 +89,7 @@ class Float8Feature(Feature):
                 model,
                 names,
                 self.section.recipe_name,
-                all_gather=gathers and self.section.enable_fsdp_float8_all_gather,
+                all_gather=self.section.enable_fsdp_float8_all_gather,
                 emulate=self.section.emulate,
             )
 
