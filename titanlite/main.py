@@ -399,7 +399,7 @@ def _lock(
     checkpoints among its logs, CheckpointError where that of the checkpoints, or a store, cannot be
     used.
     """
-    from titanlite.checkpoint.manifest import CheckpointError
+    from titanlite.checkpoint.errors import CheckpointError
     from titanlite.checkpoint.paths import StoreError, StorePath, to_path
     from titanlite.runs.lock import RunLock
     from titanlite.runs.logs import FOLDER as LOGS
