@@ -42,8 +42,11 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.loaded = loaded
         self.size = batch_size
-        self.tokenizer_name = loaded.tokenizer.fingerprint
         self.max_length = loaded.limit
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.loaded.tokenizer.fingerprint
 
     @property
     def prefix_token_id(self) -> int:
