@@ -31,7 +31,9 @@ from tests.nullgpu.cases import CASES, HERE, PLAIN, STORED, Case, figures, play,
 from titanlite.plan.hardware import DEFAULT_NETWORK, Gpu, cluster_of, find_gpu  # noqa: E402
 from titanlite.plan.parts import GIB  # noqa: E402
 from titanlite.plan.plan import make_plan  # noqa: E402
-from titanlite.plan.speed import CONSTANTS, ERROR, _Step  # noqa: E402
+from titanlite.plan.rates import CONSTANTS  # noqa: E402
+from titanlite.plan.speed import ERROR  # noqa: E402
+from titanlite.plan.step_sizes import StepSizes  # noqa: E402
 from titanlite.start.fit import check_config  # noqa: E402
 
 PAGE = ROOT / "benchmarks/results/nullgpu.md"
@@ -120,8 +122,8 @@ def plan(case: Case) -> dict[str, float]:
     found = make_plan(run, cluster_of(run, gpu=case.gpu), rank=0)
     args = run.model_args(128256)
     flops = run.spec.flops_per_token(args, 0) * run.batch.tokens_per_step / run.mesh.world_size
-    step = _Step(run, cluster_of(run, gpu=case.gpu), CONSTANTS)
-    sizes = [size for _, size in step.linears]
+    step = StepSizes(run, cluster_of(run, gpu=case.gpu), CONSTANTS)
+    sizes = [linear.weights for linear in step.linears]
     again = sum(sizes[1::2]) / sum(sizes) if step.by_op else step.recomputed * (1 - step.left_out)
     again *= 1 - 2 * 3 * step.width * args.vocab_size / run.spec.flops_per_token(
         args, 0

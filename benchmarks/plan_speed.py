@@ -1,4 +1,4 @@
-"""Fit the constants of `titanlite.plan.speed` on published runs, and print the errors as a table of
+"""Fit the constants of `titanlite.plan.rates` on published runs, and print the errors as a table of
 docs/plan.md.
 
     # with the library's constants, and with one step of a fit without the run
@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from titanlite.plan.hardware import DEFAULT_NETWORK, GPUS, Cluster, Gpu
-from titanlite.plan.speed import CONSTANTS, ERROR, Constants, predict
+from titanlite.plan.rates import CONSTANTS, Constants
+from titanlite.plan.speed import ERROR, predict
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
 

@@ -29,6 +29,9 @@ from typing import Any
 from titanlite.start.signals import end_with_parent
 from titanlite.tools.drill.ranks import start_fork_server
 
+#: Seconds in which the other ranks may answer when one has failed.
+_AFTER_A_FAILURE = 10
+
 
 class RankFailure(AssertionError):
     """One or more ranks raised or did not answer in time."""
@@ -64,7 +67,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
     cached = functools.cache(torch.distributed.device_mesh.init_device_mesh)
     torch.distributed.device_mesh.init_device_mesh = cached
     torch.set_num_threads(1)
-    with DistEnv.open("cpu", init_timeout_seconds=120, rendezvous_seconds=120) as world:
+    with DistEnv.open("cpu", init_timeout_seconds=300, rendezvous_seconds=300) as world:
         while True:
             try:
                 job = pipe.recv()
@@ -101,7 +104,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 180, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, timeout: float = 900, **kwargs: Any
     ) -> list[Any]:
         """Call function(world, *args, **kwargs) on every rank; the results by rank."""
         if not self._processes:
@@ -120,10 +123,9 @@ class RankPool:
                 except EOFError:
                     answers[ranks[pipe]] = (False, "the process died")
             failed = [rank for rank, (fine, _) in answers.items() if not fine]
-            if failed and time.monotonic() < deadline - 5:
-                deadline = (
-                    time.monotonic() + 5
-                )  # the others may be stuck waiting for the one that failed
+            if failed and time.monotonic() < deadline - _AFTER_A_FAILURE:
+                # The others may be stuck waiting for the one that failed.
+                deadline = time.monotonic() + _AFTER_A_FAILURE
             if time.monotonic() >= deadline:
                 break
         silent = [rank for rank in range(self.size) if rank not in answers]

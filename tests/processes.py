@@ -30,7 +30,7 @@ def python(
     *words: object,
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 900,
     **more: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these words to its end. env: variables beside `environment`'s."""
@@ -48,7 +48,7 @@ def python(
     )
 
 
-def ended(pid: int, seconds: float = 60) -> bool:
+def ended(pid: int, seconds: float = 300) -> bool:
     """Wait until a process ends; return False after `seconds`.
 
     A zombie that no one waits for has ended too.

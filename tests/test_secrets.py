@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.hub_server import HubServer
@@ -19,8 +19,9 @@ from tests.processes import python
 from tests.tiny import TWO_LAYERS
 from tests.words import listening
 from titanlite.config.errors import ConfigError
+from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.remote import open_file, public_name
+from titanlite.data.remote import open_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.runs.read import read_run
 from titanlite.start.fit import check_config
@@ -72,6 +73,7 @@ def test_what_holds_no_secret_stays(text: str) -> None:
 WORD = st.text(st.sampled_from("ab1%:@/?#&=+~.-_!$'()*,;é"), max_size=8)
 
 
+@settings(deadline=None)
 @given(WORD, WORD, st.sampled_from([" ", '"', ", ", "\n", "'", ")"]))
 def test_no_password_and_no_signature_is_left_and_json_stays_json(
     before: str, after: str, end: str

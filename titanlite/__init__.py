@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.build import build as build
     from titanlite.callbacks import Callback as Callback
     from titanlite.callbacks import RunEnd as RunEnd
-    from titanlite.checkpoint.load import LoadedState as LoadedState
+    from titanlite.checkpoint.loaded import LoadedState as LoadedState
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
     from titanlite.config.model_sections import Optimizer as Optimizer
     from titanlite.config.sections import ActivationCheckpoint as ActivationCheckpoint
@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
 _PUBLIC = {
     "build": ["TrainingComponents", "build"],
     "callbacks": ["Callback", "RunEnd"],
-    "checkpoint.load": ["LoadedState"],
+    "checkpoint.loaded": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],
     "config.model_sections": ["Optimizer"],
     "config.sections": ["ActivationCheckpoint", "Checkpoint"],

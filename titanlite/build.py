@@ -32,15 +32,12 @@ from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_function
-from titanlite.data.documents import is_streamed
+from titanlite.config.urls import public_name
 from titanlite.data.loader import TrainLoader, ValidationLoader
-from titanlite.data.mixture import MixedRows
-from titanlite.data.phases import Phases
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
-from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
+from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.text_report import checks_of
-from titanlite.data.tokenizer.files import hf_files, tokenizer_path
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.metrics.console import ensure_console
@@ -100,6 +97,7 @@ from titanlite.training.validation import ValidationSet
 from titanlite.utils import is_dotted, public
 
 if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
     from titanlite.trainer import Trainer
 
 
@@ -338,7 +336,8 @@ def build(
     # Data
     rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     phases = phases_of(run)
-    skip = phases.skip
+    factors = () if phases is None else phases.rates()
+    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
     steps: StepLoader = TrainLoader(
         datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip
     )
@@ -369,6 +368,8 @@ def build(
                 spec.hf_names(args), spec.hf_config(args)
             except ValueError as error:
                 raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None
+        from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+
         prints = fingerprints(run.model.name, args, datasets)
         tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
         about: dict[str, Any] = {
@@ -410,9 +411,10 @@ def build(
     attempts = AttemptRecord(folder, run.toml, run.job.description, name, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
     sources = None
-    if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
+    mixture = datasets.train.mixture
+    if mixture is not None and isinstance(parts.loss, RowLosses):
         sources = SourceFigures(
-            datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors
+            mixture, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors
         )
     experts = ExpertFigures(model, spec.experts(args), device) if spec.experts else None
     metrics = MetricsLogger(
@@ -431,7 +433,7 @@ def build(
     documents = None
     if run.data.log_documents:
         # No rank has read the other ranks' part of a stream: each writes its own.
-        part = (rank, ranks) if is_streamed(datasets.train) else None
+        part = (rank, ranks) if datasets.train.lanes is not None else None
         leads = all(mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
         file = folder / ("documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl")
         text = public_name(run.training.dataset_path or run.training.dataset)
@@ -487,7 +489,7 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases.rates()),
+        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=factors),
         train_step=train_step,
         loader=Prefetcher(
             steps,

@@ -14,13 +14,11 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
-from titanlite.checkpoint.load import LEFT_OUT, LoadedState
-from titanlite.checkpoint.manifest import HELD_OUT, CheckpointError, steps_in
-from titanlite.checkpoint.resume_check import STATE as RESUME
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT, RESUME, LoadedState
+from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
-from titanlite.data.mixture import MixedRows
-from titanlite.data.phases import Progress
 from titanlite.data.state import StateError, check_loader
 from titanlite.guard import BadStepError, WeightsError, check_statistics
 from titanlite.start.signals import StopRequested, StopSignal
@@ -161,7 +159,7 @@ class Trainer:
         else:
             _restore_text(self, loaded)
         # Earlier steps may have been of another size. A mixture has a length of its own.
-        _end_with_text(self, later=not isinstance(parts.datasets.train, MixedRows))
+        _end_with_text(self, later=parts.datasets.train.mixture is None)
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
@@ -452,9 +450,11 @@ def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
     check_loader(data)
     parts, data = trainer.parts, {name: value for name, value in data.items() if name != "phases"}
     if parts.phases is not None:
+        from titanlite.data.phases import Progress
+
         done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
         parts.learning_rate.phases = parts.phases.rates(done)
-        if isinstance(parts.datasets.train, MixedRows):
+        if parts.datasets.train.mixture is not None:
             data = {**data, "phases": parts.phases.shares(done)}
     parts.loader.load_state_dict(data)
 

@@ -51,7 +51,7 @@ def _overwrite_while_saving(
     held = threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Any:
-        assert held.wait(30)
+        assert held.wait(300)
         return REAL_SAVE(*args, **kwargs)
 
     with (
@@ -91,7 +91,7 @@ def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
         assert saver._async is not None
         stager = saver._async._stager
         real = stager.stage
-        stager.stage = lambda tensors: (held.wait(60), real(tensors))[1]  # type: ignore[method-assign]
+        stager.stage = lambda tensors: (held.wait(300), real(tensors))[1]  # type: ignore[method-assign]
 
         def before_update() -> None:
             seen["held back"] = not held.is_set()  # forward and backward are done
@@ -255,7 +255,7 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
             groups = [group._get_backend(torch.device("cpu")) for group in used[:2]]
             return most, [group.options._timeout.total_seconds() for group in groups]
         finally:
-            set_timeouts(120)
+            set_timeouts(300)
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [("async", 7200.0), ("disabled", 1800.0)])

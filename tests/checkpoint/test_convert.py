@@ -374,7 +374,7 @@ def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no disk can be mounted here: {done.stderr}")

@@ -16,7 +16,7 @@ from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, option
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import build_tiny, full, initial_weights, micro_batches
-from titanlite.checkpoint.load import LEFT_OUT
+from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.selection import select

@@ -63,7 +63,7 @@ def test_a_touch_that_succeeds_keeps_the_checkpoint(tmp_path: Path) -> None:
             toucher.stdin.flush()
             deleter = Deleter()
             deleter.delete(prune(root, 3, options(root, keep_latest_k=2)))
-            assert deleter.wait(60)
+            assert deleter.wait(300)
             answer = toucher.stdout.readline().strip()
             answers[answer] += 1
             assert leftovers(root) == []

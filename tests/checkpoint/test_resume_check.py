@@ -13,7 +13,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import _losses, _run
-from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.resume_check import FILE, ResumeCheck
 from titanlite.data.loader import TrainLoader
 from titanlite.parallel.dist_env import DistEnv

@@ -148,7 +148,7 @@ def test_leftovers_of_a_save_and_of_older_versions_go(root: AnyPath) -> None:
     ].startswith(".partial-")
     deleter = Deleter()
     deleter.delete(leftovers(root))
-    assert deleter.wait(60) and names(root) == ["step-2"]
+    assert deleter.wait(300) and names(root) == ["step-2"]
 
 
 def test_a_lost_manifest_is_no_leftover(root: AnyPath) -> None:

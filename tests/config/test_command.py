@@ -258,8 +258,9 @@ def test_config_commands_are_quick_and_import_little(words):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-    # Processor time, with room for a busy machine: a quiet one takes 0.15 to 0.25 s.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    # Processor time, with room for a busy machine: a quiet one takes 0.15 to 0.25 s, and with
+    # torch 2 s.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

@@ -46,14 +46,14 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     released, save, fetch, seen = threading.Event(), manager.dcp.save, trainer.fetch, {}
 
     def slow_save(*arguments: Any, **more: Any) -> Any:
-        assert released.wait(60)
+        assert released.wait(300)
         return save(*arguments, **more)
 
     def ask() -> Any:
         batches = fetch()
         if trainer.step == 5:
             producer: Any = trainer.parts.loader
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while (
                 not (stock := sum(item.done() for item in producer._ahead.items))
                 and time.monotonic() < deadline

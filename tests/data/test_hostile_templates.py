@@ -53,11 +53,15 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_template_without_an_end_is_an_error_and_the_next_one_renders(
-    short: None, name: str
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    with pytest.raises(
-        DataError, match="^a.jsonl, line 7: the chat template cannot be rendered: it takes more"
+    with (
+        monkeypatch.context() as short,
+        pytest.raises(
+            DataError, match="^a.jsonl, line 7: the chat template cannot be rendered: it takes more"
+        ),
     ):
+        short.setattr(chat_process, "SECONDS", 0)
         ChatTemplate(LOOPS[name]).render(CHAT, "a.jsonl, line 7")
     assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
 

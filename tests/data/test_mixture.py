@@ -17,7 +17,7 @@ from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Phases
-from titanlite.data.rows import Row, Stateless
+from titanlite.data.rows import Row, Rows
 from titanlite.data.skip_ranges import take
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
@@ -30,20 +30,21 @@ from titanlite.trainer import load_text
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
 
 
-class Numbers(Stateless):
+class Numbers(Rows):
     """A source whose row i holds i; a stream notes the lanes that were asked for."""
 
     seq_len, tokens_per_epoch, fingerprint = 2, None, "ab" * 32
+    total_sequences: int | None = None
+    settings: dict[str, Any] = {"shuffle": True}
 
-    def __init__(self, total: int | None = None, lanes: int = 0) -> None:
-        self.total_sequences, self.lanes = total, lanes
-        self.settings = {"shuffle": True}
+    def __init__(self, total: int | None = None, lanes: int | None = None) -> None:
+        self.total_sequences, self.noted_lanes = total, lanes
         self.asked: set[int] = set()
 
     def sequence(self, index: int) -> Row:
         assert self.total_sequences is None or index < self.total_sequences
-        if self.lanes:
-            self.asked.add(index % self.lanes)
+        if self.noted_lanes:
+            self.asked.add(index % self.noted_lanes)
         return Row(np.full(2, index), np.full(2, index))
 
     def padding(self) -> Row:

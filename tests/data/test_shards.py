@@ -48,7 +48,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServe
         yield running
 
 
-def read(url: str, start: int = 0, patience: float = 30) -> Iterator[str]:
+def read(url: str, start: int = 0, patience: float = 300) -> Iterator[str]:
     return (
         record.text for record in Shards((url,), Columns(), patience=patience).records(0, start)
     )

@@ -41,7 +41,7 @@ def texts_of(rows: Rows, count: int) -> Counter[str]:
     ids = [
         token
         for i in range(count)
-        for token in rows.sequence(i * getattr(rows, "lanes", 1)).tokens.tolist()
+        for token in rows.sequence(i * (rows.lanes or 1)).tokens.tolist()
     ]
     return Counter(
         TOKENIZER.decode(ids).replace("<|begin_of_text|>", "").split("<|end_of_text|>")[1:-1]

@@ -63,7 +63,7 @@ def begin(files: TokenFiles, first: int, end: int) -> None:
 
 def settled(files: TokenFiles) -> int:
     assert files.check is not None
-    return files.check.settle(30.0)
+    return files.check.settle(300.0)
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def test_a_rank_out_of_memory_before_the_first_step_reports_it_in_spite_of_sigte
     """As torchrun sends it when the first of the other ranks has ended."""
     fault = Fault("memory", "build", rank=1)
     with drill_ranks.Ranks(flags(tmp_path), 2, tmp_path / "console", fault) as ranks:
-        ranks.processes[0].join(60)
+        ranks.processes[0].join(300)
         ranks.send(signal.SIGTERM, rank=1)
         assert ranks.wait() == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], ranks.output()
         assert re.search(

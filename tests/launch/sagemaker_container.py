@@ -41,7 +41,7 @@ def python_with(name: str, *packages: Sequence[str]) -> Path:
         (site_packages / "parent.pth").write_text("\n".join(site.getsitepackages()))
         for words in packages:
             pip = [folder / "bin" / "pip", "install", "--quiet", *words]
-            done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(pip, capture_output=True, text=True, timeout=900)
             if done.returncode:
                 message = f"{' '.join(words)} cannot be installed from PyPI: {done.stderr[-300:]}"
                 warnings.warn(message, stacklevel=1)

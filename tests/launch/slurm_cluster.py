@@ -81,7 +81,7 @@ class Cluster:
     def run(self, *words: str) -> str:
         """Run a command of Slurm's; return its output."""
         done = subprocess.run(
-            words, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+            words, env=self.environment, capture_output=True, text=True, timeout=300, check=False
         )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -91,7 +91,7 @@ class Cluster:
         text = self.run("scontrol", "show", "job", job)
         return next(word.partition("=")[2] for word in text.split() if word.startswith(f"{name}="))
 
-    def wait(self, job: str, *states: str, seconds: float = 150) -> str:
+    def wait(self, job: str, *states: str, seconds: float = 600) -> str:
         """Wait until a job is in one of the states; return it."""
         end = time.monotonic() + seconds
         while (state := self.field(job, "JobState")) not in states:
@@ -136,19 +136,19 @@ def cluster(root: Path) -> Iterator[Cluster]:
         slurm.start("slurmctld", "slurmctld", "-D", "-i")
         for node in nodes:
             slurm.start_node(node)
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while (idle := _idle(slurm)) != _NODES:
             assert time.monotonic() < end, f"only {idle} nodes come up"
             time.sleep(0.3)
         yield slurm
     finally:
         for job in _jobs(slurm):
-            subprocess.run(["scancel", job], env=slurm.environment, check=False, timeout=60)
+            subprocess.run(["scancel", job], env=slurm.environment, check=False, timeout=300)
         for name in reversed(slurm.daemons):
             slurm.daemons[name].terminate()
         for daemon in slurm.daemons.values():
             try:
-                daemon.wait(10)
+                daemon.wait(60)
             except subprocess.TimeoutExpired:
                 daemon.kill()
 
@@ -164,7 +164,7 @@ def _idle(slurm: Cluster) -> int:
         "--format=%N",
     ]
     done = subprocess.run(
-        words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=60
+        words, env=slurm.environment, capture_output=True, text=True, check=False, timeout=300
     )
     return len(done.stdout.split())
 

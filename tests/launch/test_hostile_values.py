@@ -169,7 +169,7 @@ def _run(place: Path, script: str, *more: str) -> list[str]:
     }
     env |= {"HOSTNAME": "x-worker-0", "HOME": "/root"}
     done = subprocess.run(
-        ["bash", file, *more], env=env, capture_output=True, text=True, timeout=60
+        ["bash", file, *more], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert not pwned.exists()

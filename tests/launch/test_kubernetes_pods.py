@@ -81,7 +81,7 @@ class Operator:
 
         disturbances: called one after another until they are true.
         """
-        waiting, end = list(disturbances), time.monotonic() + 300
+        waiting, end = list(disturbances), time.monotonic() + 900
         while True:
             assert time.monotonic() < end, self.log()
             if waiting and waiting[0](self):

@@ -60,13 +60,13 @@ class Run:
                 both.append(machine.popen(words, env, stdout=out, stderr=out))
         return both
 
-    def until_step(self, step: int, seconds: float = 240) -> None:
+    def until_step(self, step: int, seconds: float = 600) -> None:
         end, file = time.monotonic() + seconds, self.folder / "metrics.jsonl"
         while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
             assert time.monotonic() < end, f"step {step} does not come: {self.output()}"
             time.sleep(0.05)
 
-    def end(self, both: list[subprocess.Popen[str]], seconds: float = 240) -> list[int]:
+    def end(self, both: list[subprocess.Popen[str]], seconds: float = 600) -> list[int]:
         """Wait for both machines; return their codes."""
         end = time.monotonic() + seconds
         return [one.wait(max(end - time.monotonic(), 0.1)) for one in both]
@@ -157,12 +157,12 @@ def test_a_newer_checkpoint_is_progress(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    program = "trap 'exit 5' TERM\necho ready\nfor i in {1..200}; do sleep 0.1; done"
+    program = "trap 'exit 5' TERM\necho ready\nfor i in {1..3000}; do sleep 0.1; done"
     script = _script(tmp_path, monkeypatch, program)
     with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        assert process.wait(60) == exit_codes.PREEMPTED
+        assert process.wait(300) == exit_codes.PREEMPTED
     assert (tmp_path / "run" / "starts").read_text() == "start\n"
 
 
@@ -177,13 +177,13 @@ def test_a_killed_only_rank_is_started_again(tmp_path: Path) -> None:
         process = subprocess.Popen(
             words, stdout=out, stderr=out, env=environment(STEP_SECONDS="0.5")
         )
-    end, file = time.monotonic() + 240, folder / "metrics.jsonl"
+    end, file = time.monotonic() + 600, folder / "metrics.jsonl"
     while not file.exists() or not any(row.get("step", 0) >= 4 for row in read_lines(file)):
         assert time.monotonic() < end and process.poll() is None, (tmp_path / "output").read_text()
         time.sleep(0.05)
     (start,) = (entry for entry in read_entries(folder) if entry["event"] == "start")
     os.kill(start["pid"], signal.SIGKILL)
-    assert process.wait(240) == exit_codes.DONE, (tmp_path / "output").read_text()
+    assert process.wait(600) == exit_codes.DONE, (tmp_path / "output").read_text()
     assert "ended with code 137; restart 1 of 1" in (tmp_path / "output").read_text()
     assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
 
@@ -214,10 +214,10 @@ def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
         run.until_step(6)
         machines[1].cut()
         began = time.monotonic()
-        assert run.end(both, 50) == [exit_codes.LOST_PEER] * 2, run.output()
-        assert (
-            time.monotonic() - began < 35
-        )  # 5 s of the collective, 15 s in which a rank may end by itself
+        assert run.end(both, 150) == [exit_codes.LOST_PEER] * 2, run.output()
+        # 5 s of the collective, 18 s in which a rank may end by itself; the rest is for a busy
+        # machine.
+        assert time.monotonic() - began < 100
     finally:
         machines[1].join()
     assert "a collective failed" in run.output()

@@ -62,7 +62,7 @@ def test_the_toolkit_starts_train_py_with_its_words(
     train: Path, hosts: list[namespaces.Host], tmp_path: Path
 ) -> None:
     ml = make_folder(tmp_path / "ml", "algo-1", ["algo-1"], _VALUES)
-    assert _start(train, hosts[0], ml).wait(120) == 0, (ml / "log").read_text()
+    assert _start(train, hosts[0], ml).wait(600) == 0, (ml / "log").read_text()
     assert (ml / "output" / "success").exists() and not (ml / "output" / "failure").exists()
     config = (ml / "checkpoints" / "config.toml").read_text()
     assert f'dataset_path = "{ml}/input/data/train/text.jsonl"' in config
@@ -93,17 +93,17 @@ def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
 ) -> None:
     values = {**_VALUES, **_DISTRIBUTED, "sagemaker_mpi_num_of_processes_per_host": "2"}
     ml = make_folder(tmp_path / "ml", "algo-1", ["algo-1"], values)
-    assert _start(train, hosts[0], ml, **_TORCHRUN).wait(120) == 0, (ml / "log").read_text()
+    assert _start(train, hosts[0], ml, **_TORCHRUN).wait(600) == 0, (ml / "log").read_text()
     other = make_folder(tmp_path / "other", "algo-1", ["algo-1"], {**values, "training.steps": 6})
     (other / "checkpoints").rmdir()
     (ml / "checkpoints").rename(other / "checkpoints")  # as SageMaker brings them back
-    assert _start(train, hosts[0], other, **_TORCHRUN).wait(120) == 0, (other / "log").read_text()
+    assert _start(train, hosts[0], other, **_TORCHRUN).wait(600) == 0, (other / "log").read_text()
     assert [row[0] for row in rows(other / "checkpoints")] == [1, 2, 3, 4, 5, 6]
     assert "mesh             dp_replicate 1 x dp_shard 2 = 2 ranks" in (other / "log").read_text()
     wrong = make_folder(
         tmp_path / "wrong", "algo-1", ["algo-1"], {**_VALUES, "optimizer.lr": "fast"}
     )
-    assert _start(train, hosts[0], wrong).wait(60) == 1
+    assert _start(train, hosts[0], wrong).wait(300) == 1
     assert "optimizer.lr: expected a number" in (wrong / "output" / "failure").read_text()
 
 
@@ -132,7 +132,7 @@ def test_two_hosts_need_a_checkpoint_folder_that_both_see(
             started.append(
                 host.popen([train], env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
             )
-        codes = [process.wait(180) for process in started]
+        codes = [process.wait(600) for process in started]
         assert codes == ([1, 1] if name == "local" else [0, 0]), (folders[0] / "log").read_text()[
             -3000:
         ]
@@ -186,7 +186,7 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
         [sdk, driver, job / "launch" / "sagemaker_job.py", tmp_path / "s3"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     request = json.loads((tmp_path / "s3" / "job.json").read_text())
@@ -225,7 +225,7 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
             host.popen(command, env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
         )
     metrics = folders[0] / "checkpoints" / "metrics.jsonl"
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 600
     while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 5):
         assert time.monotonic() < deadline and started[0].poll() is None, (
             folders[0] / "log"
@@ -235,7 +235,7 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
         started
     ):  # torchrun has become the first process of the container, which alone gets the signal
         process.send_signal(signal.SIGTERM)
-    assert {process.wait(60) for process in started} == {exit_codes.PREEMPTED}, (
+    assert {process.wait(300) for process in started} == {exit_codes.PREEMPTED}, (
         folders[0] / "log"
     ).read_text()[-3000:]
     end = read_entries(folders[0] / "checkpoints")[-1]

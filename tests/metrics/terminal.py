@@ -21,7 +21,7 @@ from titanlite.utils import logger
 #: No program writes it, and a terminal passes it on unchanged.
 _MARK = b"\x1b]777;all of it\x1b\\"
 #: Seconds for bytes to pass a terminal on a busy machine.
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 
 
 def figures(step: int, steps: int = 60) -> dict[str, float]:

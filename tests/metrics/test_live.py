@@ -182,7 +182,7 @@ def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -
         *filter(None, [flag]),
     ]
     with subprocess.Popen(command, cwd=ROOT, env=environment(), **streams) as process:
-        process.wait(timeout=600)
+        process.wait(timeout=1800)
     assert process.returncode == 0
     rows = texts(terminal.rows())
     if flag:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tests.pool import free_port
 from tests.processes import ROOT, environment
 from titanlite import exit_codes
+from titanlite.parallel import rendezvous
 from titanlite.parallel.rendezvous import (
     RendezvousError,
     barrier,
@@ -49,17 +50,17 @@ def test_ranks_that_are_all_there_share_what_rank_0_has_and_go_on_at_once() -> N
     found: list[int] = []
 
     def start(rank: int) -> None:
-        found.append(share_from_rank_0(stores[rank], rank, 3, "number", lambda: 7 + rank, 90))
-        barrier(stores[rank], rank, 3, 90, 90)
+        found.append(share_from_rank_0(stores[rank], rank, 3, "number", lambda: 7 + rank, 900))
+        barrier(stores[rank], rank, 3, 900, 900)
 
     began = time.monotonic()
     _all(*(partial(start, rank) for rank in range(3)))
-    assert found == [7, 7, 7] and time.monotonic() - began < 30
+    assert found == [7, 7, 7] and time.monotonic() - began < 300
 
 
 def test_missing_ranks_are_named_and_a_busy_one_gets_more_time() -> None:
     with pytest.raises(RendezvousError) as error:
-        barrier(_register(4, 0, 2)[0], 0, 4, patience=90, limit=0.3)
+        barrier(_register(4, 0, 2)[0], 0, 4, patience=900, limit=0.3)
     assert str(error.value).startswith(
         f"ranks 1, 3 of 4 have not come within 0 s; the others are on {HOST}. "
     )
@@ -79,7 +80,7 @@ def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> 
     kept: list[dist.Store] = []
     serve = threading.Timer(0.5, lambda: kept.append(register(0, 2, address, is_master=True)))
     serve.start()
-    kept.append(register(1, 2, address, limit=90))
+    kept.append(register(1, 2, address, limit=300))
     serve.join()
     assert kept[0].add("up", 0) == 2
     with (
@@ -98,34 +99,42 @@ def test_ranks_that_cannot_connect_learn_which_interface_to_check() -> None:
     assert not dist.is_initialized()
 
 
-def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text() -> None:
+def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 1 waits in the barrier already, rank 2 for rank 0; rank 3 comes to it later.
 
     No rank waits for a limit.
     """
     stores = _register(4, 0, 1, 2, 3)
     raised: dict[int, str] = {}
-    seconds: dict[int, float] = {}
+    monkeypatch.setattr(rendezvous, "_REPORT_SECONDS", 300.0)
+    began = time.monotonic()
+    ended: dict[int, float] = {}
+    last_came: list[float] = []
 
     def attempt(rank: int) -> None:
-        began = time.monotonic()
         try:
             with report_failure(stores[rank], rank, 4):
                 time.sleep({0: 0.3, 3: 1.0}.get(rank, 0))
+                if rank == 3:
+                    last_came.append(time.monotonic())
                 if rank == 0:
                     raise OSError("the folder is taken")
                 if rank == 2:
-                    share_from_rank_0(stores[rank], rank, 4, "lock", int, 90)
-                barrier(stores[rank], rank, 4, 90, 90)
+                    share_from_rank_0(stores[rank], rank, 4, "lock", int, 900)
+                barrier(stores[rank], rank, 4, 900, 900)
         except (RendezvousError, OSError) as error:
             raised[rank] = str(error)
-        seconds[rank] = time.monotonic() - began
+        ended[rank] = time.monotonic()
 
     _all(*(partial(attempt, rank) for rank in range(4)))
     reported = f"rank 0 ({HOST}, process {os.getpid()}) has ended: the folder is taken"
     assert raised == {0: "the folder is taken", 1: reported, 2: reported, 3: reported}
-    assert max(seconds.values()) < 30
-    assert seconds[0] > 0.7, "the rank that serves the store stays until the last has read it"
+    assert max(ended.values()) - began < 200
+    assert ended[0] > last_came[0], (
+        "the rank that serves the store stays until the last has read it"
+    )
 
 
 @pytest.mark.slow
@@ -146,7 +155,7 @@ def test_a_run_that_the_lock_refuses_ends_on_all_ranks_with_its_text(tmp_path: P
             for rank in ("0", "1")
         ]
         codes, errors = zip(
-            *((p.wait(240), p.communicate()[1].splitlines()[-1]) for p in processes), strict=True
+            *((p.wait(600), p.communicate()[1].splitlines()[-1]) for p in processes), strict=True
         )
     assert codes == (exit_codes.CHECKPOINT, exit_codes.LOST_PEER)
     refused = f"{tmp_path}/run belongs to a run that is alive: process {os.getpid()} on {HOST}"

@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoint.runs import MANIFEST, options, write
 from titanlite.checkpoint.manifest import steps_in
+from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.retention import delete, prune
-from titanlite.checkpoint.schedule import is_milestone
 from titanlite.config.errors import ConfigError
 from titanlite.plan.hardware import cluster_of
 from titanlite.plan.memory import with_vocabulary

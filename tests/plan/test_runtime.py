@@ -97,7 +97,7 @@ def test_the_row_of_the_start_report_is_quick_and_stops_nothing(
     run = planned("llama3_1_8b.toml", 8)
     began = time.process_time()
     ((name, text),) = start_rows(run, "cuda", int(79.1 * GIB))
-    assert time.process_time() - began < 0.2, "some 30 ms on a quiet machine"
+    assert time.process_time() - began < 1.0, "some 30 ms on a quiet machine"
     peak, needed = estimate(run).peak, needed_bytes(estimate(run))
     both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"
     assert (name, text) == (

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
 from titanlite.parallel.float8 import apply_float8
-from titanlite.plan import speed
+from titanlite.plan import computing, float8_speed, rates
+from titanlite.plan.computing import block_backward, block_forward, recomputation, update
 from titanlite.plan.hardware import (
     GPUS,
     HOST_GIB,
@@ -24,7 +25,10 @@ from titanlite.plan.hardware import (
     find_gpu,
     peak_flops,
 )
-from titanlite.plan.speed import CONSTANTS, Speed, predict
+from titanlite.plan.rates import CONSTANTS
+from titanlite.plan.speed import Speed, predict
+from titanlite.plan.step_sizes import StepSizes
+from titanlite.plan.traffic import sharding, tensor_traffic
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
 
@@ -112,30 +116,30 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
 
 
 def test_a_collective_takes_its_bytes_over_the_slowest_link() -> None:
-    step = speed._Step(make(16), cluster(16, network=2e11), IDEAL)
-    latency = speed._LATENCY
-    assert step.collective(8e9, 8, 1) == pytest.approx(
+    step = StepSizes(make(16), cluster(16, network=2e11), IDEAL)
+    latency = rates.LATENCY
+    assert step.rates.collective(8e9, 8, 1) == pytest.approx(
         latency + 7e9 / 450e9
     )  # 7 of 8 parts over NVLink
     # Each of 2 machines takes half of the bytes from the other, over 200 GB/s that its 8 ranks
     # share.
-    assert step.collective(8e9, 16, 1) == pytest.approx(
-        latency + speed._LATENCY_PER_NODE + 8e9 / 2 / 200e9
+    assert step.rates.collective(8e9, 16, 1) == pytest.approx(
+        latency + rates.LATENCY_PER_NODE + 8e9 / 2 / 200e9
     )
     # 2 ranks, one in each machine: an eighth of its network is theirs.
-    assert step.collective(8e9, 2, 8) == pytest.approx(
-        latency + speed._LATENCY_PER_NODE + 8e9 / 2 / 25e9
+    assert step.rates.collective(8e9, 2, 8) == pytest.approx(
+        latency + rates.LATENCY_PER_NODE + 8e9 / 2 / 25e9
     )
-    assert step.collective(8e9, 1, 1) == 0.0
+    assert step.rates.collective(8e9, 1, 1) == 0.0
 
 
 def test_products_and_attention_take_their_flops_at_the_sustained_rate() -> None:
     run, tokens = make(8, "training.batch_size=2", "activation_checkpoint.mode=none"), 2 * 8192
-    step = speed._Step(run, cluster(8), IDEAL)
-    assert step.product(16384, 4096, 14336) == pytest.approx(
+    step = StepSizes(run, cluster(8), IDEAL)
+    assert step.rates.product(16384, 4096, 14336) == pytest.approx(
         2 * 16384 * 4096 * 14336 / (989e12 * H100.sustained)
     )
-    block = step.block_forward
+    block = block_forward(step)
     weights = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
     assert block.products == pytest.approx(2 * tokens * weights / (989e12 * H100.sustained))
     # Scores and values of half the pairs: 2 products of 2 FLOPs for each of 4096 numbers.
@@ -225,11 +229,11 @@ def test_recomputation_stops_before_the_last_product_where_torch_does() -> None:
     """
 
     def left_out(*flags: str, config: str = "llama3_1_8b") -> tuple[float, float]:
-        step = speed._Step(make(8, *FULL, *flags, config=config), cluster(8), IDEAL)
-        f = step.block_forward
-        one = step.collective(step.itemsize * step.tokens * step.width, step.mesh.tensor, 1)
-        collectives = step.tensor_seconds() / one / 32 if step.mesh.tensor > 1 else 8
-        return (sum(f) - step.again) / f.products, collectives
+        step = StepSizes(make(8, *FULL, *flags, config=config), cluster(8), IDEAL)
+        f = block_forward(step)
+        one = step.rates.collective(step.itemsize * step.tokens * step.width, step.mesh.tensor, 1)
+        collectives = tensor_traffic(step) / one / 32 if step.mesh.tensor > 1 else 8
+        return (sum(f) - recomputation(step, f)) / f.products, collectives
 
     last = 14336 / (2 * 4096 + 2 * 1024 + 3 * 14336)
     assert left_out() == left_out("training.compile") == (pytest.approx(last), 8)
@@ -258,38 +262,40 @@ def test_the_bytes_of_eager_casts_are_those_of_torchao(rows: int, k: int, n: int
             y.backward(gradient)
     # It does not see the copies to the other order, of 2 bytes for each number of the backward.
     numbers = rows * k + k * n
-    assert forward.moved == pytest.approx((speed._CAST_EAGER - 1) * numbers, rel=0.001)
+    assert forward.moved == pytest.approx((float8_speed.CAST_EAGER - 1) * numbers, rel=0.001)
     assert backward.moved == pytest.approx(
-        (speed._CAST_EAGER - 1) * (numbers + 2 * rows * n), rel=0.001
+        (float8_speed.CAST_EAGER - 1) * (numbers + 2 * rows * n), rel=0.001
     )
     run = make(8, "float8.enable_float8_linear", "activation_checkpoint.mode=none")
-    step = speed._Step(run, cluster(8), IDEAL)
+    step = StepSizes(run, cluster(8), IDEAL)
     found = [
         (step.tokens * k + k * n, step.tokens * n)
         for k, n in 32 * [*2 * [(4096, 4096), (4096, 1024)], *_FFN]
     ]
-    assert step.block_forward.casts == pytest.approx(34 * sum(one for one, _ in found) / 3350e9)
-    assert step.block_backward.casts == pytest.approx(
+    assert block_forward(step).casts == pytest.approx(34 * sum(one for one, _ in found) / 3350e9)
+    assert block_backward(step, block_forward(step)).casts == pytest.approx(
         34 * sum(one + 2 * out for one, out in found) / 3350e9
     )
 
 
 def test_experts_are_shared_by_fewer_ranks_than_the_other_weights() -> None:
     run = make(16, "parallelism.expert_parallel_degree=8", config="mixtral_8x7b")
-    step = speed._Step(run, cluster(16), IDEAL)
+    step = StepSizes(run, cluster(16), IDEAL)
     experts = 32 * 8 * 3 * 4096 * 14336
     dense = 46_702_792_704 - experts
     # Each rank has one of 8 experts, half of it: the other half is in the other machine.
     assert step.owned == pytest.approx(dense / 16 + experts / 8 / 2, rel=1e-3)
-    assert step._update() == pytest.approx(40 * step.owned / 3350e9)
-    gathers = step.collective(2 * dense / 32, 16, 1) + step.collective(2 * experts / 8 / 32, 2, 8)
-    assert step.sharding()[0] == pytest.approx(32 * gathers, rel=1e-3)
+    assert update(step) == pytest.approx(40 * step.owned / 3350e9)
+    gathers = step.rates.collective(2 * dense / 32, 16, 1) + step.rates.collective(
+        2 * experts / 8 / 32, 2, 8
+    )
+    assert sharding(step).gather == pytest.approx(32 * gathers, rel=1e-3)
 
 
 def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
     one, flags = "training.fsdp_units=root", ("training.batch_size=2",)
-    step = speed._Step(make(16, *flags, one), cluster(16), CONSTANTS)
-    gather, again, reduce, _ = step.sharding()
+    step = StepSizes(make(16, *flags, one), cluster(16), CONSTANTS)
+    gather, again, reduce = sharding(step)
     assert again == 0.0 and of(16, *flags, one).parts["sharding traffic"] == gather + reduce
     assert of(16, *flags).parts["sharding traffic"] < 0.5 * (gather + reduce)
 
@@ -297,7 +303,7 @@ def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
 def test_float32_moves_twice_the_bytes_and_computes_at_an_eighth_of_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(speed, "_LATENCY", 0.0)
+    monkeypatch.setattr(rates, "LATENCY", 0.0)
     flags = ("experimental.context_parallel_degree=2", tp(2), "training.seq_len=32768")
     low, high = (
         of(8, *flags, *more).parts for more in ((), ("training.mixed_precision_param=float32",))
@@ -344,7 +350,7 @@ def test_a_small_model_waits_for_the_host() -> None:
     found = of(1, "training.batch_size=1", "training.seq_len=128", config="llama3_2_1b")
     assert found.parts["launches"] > 0
     assert found.step_seconds - found.parts["optimizer"] == pytest.approx(
-        16 * speed._LAUNCHES_EAGER
+        16 * computing.LAUNCHES_EAGER
     )
 
 

@@ -30,7 +30,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
             "resumed": more.get("step", 0) > 0,
             **more,
         }
-        found, lines = record.begin(folder, config_toml=CONFIG.format(lr=lr) + more_config, **about)
+        found, lines = record.begin(
+            folder, record.Start(config_toml=CONFIG.format(lr=lr) + more_config, **about)
+        )
         found.lines = lines  # type: ignore[attr-defined]
         return found
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ from titanlite.start.fit import check_config
 HOLDER = (
     "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"
     "with RunLock(Path(sys.argv[1])):\n"
-    "    print('held', flush=True); time.sleep(60)\n"
+    "    print('held', flush=True); time.sleep(600)\n"
 )
 
 
@@ -134,7 +135,7 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
         for word in (str(tmp_path / FILE), holder, "--job.dump_folder"):
             assert word in str(refused.value)
         assert refused.value.exit_code == exit_codes.CHECKPOINT
-        assert sign is not None and abs(time.time() - sign) < 30
+        assert sign is not None and abs(time.time() - sign) < 300
         process.kill()
         process.wait()
     assert _held(tmp_path)["process"]["id"] == process.pid, "a killed process leaves its lock"
@@ -170,7 +171,7 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
     began = time.monotonic()
     with _renewed(place), pytest.raises(LockedError, match="process 4711 on"), RunLock(place):
         pytest.fail("two hold it")
-    assert time.monotonic() - began < 10, "a sign of life is enough"
+    assert time.monotonic() - began < 120, "a sign of life is enough"
     assert "Watching for up to" in said[0]
     time.sleep(0.2)
     monkeypatch.setattr(lock_module, "LEASE_SECONDS", 0.5)
@@ -194,7 +195,7 @@ def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(
     began = time.monotonic()
     with RunLock(tmp_path):
         assert _held(tmp_path)["process"]["id"] == os.getpid()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 120, "no rest of a lease is waited for"
 
 
 def test_the_holder_renews_it_and_tells_when_it_is_lost(
@@ -203,7 +204,7 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
     monkeypatch.setattr(lock_module, "RENEW_SECONDS", 0.05)
     with RunLock(place):
         first = (place / FILE).stat().st_mtime
-        check, deadline = OwnershipCheck(place), time.monotonic() + 10
+        check, deadline = OwnershipCheck(place), time.monotonic() + 300
         check.look()
         while (place / FILE).stat().st_mtime == first and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -234,14 +235,14 @@ def compete(place: AnyPath, count: int) -> tuple[int, int]:
         try:
             with RunLock(place):
                 outcomes.append("held")
-                over.wait(60)
+                over.wait(300)
         except LockedError:
             outcomes.append("refused")
 
     threads = [threading.Thread(target=attempt) for _ in range(count)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(outcomes) < count and time.monotonic() < deadline:
         time.sleep(0.02)
     over.set()
@@ -272,16 +273,21 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
         assert _held(place)["process"]["id"] == os.getpid() and _names(place) == [FILE]
 
 
-def test_a_lock_that_is_being_written_is_read_again(tmp_path: Path) -> None:
-    """Its creation is exclusive, its content comes a moment later."""
+def test_a_lock_that_is_being_written_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its creation is exclusive, its content comes while the other waits."""
     with RunLock(tmp_path):
         content = (tmp_path / FILE).read_bytes()
         (tmp_path / FILE).write_bytes(b"")
-        thread = threading.Timer(0.1, lambda: (tmp_path / FILE).write_bytes(content))
-        thread.start()
+
+        def sleep(_: float) -> None:
+            (tmp_path / FILE).write_bytes(content)
+
+        waiting = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+        monkeypatch.setattr(lock_module, "time", waiting)
         with pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
             pytest.fail("two hold it")
-        thread.join()
 
 
 def _save(world: DistEnv, folder: str) -> str:
@@ -389,7 +395,7 @@ def test_the_next_start_waits_for_a_run_that_is_ending(
     with pytest.raises(LockedError, match="is alive"):
         RunLock(place).__enter__()
     asked.set()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not (lock_module._read(place / lock_module.FILE) or {}).get("ending"):
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -46,7 +46,7 @@ case "$1 $2" in
         if [ "$3" = config ]; then [ -z "${PIP_CONFIG_FILE:-}" ] || exec "$REAL_PYTHON" "$@"
             exit 0; fi
         echo "pip: ${*: -1}" >>"$CALLS"
-        sleep "${FAKE_SECONDS:-0}"
+        while [ -e "${FAKE_HOLD:-}" ]; do sleep 0.05; done
         case " ${FAKE_FAIL:-} " in
             *" ${*: -1} "*) echo "ERROR: No matching distribution found for ${*: -1}"; exit 1 ;;
         esac
@@ -112,11 +112,18 @@ class Machine:
             stderr=subprocess.PIPE,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=60,
+            timeout=300,
         )
 
     def calls(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def until_installing(self) -> None:
+        """Wait until pip of a process is held by FAKE_HOLD."""
+        deadline = time.monotonic() + 300
+        while "pip: uv" not in self.calls():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     def installs(self) -> list[str]:
         return [call for call in self.calls() if call.startswith(("venv", "pip", "uv"))]
@@ -177,16 +184,16 @@ def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(
 @pytest.mark.slow
 def test_an_interrupted_install_starts_over_cleanly(machine: Machine) -> None:
     machine.python()
+    hold = machine.root / "hold"
+    hold.touch()
     process = subprocess.Popen(
         [str(machine.root / "run_llama_train.sh")],
-        env={**machine.env, "FAKE_SECONDS": "30"},
+        env={**machine.env, "FAKE_HOLD": str(hold)},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 20
-    while "pip: uv" not in machine.calls() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    machine.until_installing()
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     (machine.root / ".venv" / "half-written").touch()
@@ -237,12 +244,18 @@ def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
 def test_two_runs_at_once_install_once(machine: Machine) -> None:
     machine.python()
     start = [str(machine.root / "run_llama_train.sh")]
-    env = {**machine.env, "FAKE_SECONDS": "0.7"}
-    both = [subprocess.Popen(start, env=env, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60)[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+    hold = machine.root / "hold"
+    hold.touch()
+    env = {**machine.env, "FAKE_HOLD": str(hold)}
+    first = subprocess.Popen(start, env=env, stderr=subprocess.PIPE, text=True)
+    machine.until_installing()
+    second = subprocess.Popen(start, env=env, stderr=subprocess.PIPE, text=True)
+    assert second.stderr is not None and "waiting for it" in second.stderr.readline()
+    hold.unlink()
+    said = [process.communicate(timeout=300)[1] for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0]
     assert machine.installs() == MADE
-    assert sum("waiting for it" in text for text in said) == 1
+    assert not any("waiting for it" in text for text in said)
 
 
 def test_what_the_command_is_given(machine: Machine) -> None:

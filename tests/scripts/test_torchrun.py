@@ -113,6 +113,8 @@ LATE = """
 import sys, time
 import torch.distributed.elastic.utils.store as store
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from titanlite.parallel import agents
+agents.GOOD_SECONDS = agents.BAD_SECONDS = 300.0
 Handler = dynamic_rendezvous.DynamicRendezvousHandler
 from titanlite.torchrun import main
 
@@ -166,7 +168,7 @@ def test_an_end_on_two_machines_prints_no_stack_of_torch(
         processes.append(
             subprocess.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True)
         )
-    said = [process.communicate(timeout=120)[1] for process in processes]
+    said = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [code, code], said
     for text in said:
         assert (
@@ -211,14 +213,14 @@ def test_a_start_that_meets_the_closed_rendezvous_of_an_earlier_one_may_be_repea
     words += [f"--rdzv_endpoint={endpoint}", "--rdzv_conf=is_host=0", "true"]
     command = [sys.executable, "-m", "titanlite.torchrun", *words]
     with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as late:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         states: Any = earlier[0]
         while is_full and not states._state_holder.state.redundancy_list:
             states._state_holder.sync()
             assert time.monotonic() < end and late.poll() is None, "it does not come"
             time.sleep(0.05)
         earlier[0].set_closed()
-        said = late.communicate(timeout=120)[1]
+        said = late.communicate(timeout=300)[1]
     assert late.returncode == LOST_PEER and said.endswith("which is about to end. Start again\n"), (
         said
     )
@@ -232,11 +234,11 @@ from titanlite.start.signals import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
 end_with_parent(signal.SIGTERM)
 os.write(1, b"ready")
-time.sleep(20)
+time.sleep(120)
 """
 LAUNCHER = (
     f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {WORKER!r}]); "
-    "time.sleep(20)"
+    "time.sleep(120)"
 )
 
 

@@ -15,7 +15,7 @@ from titanlite.config.sections import Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.packing import PackedDataset
-from titanlite.data.rows import IGNORE, Stateless
+from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.sources import iter_records, list_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
@@ -48,17 +48,27 @@ def rows_of(
     return found
 
 
-class Numbered(Stateless):
+class Numbered(Rows):
     """Rows that are their numbers."""
 
-    seq_len, total_sequences = 1, None
+    seq_len, total_sequences, fingerprint = 1, None, "ab" * 32
+    settings: dict[str, Any] = {}
 
     def __init__(self) -> None:
         self.served: list[int] = []
 
-    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, None]:
+    def sequence(self, index: int) -> Row:
         self.served.append(index)
-        return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), None
+        return self.padding()
+
+    def padding(self) -> Row:
+        return Row(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+
+    def documents_in(self, index: int) -> list[tuple[int, int]]:
+        return [(index, 1)]
+
+    def describe(self) -> str:
+        return "numbers"
 
 
 def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:

@@ -46,7 +46,7 @@ def drill(
         str(ROOT / "train_configs" / "debug_model.toml"),
     ]
     return subprocess.run(
-        [*command, *words], cwd=package, env=variables, capture_output=True, text=True, timeout=900
+        [*command, *words], cwd=package, env=variables, capture_output=True, text=True, timeout=3000
     )
 
 

@@ -174,7 +174,7 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     process = subprocess.Popen(
         [sys.executable, "-m", "titanlite", "data", *words, str(killed), "--workers", "2"]
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(list(killed.glob("part-*.json"))) < 8:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)

@@ -516,7 +516,7 @@ def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
     ]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        words, cwd=tmp_path / "run", env=environment, capture_output=True, text=True, timeout=300
+        words, cwd=tmp_path / "run", env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == MORE and not evil.ran

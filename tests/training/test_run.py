@@ -440,7 +440,7 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr
     losses = _losses(read_metrics(tmp_path / "metrics.jsonl"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.golden_run import GoldenRun
-from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training

@@ -111,12 +111,13 @@ class AsyncSave:
                 problem = str(error) or repr(error)
             finally:
                 self._copied.set()
-            self.report(SaveOutcome(step, folder, time.perf_counter() - started, problem))
+            self.report(step, folder, time.perf_counter() - started, problem)
 
         self._jobs.put(run)
 
-    def report(self, outcome: SaveOutcome) -> None:
-        """Let `poll` and `wait` return this outcome."""
+    def report(self, step: int, folder: AnyPath, seconds: float, problem: str = "") -> None:
+        """Let `poll` and `wait` return an outcome. A save in the foreground may have one, too."""
+        outcome = SaveOutcome(step, folder, seconds, problem)
         self._outcome = outcome
         self._unreported.append(outcome)
 

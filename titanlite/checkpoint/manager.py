@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,18 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
-from titanlite.checkpoint.hf_save import save_hf
-from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import (
-    INDEX,
-    PIN,
-    CheckpointError,
-    Manifest,
-    find,
-    hf_folder,
-    step_folder,
-)
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.load import Loader
+from titanlite.checkpoint.loaded import LoadedState
+from titanlite.checkpoint.manifest import INDEX, PIN, Manifest, find, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -67,6 +59,7 @@ from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
+    from titanlite.checkpoint.async_save import AsyncSave, Copy, SaveOutcome
     from titanlite.config.sections import Checkpoint
 
 #: Seconds that a run which is ending waits for the deletion of old checkpoints; the next start
@@ -75,6 +68,20 @@ _DELETE_SECONDS = 3.0
 #: Ranks wait so long for each other in a save that blocks training.
 _SAVE_TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save under way."""
+
+    folder: AnyPath
+    tensors: Tensors
+    #: The model's tensors before they were converted; empty where nothing was.
+    unconverted: Tensors
+    #: As it will be published, but for the files, which are not written yet.
+    draft: Manifest
+    #: Steps since the save before have shown its weights to be good.
+    proven: bool
 
 
 class Checkpointer:
@@ -102,16 +109,13 @@ class Checkpointer:
         self._fingerprints = fingerprints
         self._run_config = run_config or {}
         self._tokenizer_files = tokenizer_files
-        self._origin = (
-            provenance.origin() if world.rank == 0 else {"versions": {}}
-        )  # rank 0 writes the manifest
+        # Rank 0 writes the manifest.
+        self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
         self._averages = averages or {}
-        self._loader = Loader(
-            config, world, fingerprints, self._run_config, averages=self._averages
-        )
+        self._loader = Loader(config, world, fingerprints, self._run_config, self._averages)
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
         #: Start of the latest save, by `time.perf_counter`.
@@ -120,11 +124,7 @@ class Checkpointer:
         #: now, because a save must succeed also when torchrun has been killed, whose store a new
         #: group needs.
         self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
-        self._async: AsyncSave | None = None
-        if config.async_mode != "disabled":
-            self._async = AsyncSave(
-                world.device, pinned=config.async_mode == "async_with_pinned_mem"
-            )
+        self._async = _async_save(config, world)
         self._hook: RemovableHandle | None = None
 
     def load(
@@ -175,11 +175,10 @@ class Checkpointer:
         step = self._on_rank_0(lambda: self._exclude_newest(suspect)) if suspect else None
         if step is not None:
             with contextlib.suppress(CheckpointError):
-                loaded = self._loader.load(model, optimizer, rollback=True)
+                loaded = self._loader.load_newest(model, optimizer)
             replaced = loaded is not None
             self._on_rank_0(lambda: self._settle(step, replaced))
-        loaded = loaded or self._loader.load(model, optimizer, rollback=True)
-        assert loaded is not None, "a rollback cannot start from nothing"
+        loaded = loaded or self._loader.load_newest(model, optimizer)
         self._resumed = loaded.step
         return loaded
 
@@ -230,117 +229,121 @@ class Checkpointer:
         WeightsError. The checkpoint appears later, and `poll` or `wait` tells.
         """
         assert self._group is not None, "closed"
-        if self._async:
-            self._async.wait()
-            self._async.raise_bad()
+        self._await_save_in_flight()
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(model, optimizer, weights_only)
         # Here: in a thread it would disturb the forward pass.
-        weights = {} if weights_only is None else gather(model)
-        if weights_only is not None and self.config.last_save_in_hf:
-            self._check(step, tensors, weights, weights_only, self._group)
-            folder = self._save_hf(step, tensors, model)
-            self._report_foreground(step, folder)
-            return folder
-        manifest = Manifest(
+        unconverted = gather(model) if weights_only else {}
+        draft = replace(
+            self._draft(step, describe(tensors, model), train),
+            weights_only=weights_only is not None,
+            dtype=weights_only or "",
+            validation_loss=_finite(validation_loss),
+            trackers=dict(trackers or {}),
+        )
+        in_hf = weights_only is not None and self.config.last_save_in_hf
+        folder = hf_folder(self.root, step) if in_hf else step_folder(self.root, step)
+        save = Save(folder, tensors, unconverted, draft, proven)
+        if in_hf:
+            self._write_hf(save, self._group)
+            self._report_foreground(save)
+        elif self._async and self._async.prepare(self._group):
+            self._start_in_background(save, optimizer)
+        else:
+            self._write(save, lambda tensors: tensors, self._group)
+            self._report_foreground(save)
+        return folder
+
+    def _write(self, save: Save, copy: Copy, group: dist.ProcessGroup) -> None:
+        """Write one checkpoint by the protocol of docs/checkpoints.md.
+
+        All ranks call it together, in a thread where the save is asynchronous. Raises as `save`.
+        """
+        _check_finite(save, group)
+        state = on_each_rank(lambda: copy(save.tensors), group)
+        on_rank_0(self._world, lambda: self._mark(save.draft.step), group)
+        writer = HashingWriter(save.folder)
+        try:
+            with dcp_errors(f"saving {save.folder}"):
+                dcp.save(state, storage_writer=writer, process_group=group)
+            written = on_rank_0(self._world, lambda: self._written(save.folder, writer), group)
+            manifest = _with_files(save.draft, written)
+            if self.config.verify_saves:
+                self._read_back(save.folder, manifest, written, group)
+            on_rank_0(self._world, lambda: self._publish(save, manifest), group)
+        except BaseException:
+            self._discard(save.folder)
+            raise
+
+    def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
+        return Manifest(
             step=step,
             fingerprints=self._fingerprints,
-            tensors=describe(tensors, model),
+            tensors=tensors,
             files={},
-            train=copy.deepcopy(train),  # the loop goes on before an asynchronous save ends
+            # A copy: the loop changes its state before an asynchronous save ends.
+            train=copy.deepcopy(train),
             world_size=self._world.size,
             created=time.time(),
             config=self._run_config,
-            weights_only=weights_only is not None,
-            dtype=weights_only or "",
-            validation_loss=validation_loss
-            if validation_loss is not None and math.isfinite(validation_loss)
-            else None,
-            trackers=dict(trackers or {}),
             **self._origin,
         )
-        folder = step_folder(self.root, step)
-        writer = HashingWriter(folder)
 
-        def work(copy: Copy, group: dist.ProcessGroup) -> None:
-            self._check(step, tensors, weights, weights_only, group)
-            state = on_each_rank(lambda: copy(tensors), group)
-            on_rank_0(self._world, lambda: self._begin(step), group)
-            try:
-                with dcp_errors(f"saving {folder}"):
-                    dcp.save(state, storage_writer=writer, process_group=group)
-                self._finish(folder, manifest, writer, proven, group)
-            except BaseException:
-                self._discard(folder)
-                raise
-
-        if self._async and self._async.prepare(self._group):
-            if self._hook is not None:
-                self._hook.remove()
-            saving = self._async
-            self._hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
-            saving.start(step, folder, work)
-        else:
-            work(lambda tensors: tensors, self._group)
-            self._report_foreground(step, folder)
-        return folder
-
-    def _report_foreground(self, step: int, folder: AnyPath) -> None:
+    def _await_save_in_flight(self) -> None:
         if self._async:
-            self._async.report(SaveOutcome(step, folder, time.perf_counter() - self._began))
+            self._async.wait()
+            self._async.raise_bad()
 
-    def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
-        final, (spec, args) = hf_folder(self.root, step), self._loader.model()
-        assert self._group is not None
+    def _start_in_background(self, save: Save, optimizer: torch.optim.Optimizer) -> None:
+        """Write the checkpoint in a thread; the next update of weights waits for its copy."""
+        saving = self._async
+        assert saving is not None
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = optimizer.register_step_pre_hook(lambda *_: saving.await_copy())
+        saving.start(
+            save.draft.step, save.folder, lambda copy, group: self._write(save, copy, group)
+        )
+
+    def _report_foreground(self, save: Save) -> None:
+        """Tell `poll` of a save that did not run in the background."""
+        if self._async:
+            seconds = time.perf_counter() - self._began
+            self._async.report(save.draft.step, save.folder, seconds)
+
+    def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
+        """Write the weights as a folder of Hugging Face's."""
+        from titanlite.checkpoint.hf_save import save_hf
+
+        _check_finite(save, group)
+        spec, args = self._loader.model()
         self._on_rank_0(self._owner.look)
         strip = len("model.")
         save_hf(
-            final,
+            save.folder,
             spec,
             args,
-            {name[strip:]: tensor for name, tensor in tensors.items()},
-            {name[strip:]: entry for name, entry in describe(tensors, model).items()},
-            self._group,
+            {name[strip:]: tensor for name, tensor in save.tensors.items()},
+            {name[strip:]: entry for name, entry in save.draft.tensors.items()},
+            group,
             self._on_rank_0,
             self._tokenizer_files,
         )
-        return final
 
     def _tensors_to_save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
     ) -> Tensors:
         tensors = gather(model, optimizer if weights_only is None else None)
         if weights_only is None:
-            return {
-                **tensors,
-                **self._averages,
-                RNG: rng_state(self._world.device, self._world.size),
-            }
+            generators = rng_state(self._world.device, self._world.size)
+            return {**tensors, **self._averages, RNG: generators}
         if self.config.export_ema:
-            tensors |= {
-                WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()
-            }
+            for name, average in self._averages.items():
+                tensors[WEIGHT + name.removeprefix(AVERAGE)] = average
         return {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
 
-    def _check(
-        self,
-        step: int,
-        tensors: Tensors,
-        weights: Tensors,
-        weights_only: str | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its
-        new type is why.
-        """
-        if where := find_nonfinite(tensors, group):
-            if weights_only and not find_nonfinite(weights, group):
-                raise CheckpointError(
-                    f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype"
-                )
-            raise WeightsError(step, step, where, "No checkpoint is written")
-
-    def _begin(self, step: int) -> None:
+    def _mark(self, step: int) -> None:
+        """On rank 0: mark the folder of a save, when what has its place is gone."""
         self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
         begin(self.root, step, self._bad)
@@ -349,47 +352,36 @@ class Checkpointer:
         """Delete the files of a save that has failed: the run may need their space."""
         if self._world.rank == 0:
             with contextlib.suppress(OSError, RuntimeError):
-                self._owner.look()  # the folder may belong to another run by now
+                # The folder may belong to another run by now.
+                self._owner.look()
                 self._deleter.delete(marks_of(folder))
 
-    def _finish(
+    def _read_back(
         self,
         folder: AnyPath,
-        draft: Manifest,
-        writer: HashingWriter,
-        proven: bool,
+        manifest: Manifest,
+        written: Mapping[str, Written],
         group: dist.ProcessGroup,
     ) -> None:
-        """When all ranks have written: read the files back, publish the checkpoint, prune older
-        ones.
-
-        Raises CheckpointError, on all ranks; then there is no new checkpoint, and none has gone.
+        """Compare what is in the folder with what was sent to it; each rank reads the files of
+        another one. Raises CheckpointError, on all ranks.
         """
-        written = on_rank_0(self._world, lambda: self._written(folder, writer), group)
-        files = {name: file.size for name, file in written.items()}
-        manifest = replace(
-            draft, files=files, hashes={name: file.digest for name, file in written.items()}
-        )
-        if self.config.verify_saves:
-            size = self._world.size
-            names = [
-                name
-                for name, file in written.items()
-                if reader_of(file.rank, size) == self._world.rank
-            ]
-            reader = CheckedReader(folder, manifest)
-            if problem := verify_files(reader, names, self._world, group, index=INDEX in names):
-                raise CheckpointError(f"what was written could not be read back: {problem}")
-        on_rank_0(self._world, lambda: self._publish(folder, manifest, proven), group)
+        rank, size = self._world.rank, self._world.size
+        names = [name for name, file in written.items() if reader_of(file.rank, size) == rank]
+        reader = CheckedReader(folder, manifest)
+        problem = verify_files(reader, names, self._world, group, index=INDEX in names)
+        if problem:
+            raise CheckpointError(f"what was written could not be read back: {problem}")
 
     def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
         """On rank 0: return all files of a save by name.
 
         Raises CheckpointError when the folder holds others.
         """
+        written = writer.written
         # A user may pin a checkpoint while it is being written.
         found = {name: file.st_size for name, file in files_in(folder).items() if name != PIN}
-        files = {name: file.size for name, file in writer.written.items()}
+        files = {name: file.size for name, file in written.items()}
         if found != files:
             wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
             raise CheckpointError(
@@ -397,14 +389,15 @@ class Checkpointer:
                 f"nodes see the same {self.root}? If not, name a shared folder or an s3:// URL as "
                 "checkpoint.folder"
             )
-        return writer.written
+        return written
 
-    def _publish(self, folder: AnyPath, manifest: Manifest, proven: bool) -> None:
+    def _publish(self, save: Save, manifest: Manifest) -> None:
         """On rank 0: write the manifest, then prune older checkpoints. Raises CheckpointError."""
         self._owner.look()
-        publish(folder, replace(manifest, seconds=round(time.perf_counter() - self._began, 3)))
+        seconds = round(time.perf_counter() - self._began, 3)
+        publish(save.folder, replace(manifest, seconds=seconds))
         self._bad.pop(manifest.step, None)
-        if not proven:
+        if not save.proven:
             return
         try:
             keep = () if self._resumed is None else (self._resumed,)
@@ -412,7 +405,8 @@ class Checkpointer:
                 self.root, manifest.step, self.config, keep, tuple(self._bad), self._fingerprints
             )
             self._deleter.delete(marks)
-        except (RuntimeError, OSError) as error:  # also where no thread can be started
+        except (RuntimeError, OSError) as error:
+            # Also where no thread can be started.
             logger.warning(f"older checkpoints were not deleted: {error}")
 
     def await_copy(self) -> None:
@@ -475,3 +469,38 @@ class Checkpointer:
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         return on_rank_0(self._world, action, self._group)
+
+
+def _async_save(config: Checkpoint, world: DistEnv) -> AsyncSave | None:
+    if config.async_mode == "disabled":
+        return None
+    from titanlite.checkpoint.async_save import AsyncSave
+
+    return AsyncSave(world.device, pinned=config.async_mode == "async_with_pinned_mem")
+
+
+def _check_finite(save: Save, group: dist.ProcessGroup) -> None:
+    """Raise WeightsError, on all ranks, when a tensor is not finite; CheckpointError when its new
+    type is why.
+    """
+    where = find_nonfinite(save.tensors, group)
+    if not where:
+        return
+    if save.draft.weights_only and not find_nonfinite(save.unconverted, group):
+        raise CheckpointError(
+            f"{where} does not fit {save.draft.dtype}: choose another checkpoint.export_dtype"
+        )
+    raise WeightsError(save.draft.step, save.draft.step, where, "No checkpoint is written")
+
+
+def _with_files(draft: Manifest, written: Mapping[str, Written]) -> Manifest:
+    """Return a manifest with bytes and hash of each file."""
+    return replace(
+        draft,
+        files={name: file.size for name, file in written.items()},
+        hashes={name: file.digest for name, file in written.items()},
+    )
+
+
+def _finite(loss: float | None) -> float | None:
+    return loss if loss is not None and math.isfinite(loss) else None

@@ -27,9 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from titanlite import exit_codes
+from titanlite.checkpoint.errors import CheckpointError as CheckpointError
+from titanlite.checkpoint.errors import NewerFormatError as NewerFormatError
+from titanlite.checkpoint.loaded import HELD_OUT
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
 from titanlite.utils import counted, human_bytes
 
@@ -41,9 +43,6 @@ INDEX = ".metadata"
 PIN = "KEEP"
 #: File with the reason in a quarantined folder, `step-N.invalid-K`.
 REASON = "invalid.txt"
-#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule
-#: began, the place in the text, torch's random generators, averages of the weights.
-GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 PARTIAL, DELETED = ".partial-", ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
 #: Levels of folders that `roots_below` searches.
@@ -52,8 +51,6 @@ _DEPTH_OF_STORE = 2
 _MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
 #: Names of all folders and marks of checkpoints.
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
-#: Entry of the train state: hash of the held-out text that `validation_loss` was measured on.
-HELD_OUT = "held_out"
 #: The manifest's entry with the hash of all others.
 _DIGEST = "digest"
 #: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing;
@@ -65,18 +62,6 @@ _BLOCK, _THREADS = 8 << 20, 4
 PROGRESS_SECONDS = 10.0
 #: Called with bytes done and bytes in all, by any thread, one at a time.
 Progress = Callable[[int, int], None]
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded, or belongs to another run; the message says what to
-    do.
-    """
-
-    exit_code = exit_codes.CHECKPOINT
-
-
-class NewerFormatError(CheckpointError):
-    """A later titanlite wrote the checkpoint: it is never passed over or replaced."""
 
 
 @dataclass(frozen=True)
@@ -373,31 +358,49 @@ def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progre
     return show
 
 
+class Found(NamedTuple):
+    """The answer of `find`."""
+
+    #: The checkpoint to load; None: there is none.
+    manifest: Manifest | None
+    #: Why newer ones were passed over.
+    passed: list[str]
+
+
 def find(
     root: AnyPath, step: int | None = None, known_bad: Mapping[int, str] | None = None
-) -> tuple[Manifest | None, list[str]]:
-    """Return the checkpoint to load from `root`: that of `step`, or the newest valid one (None:
-    there is none).
+) -> Found:
+    """Return the checkpoint to load from `root`: that of `step`, or the newest valid one.
 
-    known_bad: step → why its content was found to be wrong.
-    The second value says why newer ones were passed over. Raises CheckpointError when the given
+    known_bad: step → why its content was found to be wrong. Raises CheckpointError when the given
     `step` is not valid, and NewerFormatError instead of passing over such a one.
     """
-    known_bad, steps = known_bad or {}, steps_in(root)
-    if step is not None and step not in steps:
+    known_bad = known_bad or {}
+    if step is not None:
+        return Found(_read_step(root, step, known_bad), [])
+    passed: list[str] = []
+    for candidate in reversed(steps_in(root)):
+        try:
+            return Found(_read_known(root, candidate, known_bad), passed)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            passed.append(str(error))
+    return Found(None, passed)
+
+
+def _read_step(root: AnyPath, step: int, known_bad: Mapping[int, str]) -> Manifest:
+    steps = steps_in(root)
+    if step not in steps:
         have = ", ".join(map(str, steps)) or "none"
         raise CheckpointError(f"{root} has no step-{step} (steps there: {have})")
-    passed: list[str] = []
-    for candidate in reversed(steps) if step is None else [step]:
-        try:
-            if candidate in known_bad:
-                raise CheckpointError(known_bad[candidate])
-            return read_manifest(step_folder(root, candidate)), passed
-        except CheckpointError as error:
-            if step is not None or isinstance(error, NewerFormatError):
-                raise
-            passed.append(str(error))
-    return None, passed
+    return _read_known(root, step, known_bad)
+
+
+def _read_known(root: AnyPath, step: int, known_bad: Mapping[int, str]) -> Manifest:
+    if step in known_bad:
+        raise CheckpointError(known_bad[step])
+    return read_manifest(step_folder(root, step))
 
 
 def root_of(path: AnyPath) -> AnyPath:

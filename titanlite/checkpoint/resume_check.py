@@ -15,13 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.utils import append_line, logger, read_lines
 
 #: Name of the file in a run's folder.
 FILE = "resume.jsonl"
-#: Entry of the train state.
-STATE = "resume"
 
 
 class ResumeResult(NamedTuple):
@@ -69,14 +67,14 @@ class ResumeCheck:
         next_batch: hash of the next step's global batch, None for none.
         """
         self._next = step + 1, uuid.uuid4().hex
-        return {STATE: {"id": self._next[1], "next_batch": next_batch}}
+        return {RESUME: {"id": self._next[1], "next_batch": next_batch}}
 
     def resumed(self, loaded: LoadedState, next_batch: str | None) -> None:
         """Note the checkpoint that the run resumes from, and compare the hash of the next batch
         with the saved one.
         """
         self._loaded = loaded
-        state = loaded.train.get(STATE) or {}
+        state = loaded.train.get(RESUME) or {}
         identity, before = state.get("id"), state.get("next_batch")
         self._same_batch = None if None in (before, next_batch) else before == next_batch
         records = read_lines(self.file) if self._rank == 0 and identity else []

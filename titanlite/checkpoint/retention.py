@@ -38,6 +38,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
+from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import (
     AnyPath,
     StorePath,
@@ -47,7 +48,6 @@ from titanlite.checkpoint.paths import (
     sync_folder,
     write_new,
 )
-from titanlite.checkpoint.schedule import is_milestone
 from titanlite.utils import logger
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 from titanlite.checkpoint.manifest import (
     CheckpointError,
@@ -15,22 +15,15 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
+from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.paths import to_path
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
     from titanlite.parallel.dist_env import DistEnv
 
-#: Steps whose checkpoints stay for good: those of a list, or 1, 2, 4, 8, …
-Milestones = Literal["powers_of_two"] | Sequence[int]
 #: How often in an interval rank 0 tells the others the time.
 _SYNCS = 16
-
-
-def is_milestone(step: int, milestones: Milestones) -> bool:
-    if milestones == "powers_of_two":
-        return step > 0 and step & (step - 1) == 0
-    return step in milestones
 
 
 class SaveSchedule:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from titanlite.checkpoint.manifest import GROUPS, CheckpointError
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import GROUPS
 from titanlite.config.toml import quote
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.utils import Table, render

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.hf import WeightsReader
 from titanlite.checkpoint.manifest import (
     FAST_HASH,
     INDEX,
@@ -61,6 +60,9 @@ from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.hf import WeightsReader
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")

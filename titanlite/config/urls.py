@@ -37,6 +37,15 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def public_name(name: str) -> str:
+    """Return a name without the user and the query of a URL: the same for each signature of
+    a file.
+    """
+    if "://" not in name:
+        return name
+    return re.sub(r"://[^/?]*@", "://", name.partition("?")[0])
+
+
 def chain_problem(url: str) -> str:
     """Return why a URL is refused before fsspec reads it; "" for a plain one.
 

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data.corpus import Corpus
+from titanlite.data.corpus import Tokens
 from titanlite.data.packing import PackedDataset, Range
 from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import max_documents
-from titanlite.data.token_files import TokenFiles
 
 #: Pieces that are packed together.
 GROUP = 4096
@@ -40,7 +39,7 @@ class BestFitDataset(PackedDataset):
 
     def __init__(
         self,
-        corpus: Corpus | TokenFiles,
+        corpus: Tokens,
         *,
         seq_len: int,
         seed: int = 0,

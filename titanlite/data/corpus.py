@@ -7,22 +7,26 @@ start, data and an end, and the text is in memory once.
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.chat import encode_chat
+from titanlite.data.rows import FilePlace
 from titanlite.data.sources import Record, iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, logger, progress_text
+
+if TYPE_CHECKING:
+    from titanlite.data.token_checks import HashCheck
 
 #: Seconds between two lines about progress.
 REPORT_EVERY = 5.0
@@ -36,6 +40,80 @@ _CHUNK = 256 * 1024
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+
+
+class Tokens(Protocol):
+    """Tokenized documents end to end: a `Corpus` in memory, or `TokenFiles`."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of texts, tokenizer and packing."""
+        ...
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether all epochs have the documents in this order, and the order of windows is computed
+        place by place.
+        """
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    @property
+    def documents(self) -> int: ...
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where documents begin, and the end [documents + 1]."""
+        ...
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether not every token is a target."""
+        ...
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Return tokens [begin, end)."""
+        ...
+
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
+        ...
+
+    def documents_in(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return the documents of tokens [begin, end), see `DocumentArray`."""
+        ...
+
+    def place_of(self, document: int) -> FilePlace | None:
+        """Return where a document is from; None where that is not kept."""
+        ...
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files whose records are the documents, in order; () where `place_of` tells, or a
+        function returned them.
+        """
+        ...
+
+    @property
+    def check(self) -> HashCheck | None:
+        """Compares the hashes of the parts that are read; None without hashes."""
+        ...
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Bytes of the text; None where they were not counted."""
+        ...
+
+    def describe(self) -> str:
+        """Return the size in words."""
+        ...
 
 
 class DocumentArray:
@@ -74,6 +152,9 @@ class Corpus(DocumentArray):
     fingerprint: str
     files: tuple[Path, ...]
     targets: NDArray[np.bool_] | None = None
+    keeps_order: ClassVar[bool] = False
+    check: ClassVar[None] = None
+    text_bytes: ClassVar[None] = None
 
     @property
     def size(self) -> int:
@@ -94,7 +175,16 @@ class Corpus(DocumentArray):
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
-        return np.ones(end - begin, dtype=bool) if self.targets is None else self.targets[begin:end]
+        if self.targets is None:
+            return np.ones(end - begin, dtype=bool)
+        return self.targets[begin:end]
+
+    def place_of(self, document: int) -> None:
+        """Return nothing: to find a document, its file is read again."""
+
+    def describe(self) -> str:
+        """Return the size in words."""
+        return f"{counted(self.documents, 'documents')}, {self.size:,} tokens per epoch"
 
 
 class Document(NamedTuple):
@@ -159,6 +249,31 @@ def tokenize(
         files=tuple(files),
         targets=targets_of(offsets, masks) if any(map(len, masks)) else None,
     )
+
+
+def workers_of(wanted: int | None, alone: bool = False) -> int:
+    """Return the number of threads that tokenize: `wanted`, else the cores per rank of this node, 8
+    at most.
+
+    alone: the other ranks of this node wait meanwhile. Raises DataError if LOCAL_WORLD_SIZE is no
+    number.
+    """
+    if wanted is not None:
+        return wanted
+    text = "1" if alone else os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not text.isdigit():
+        raise DataError(
+            f"environment variable LOCAL_WORLD_SIZE is {text!r}, expected the number of ranks of "
+            "this node; torchrun sets it"
+        )
+    share = _cores() // max(int(text), 1)
+    return min(share, 8) if share > 1 else 0
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 #: Endings of files whose text is packed, and bytes of text to a byte of such a file, as a guess.
@@ -272,6 +387,8 @@ def encode_record(
     DataError for an id of `vocab_size` (the model's) or more.
     """
     if record.prompt is None:
+        from titanlite.data.chat import encode_chat
+
         ids, mask = encode_chat(record.text, tokenizer)
     else:
         ids, mask = tokenizer.encode_document(record.text), np.zeros(0, dtype=bool)

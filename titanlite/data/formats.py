@@ -15,12 +15,14 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
 
+from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.chat import ChatTemplate
 from titanlite.data.kinds import Format, kind_of_name
-from titanlite.data.remote import open_file, public_name
+
+if TYPE_CHECKING:
+    from titanlite.data.chat import ChatTemplate
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -144,13 +146,21 @@ def read_file(
     `remote.retried`.
     """
     try:
-        file = open_file(str(name), patience)
+        file = _open(str(name), patience)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {error.strerror or error}") from error
     with file:
         yield from iter_rows(
             file, public_name(name) if isinstance(name, str) else name, kind, columns, start
         )
+
+
+def _open(name: str, patience: float) -> BinaryIO:
+    if "://" not in name:
+        return open(name, "rb")
+    from titanlite.data.remote import open_file
+
+    return cast(BinaryIO, open_file(name, patience))
 
 
 class _Damaged(Exception):

@@ -16,18 +16,24 @@ of sequence i follow from i by arithmetic:
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace as replace_fields
 from numpy.typing import NDArray
 
 from titanlite.data import DataError, EndOfData
 from titanlite.data.permutation import epoch_order
 from titanlite.data.rows import Row, Rows
-from titanlite.data.state import check_mixture
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Training
+    from titanlite.data.text import TextReader
+from titanlite.data.mixture_state import check_mixture
 
 #: Turns after which shares are exact; a source gets at least one of them.
 _SCHEDULE = 4096
@@ -46,7 +52,7 @@ class _Segment:
     base: NDArray[np.int64]
 
 
-class MixedRows:
+class MixedRows(Rows):
     """Sequences of several sources by global index.
 
     Args:
@@ -76,6 +82,10 @@ class MixedRows:
         self._restart(slots)
 
     @property
+    def mixture(self) -> MixedRows:
+        return self
+
+    @property
     def fingerprint(self) -> str:
         return hashlib.sha256("".join(row.fingerprint for row in self.rows).encode()).hexdigest()
 
@@ -100,10 +110,6 @@ class MixedRows:
     def total_sequences(self) -> int | None:
         last = self._segments[-1]
         return None if any(last.weights) else last.start
-
-    @property
-    def tokens_per_epoch(self) -> None:
-        return None
 
     @property
     def shares(self) -> dict[str, float]:
@@ -249,7 +255,10 @@ class MixedRows:
         }
 
     def _restart(self, slots: int) -> None:
-        self.slots, self.changed = slots, False
+        self.slots = slots
+        is_streamed = any(row.lanes is not None for row in self.rows)
+        self.lanes = slots if is_streamed else None
+        self.changed = False
         self._phases = self._planned
         #: Where each slot begins in the schedule.
         self._begin = epoch_order(max(slots, _SCHEDULE), self.seed, 0)[:slots] % _SCHEDULE
@@ -331,6 +340,28 @@ class MixedRows:
             for full, weight in zip(over.tolist(), segment.weights, strict=True)
         )
         return _Segment(segment.start + low * self.slots, weights, self._given(segment, low))
+
+
+def open_mixture(
+    reader: TextReader, training: Training, phases: Mapping[int, Mapping[str, float]]
+) -> MixedRows:
+    """Open the sources of `data.source`. phases: see `TextReader.train`."""
+    data = reader.data
+    opened: dict[str, Rows] = {}
+    weights: dict[str, float] = {}
+    lanes: int | None = None
+    for number, source in enumerate(data.source):
+        name = source.name or source.path or ""
+        # The order of a source is its own, whatever else is mixed. All streams of a mixture have
+        # the same lanes.
+        settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
+        own_reader = replace(reader, data=settings, lanes=lanes)
+        key = f"data.source[{number}]"
+        rows = own_reader.open_with_end(source, key, training.seq_len, source.epochs)
+        lanes = lanes or rows.lanes
+        opened[name] = rows
+        weights[name] = source.weight
+    return MixedRows(opened, {0: weights, **phases}, seed=data.seed, slots=lanes or 1)
 
 
 class _Schedule:

@@ -24,11 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Corpus
-from titanlite.data.listing import Listing
+from titanlite.data.corpus import Tokens
 from titanlite.data.permutation import Permutation, epoch_key, epoch_order
-from titanlite.data.rows import IGNORE, Row, Stateless
-from titanlite.data.token_files import TokenFiles
+from titanlite.data.rows import IGNORE, FilePlace, Row, Rows
 from titanlite.utils import counted
 
 #: Neighbouring tokens of a corpus: the first and the end of them.
@@ -72,8 +70,8 @@ def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_document
     return Row(tokens, labels, documents[:-1])
 
 
-class PackedDataset(Stateless):
-    """Sequences of one corpus by global index.
+class PackedDataset(Rows):
+    """Sequences of one corpus by global index; they are a function of their number alone.
 
     Args:
         corpus: the tokenized documents.
@@ -84,9 +82,11 @@ class PackedDataset(Stateless):
         mask_documents: rows tell which tokens are of one document.
     """
 
+    corpus: Tokens
+
     def __init__(
         self,
-        corpus: Corpus | TokenFiles,
+        corpus: Tokens,
         *,
         seq_len: int,
         seed: int = 0,
@@ -94,15 +94,11 @@ class PackedDataset(Stateless):
         epochs: int | None = None,
         mask_documents: bool = False,
     ) -> None:
-        self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = (
-            corpus,
-            seq_len,
-            seed,
-            shuffle,
-            epochs,
-        )
-        #: The files of the text, for reports.
-        self.listing: Listing | None = None
+        self.corpus = corpus
+        self.seq_len = seq_len
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epochs = epochs
         self.mask_documents = mask_documents
         # A block of windows touches two epochs, or three after many passes.
         self._epoch = lru_cache(maxsize=3)(self._find_epoch)
@@ -119,11 +115,7 @@ class PackedDataset(Stateless):
 
     def describe(self) -> str:
         """Return the size of the text in words."""
-        files = ", from token files" if isinstance(self.corpus, TokenFiles) else ""
-        return (
-            f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per "
-            f"epoch{files}"
-        )
+        return self.corpus.describe()
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -205,7 +197,7 @@ class PackedDataset(Stateless):
 
     def _find_order(self, block: int) -> Callable[[int], int]:
         """Return the function from a place in a pass to its window."""
-        if isinstance(self.corpus, TokenFiles):
+        if self.corpus.keeps_order:
             return Permutation(self.sequences_per_epoch, epoch_key(self.seed, block))
         # Another seed than for the order of documents, so that the two are not the same
         # permutation.
@@ -222,6 +214,9 @@ class PackedDataset(Stateless):
                 documents[:, 0].tolist(), np.diff(documents[:, 1], append=end).tolist(), strict=True
             )
         return found
+
+    def place_of(self, document: int) -> FilePlace | None:
+        return self.corpus.place_of(document)
 
     def ranges(self, window: int) -> list[list[Range]]:
         """Return the parts of the corpus that make a row: those of each of its windows.
@@ -247,7 +242,7 @@ class PackedDataset(Stateless):
 
     def _within_epoch(self, epoch: int, begin: int, length: int) -> list[Range]:
         """Return the parts of the corpus that an epoch has at [begin, begin + length)."""
-        if not self.shuffle or isinstance(self.corpus, TokenFiles):
+        if not self.shuffle or self.corpus.keeps_order:
             return [(begin, begin + length)]
         order, starts = self._epoch(epoch)
         place = int(np.searchsorted(starts, begin, side="right")) - 1

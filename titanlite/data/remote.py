@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import io
 import random
-import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from titanlite.config.urls import chain_problem, login_problem
+from titanlite.config.urls import chain_problem, login_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.threads import ending
 from titanlite.utils import counted, human_time, is_hidden, logger, public
@@ -30,21 +29,9 @@ class FileChangedError(DataError):
 
 
 def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
-    """Open a local file or a URL for reading.
-
-    A URL's reads raise DataError alone, see `retried` for `patience`.
-    """
-    if "://" not in name:
-        return open(name, "rb")
+    """Open a URL for reading. Reads raise DataError alone, see `retried` for `patience`."""
     check_url("a file of the text", name)
     return io.BufferedReader(_RemoteFile(name, patience), _MOST)
-
-
-def public_name(name: str) -> str:
-    """Return a name without the user and the query of a URL: the same for each signature of
-    a file.
-    """
-    return re.sub(r"://[^/?]*@", "://", name.partition("?")[0]) if "://" in name else name
 
 
 def check_url(key: str, url: str) -> None:

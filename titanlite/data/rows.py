@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from titanlite.data.corpus import Tokens
+    from titanlite.data.listing import Listing
+    from titanlite.data.mixture import MixedRows
 
 #: Label of a position that is no target.
 IGNORE = -100
@@ -30,56 +36,88 @@ class Row(NamedTuple):
     documents: NDArray[np.int32] | None = None
 
 
-class Rows(Protocol):
+class FilePlace(NamedTuple):
+    """Where a document is from: a file, and the number of the record there, from 1."""
+
+    file: str
+    record: int
+
+
+class Rows(ABC):
     """The sequences of a run in one global order, which does not depend on the number of ranks.
 
-    `settings` and `fingerprint` (a hex digest of the text) decide row i. `total_sequences` is None
-    without an end.
+    `settings` and `fingerprint` (a hex digest of the text) decide row i. What one kind of text
+    alone has is None here.
     """
 
     seq_len: int
+    #: How the files of a single text were found, for reports.
+    listing: Listing | None = None
+    #: The tokens of a single text that is held as a whole.
+    corpus: Tokens | None = None
+    #: Parts of a stream, of which each rank reads its own alone; None: any rank can read any row.
+    lanes: int | None = None
 
     @property
-    def total_sequences(self) -> int | None: ...
+    def mixture(self) -> MixedRows | None:
+        """These rows as those of several sources; None for a single text."""
+        return None
 
     @property
+    @abstractmethod
+    def total_sequences(self) -> int | None:
+        """Rows of all epochs; None without an end."""
+
+    @property
+    @abstractmethod
     def fingerprint(self) -> str: ...
 
     @property
+    @abstractmethod
     def settings(self) -> dict[str, Any]: ...
 
     @property
     def tokens_per_epoch(self) -> int | None:
         """Tokens of one pass; None if they are not known."""
-        ...
+        return None
 
+    @property
+    def sequences_per_epoch(self) -> int | None:
+        """Rows of one pass; None if they are not known."""
+        return None
+
+    @abstractmethod
     def describe(self) -> str:
         """Return the size of the text in words."""
-        ...
 
+    @abstractmethod
     def sequence(self, index: int) -> Row:
         """Return row `index`. Raises EndOfData for an index at or above `total_sequences`."""
-        ...
 
+    @abstractmethod
     def padding(self) -> Row:
         """Return a row without targets, to fill up the last batch of finite data."""
-        ...
 
+    @abstractmethod
     def documents_in(self, index: int) -> Sequence[tuple[Any, int]]:
         """Return what names each document of row `index`, and its tokens there; the row's last
         target counts too.
         """
-        ...
+
+    def place_of(self, document: Any) -> FilePlace | None:
+        """Return where a document of `documents_in` is from; None where that is not kept."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank must know, besides the number of the next row, to go on; {} if
-        nothing.
+        """Return what this rank must know, besides the number of the next row, to go on.
+
+        {} for rows that are a function of their number alone.
         """
-        ...
+        return {}
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the states of all ranks as one."""
-        ...
+        return {}
 
     def load_state_dict(
         self,
@@ -91,22 +129,5 @@ class Rows(Protocol):
 
         phases: first row → shares of the sources of a mixture from there on.
         """
-        ...
-
-
-class Stateless:
-    """Rows that are a function of their number alone."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(
-        self,
-        state: dict[str, Any],
-        position: int = 0,
-        phases: Mapping[int, Mapping[str, float]] | None = None,
-    ) -> None:
-        pass
+        # Rows that are a function of their number alone have nothing to load.
+        return

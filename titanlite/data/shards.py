@@ -13,60 +13,51 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from typing import cast
 
-from titanlite.config.text_names import HubText
-from titanlite.config.urls import chain_problem
+from titanlite.config.data_sections import DataSource
+from titanlite.config.text_names import HubText, hub_text
+from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
 from titanlite.data.formats import Columns, Record, read_file
 from titanlite.data.kinds import Format, is_hidden
-from titanlite.data.listing import ALL_SPLITS, FoundFile, Listing, Place, choose, named_files
-from titanlite.data.remote import FileChangedError, check_url, public_name, retried
-from titanlite.utils import logger
+from titanlite.data.listing import (
+    ALL_SPLITS,
+    FoundFile,
+    Listing,
+    Place,
+    choose,
+    listing_of,
+    named_files,
+)
+from titanlite.data.remote import FileChangedError, check_url, retried
+from titanlite.data.sources import TextFiles, key_of
+from titanlite.utils import counted, logger
 
 #: Seconds for a remote source to list its files.
 _LISTING_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Files of records, read from any row on.
+class Shards(TextFiles):
+    """Files of records, read from any row on."""
 
-    names: paths and URLs, in a fixed order. revision: commit of a data set of the hub, a part of
-    the names. patience: seconds for a remote source to come back. key: of the config, for errors.
-    """
-
-    names: tuple[str, ...]
-    columns: Columns
-    kind: Format = "auto"
-    revision: str = ""
-    patience: float = 0.0
-    key: str = "training.dataset_path"
-    #: How the files were found, for reports.
-    listing: Listing | None = field(default=None, compare=False)
+    @classmethod
+    def of(cls, files: TextFiles) -> Shards:
+        return cls(**{field.name: getattr(files, field.name) for field in fields(files)})
 
     def fingerprint(self, description: str) -> str:
         """Return a hash of the files' names without folder, revision and signature, the columns,
         and `description`.
         """
-        names = [
-            name.replace(f"@{self.revision}", "")
-            if self.revision
-            else os.path.basename(public_name(name))
-            for name in self.names
-        ]
-        return hashlib.sha256(
-            json.dumps(
-                [
-                    names,
-                    list(self.columns.wanted),
-                    self.kind,
-                    description,
-                    *(self.columns.chat or ()),
-                ]
-            ).encode()
-        ).hexdigest()
+        if self.revision:
+            names = [name.replace(f"@{self.revision}", "") for name in self.names]
+        else:
+            names = [_base(name) for name in self.names]
+        wanted = list(self.columns.wanted)
+        template = self.columns.chat or ()
+        decisive = [names, wanted, self.kind, description, *template]
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
     def at(self, revision: str) -> Shards:
         """Return the same files of another commit, whose order a checkpoint has."""
@@ -98,6 +89,31 @@ class Shards:
                     raise
                 logger.warning(f"{error}: it is read again, from record {row + 1} on")
                 changed = row
+
+
+def remote_files(
+    source: DataSource, columns: Columns, kind: Format, section: str, patience: float
+) -> TextFiles:
+    """List the files of a source that is a URL, or the name of a data set of the hub.
+
+    section: of the config, for errors. patience: see `TextFiles`.
+    """
+    key = key_of(section, "path")
+    revision = ""
+    at = ""
+    if source.path is None:
+        text = hub_text(source.name or "")
+        assert text is not None
+        names, revision, found = hub_files(text, source.subset, source.split, key_of(section))
+        kind = found if kind == "auto" else kind
+        listing = listing_of(names, source.split or text.split)
+        at = f" at revision {revision}" if revision else ""
+    else:
+        listing = url_text(Place(source.path, key, source.split, kind))
+    name = public_name(source.name or str(source.path))
+    count = counted(len(listing.files), "files")
+    logger.info(f"{name}: {count}{at}, the first is {public_name(listing.files[0])}")
+    return TextFiles(listing.files, columns, kind, revision, patience, key, listing)
 
 
 def url_files(url: str, key: str) -> list[str]:
@@ -217,13 +233,15 @@ def hub_files(
             f"{key}: {text.repository} has no split {split!r}; it has "
             f"{', '.join(files) or 'no files'}"
         )
-    revision = next(
-        (
-            found[1]
-            for name in names
-            if (found := re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name))
-        ),
-        "",
-    )
     kind = type(builder).__module__.rpartition(".")[2]
-    return names, revision, cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
+    known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
+    return names, _revision_in(names), known_kind
+
+
+def _revision_in(names: Sequence[str]) -> str:
+    """Return the commit that URLs of the hub name; "" if none does."""
+    for name in names:
+        found = re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name)
+        if found:
+            return found[1]
+    return ""

@@ -9,18 +9,19 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.extensions import load_function
 from titanlite.config.text_names import REGISTERED
+from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.chat import load_template
 from titanlite.data.formats import Columns, Record, read_file, strings_of
 from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
-from titanlite.data.remote import public_name
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -35,6 +36,33 @@ BUNDLED: dict[str, Path] = {
 }
 #: Bundled text of prompts and completions.
 _PROMPTED = ("sft_test", "sft_validation")
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Files of records.
+
+    names: paths and URLs, in a fixed order. revision: commit of a data set of the hub, a part of
+    the names. patience: seconds for a remote source to come back. key: of the config, for errors.
+    """
+
+    names: tuple[str, ...]
+    columns: Columns
+    kind: Format = "auto"
+    revision: str = ""
+    patience: float = 0.0
+    key: str = "training.dataset_path"
+    #: How the files were found, for reports.
+    listing: Listing | None = field(default=None, compare=False)
+
+
+def key_of(section: str, field: Literal["name", "path"] = "name") -> str:
+    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and
+    `validation`.
+    """
+    if section.endswith("]"):
+        return f"{section}.{field}"
+    return f"{section}.dataset_path" if field == "path" else f"{section}.dataset"
 
 
 def source_files(dataset: str, path: str | None, key: str = "training.dataset_path") -> list[Path]:
@@ -89,28 +117,32 @@ def columns_of(
     if path is None and dataset in BUNDLED:
         return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
     source = source or DataSource()
-    own = source.text_key or source.prompt_key or source.completion_key
-    messages = source.messages_key or (None if own else data.messages_key)
+    has_own = bool(source.text_key or source.prompt_key or source.completion_key)
+    messages = source.messages_key or (None if has_own else data.messages_key)
     if messages:
+        from titanlite.data.chat import load_template
+
         assert tokenizer is not None
         section = "data.source" if source.messages_key else "data"
-        return Columns(messages, None, section, load_template(data.chat_template, tokenizer))
-    section = (
-        "data.source" if source.text_key or source.prompt_key or source.completion_key else "data"
-    )
-    if not source.text_key or source.prompt_key or source.completion_key:
-        prompt, completion = (
-            source.prompt_key or data.prompt_key,
-            source.completion_key or data.completion_key,
-        )
-        if prompt and completion:
-            return Columns(completion, prompt, section)
+        template = load_template(data.chat_template, tokenizer)
+        return Columns(messages, None, section, template)
+    section = "data.source" if has_own else "data"
+    prompt, completion = _prompt_keys(data, source)
+    if prompt and completion:
+        return Columns(completion, prompt, section)
+    return Columns(source.text_key or data.text_key or _usual_text_key(dataset), None, section)
+
+
+def _prompt_keys(data: Data, source: DataSource) -> tuple[str | None, str | None]:
+    """Return the fields of prompt and completion; of a source that names its text alone, none."""
+    if source.text_key and not source.prompt_key and not source.completion_key:
+        return None, None
+    return source.prompt_key or data.prompt_key, source.completion_key or data.completion_key
+
+
+def _usual_text_key(dataset: str) -> str:
     registered = REGISTERED.get(dataset)
-    return Columns(
-        source.text_key or data.text_key or (registered.text_key if registered else "text"),
-        None,
-        section,
-    )
+    return registered.text_key if registered else "text"
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:

@@ -17,22 +17,27 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.best_fit import BestFitDataset
-from titanlite.data.corpus import Corpus, targets_of
+from titanlite.data.corpus import PACKING, Corpus, encode_record, targets_of, workers_of
 from titanlite.data.formats import Record
 from titanlite.data.packing import Window, make_row
 from titanlite.data.permutation import epoch_order
-from titanlite.data.rows import Row
+from titanlite.data.rows import FilePlace, Row, Rows
 from titanlite.data.shards import Shards
-from titanlite.data.state import StateError, check_stream
+from titanlite.data.sources import TextFiles
+from titanlite.data.state import StateError
+from titanlite.data.stream_state import check_stream
 from titanlite.data.threads import Pool
 from titanlite.utils import counted, logger
+
+if TYPE_CHECKING:
+    from titanlite.data.text import Order, TextReader
 
 #: Characters of text that are tokenized at once, and threads that read.
 _CHUNK, _READERS = 1 << 18, 8
@@ -83,7 +88,7 @@ class _Packed(NamedTuple):
     place: Place
 
 
-class StreamRows:
+class StreamRows(Rows):
     """Sequences of a stream by global index, without an end.
 
     Asking for them in order is fast, going back is not.
@@ -95,6 +100,7 @@ class StreamRows:
         seed, shuffle: of the order of shards and documents.
         buffer: documents that are mixed together, over all lanes.
         lanes: V; None: chosen for `ranks` and kept in the state.
+        shared_lanes: V of the other streams of a mixture, where `lanes` is None.
         workers: threads that tokenize; 0: the one that asks does it.
         mask_documents: rows tell the document of each token.
         best_fit: documents are fitted whole into rows, those of a block together (see
@@ -102,7 +108,7 @@ class StreamRows:
     """
 
     total_sequences: None = None
-    tokens_per_epoch: None = None
+    lanes: int
 
     def __init__(
         self,
@@ -116,6 +122,7 @@ class StreamRows:
         shuffle: bool = True,
         buffer: int = 10_000,
         lanes: int | None = None,
+        shared_lanes: int | None = None,
         ranks: int = 1,
         workers: int = 0,
         mask_documents: bool = False,
@@ -129,10 +136,10 @@ class StreamRows:
             buffer,
             mask_documents,
         )
-        self.fingerprint = shards.fingerprint(description)
+        self._fingerprint = shards.fingerprint(description)
         self.listing = shards.listing
         self.given_lanes = lanes
-        self.lanes = lanes or default_lanes(ranks, len(shards.names))
+        self.lanes = lanes or shared_lanes or default_lanes(ranks, len(shards.names))
         self.readers = Pool(_READERS, "titanlite-read", at_exit=30.0)
         self.encoders = Pool(workers, "titanlite-encode") if workers else None
         self._open: dict[int, _Lane] = {}
@@ -141,6 +148,10 @@ class StreamRows:
         self._named: OrderedDict[int, list[tuple[str, int]]] = OrderedDict()
         #: A save asks from the main thread, the loader from its own.
         self._lock = threading.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -175,6 +186,10 @@ class StreamRows:
     def documents_in(self, index: int) -> list[tuple[str, int]]:
         """Return file and record of the documents of sequence `index`, and the tokens of each."""
         return self._named.get(index) or self._window(index).documents
+
+    def place_of(self, document: str) -> FilePlace:
+        file, _, record = document.rpartition(":")
+        return FilePlace(file, int(record))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the places of the lanes that this rank has read, each with its number and count of
@@ -527,3 +542,22 @@ def default_lanes(ranks: int, shards: int) -> int:
     """
     wanted = -(-_LANES // ranks)
     return ranks * max(min(wanted, shards // ranks), 1)
+
+
+def open_stream(reader: TextReader, files: TextFiles, order: Order) -> StreamRows:
+    """Return the sequences of files that are read while training."""
+    data = reader.data
+    tokenizer = reader.tokenizer
+    return StreamRows(
+        Shards.of(files),
+        lambda record: encode_record(record, tokenizer, reader.vocab_size),
+        description=f"{PACKING}, {tokenizer.fingerprint}",
+        pad_id=tokenizer.eos_id,
+        buffer=data.shuffle_buffer,
+        lanes=data.lanes,
+        shared_lanes=reader.lanes,
+        ranks=reader.ranks,
+        workers=workers_of(data.num_workers),
+        best_fit=data.packing == "best-fit",
+        **order._asdict(),
+    )

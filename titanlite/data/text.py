@@ -4,11 +4,10 @@ a mixture.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace as replace_fields
 
@@ -17,23 +16,18 @@ from titanlite.config.sections import Training
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.best_fit import BestFitDataset
-from titanlite.data.chat import load_template
-from titanlite.data.corpus import PACKING, Corpus, encode_record, tokenize
+from titanlite.data.corpus import Corpus, Tokens, tokenize, workers_of
 from titanlite.data.kinds import Format
-from titanlite.data.listing import Place, listing_of
-from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
-from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
-from titanlite.data.shards import Shards, hub_files, url_text
-from titanlite.data.sources import all_of, columns_of, find_text, own_records
-from titanlite.data.stream import StreamRows
-from titanlite.data.token_cache import load_corpus, records_folder, workers_of
-from titanlite.data.token_files import TokenFiles, open_tokens
+from titanlite.data.sources import TextFiles, all_of, columns_of, find_text, key_of, own_records
+from titanlite.data.token_cache import load_corpus
 from titanlite.data.token_paths import is_tokens
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, human_bytes, is_dotted, logger
+from titanlite.utils import human_bytes, is_dotted, logger
+
+if TYPE_CHECKING:
+    from titanlite.data.listing import Listing
 
 #: data.streaming = "auto" reads local text of more bytes while training.
 _STREAMED_BYTES = 4 << 30
@@ -50,12 +44,13 @@ def alone(_: str, make: Callable[[], Any]) -> Any:
     return make()
 
 
-def _key(section: str, field: Literal["name", "path"] = "name") -> str:
-    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and
-    `validation`.
-    """
-    in_training = {"name": "dataset", "path": "dataset_path"}
-    return f"{section}.{field if section.endswith(']') else in_training[field]}"
+class Order(NamedTuple):
+    """What decides the rows of a text besides its tokens."""
+
+    seq_len: int
+    seed: int
+    shuffle: bool
+    mask_documents: bool
 
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
@@ -81,6 +76,8 @@ class TextReader:
     ranks: int = 1
     share: Share = alone
     patience: float = 0.0
+    #: Of an earlier stream of the same mixture.
+    lanes: int | None = None
 
     def train(
         self, training: Training, phases: Mapping[int, Mapping[str, float]] | None = None
@@ -92,31 +89,17 @@ class TextReader:
         phases: first sequence → shares of the sources from there on, by name.
         """
         data = self.data
-        if not data.source:
-            source = DataSource(
-                name=training.dataset,
-                path=training.dataset_path,
-                subset=data.subset,
-                split=data.split,
-            )
-            return self._open_with_end(source, "training", training.seq_len, training.epochs)
-        opened: dict[str, Rows] = {}
-        weights: dict[str, float] = {}
-        lanes = data.lanes
-        for number, source in enumerate(data.source):
-            name = source.name or source.path or ""
-            # The order of a source is its own, whatever else is mixed. All streams of a mixture
-            # have the same lanes.
-            settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()), lanes=lanes)
-            reader = replace(self, data=settings)
-            rows = reader._open_with_end(
-                source, f"data.source[{number}]", training.seq_len, source.epochs
-            )
-            if isinstance(rows, StreamRows):
-                lanes, rows.given_lanes = rows.lanes, data.lanes
-            opened[name], weights[name] = rows, source.weight
-        slots = lanes if any(isinstance(rows, StreamRows) for rows in opened.values()) else 1
-        return MixedRows(opened, {0: weights, **(phases or {})}, seed=data.seed, slots=slots or 1)
+        if data.source:
+            from titanlite.data.mixture import open_mixture
+
+            return open_mixture(self, training, phases or {})
+        source = DataSource(
+            name=training.dataset,
+            path=training.dataset_path,
+            subset=data.subset,
+            split=data.split,
+        )
+        return self.open_with_end(source, "training", training.seq_len, training.epochs)
 
     def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
         """Return one pass over each held-out text, in file order, by its name; "" is that of a
@@ -126,144 +109,137 @@ class TextReader:
         run.
         """
         settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
-        reader, found = replace(self, data=settings), dict[str, Rows]()
-        single = DataSource(
-            name=validation.dataset, path=validation.dataset_path, split=validation.split
-        )
-        for number, source in enumerate(validation.sources or [single]):
-            text = hub_text(source.name or "") if source.path is None else None
-            own = replace_fields(source, split=source.split or (text.held_out if text else None))
-            key = f"validation.sources[{number}]" if validation.sources else "validation"
-            found[source.name or "" if validation.sources else ""] = reader.open(
-                own, key, seq_len, 1
+        reader = replace(self, data=settings)
+        if not validation.sources:
+            source = DataSource(
+                name=validation.dataset, path=validation.dataset_path, split=validation.split
             )
+            return {"": reader.open(_held_out(source), "validation", seq_len, epochs=1)}
+        found: dict[str, Rows] = {}
+        for number, source in enumerate(validation.sources):
+            section = f"validation.sources[{number}]"
+            found[source.name or ""] = reader.open(_held_out(source), section, seq_len, epochs=1)
         return found
 
-    def _open_with_end(
-        self, source: DataSource, key: str, seq_len: int, epochs: int | None
+    def open_with_end(
+        self, source: DataSource, section: str, seq_len: int, epochs: int | None
     ) -> Rows:
-        rows = self.open(source, key, seq_len, epochs)
+        """Return the sequences of one source, see `open`.
+
+        Raises DataError for epochs of a text whose length is not known.
+        """
+        rows = self.open(source, section, seq_len, epochs)
         if epochs is not None and rows.total_sequences is None:
-            end = (
-                f"{key}.epochs: {source.name or source.path} is read as a stream, whose length is "
-                "not known"
-            )
             raise DataError(
-                f"{end}; give training.steps or training.tokens, or data.streaming = false"
+                f"{section}.epochs: {source.name or source.path} is read as a stream, whose length "
+                "is not known; give training.steps or training.tokens, or data.streaming = false"
             )
         return rows
 
-    def open(self, source: DataSource, key: str, seq_len: int, epochs: int | None) -> Rows:
-        """Return the sequences of one source. key: of the config, for errors."""
-        data, name = self.data, source.name or ""
-        order: dict[str, Any] = {"seq_len": seq_len, "seed": data.seed, "shuffle": data.shuffle}
-        order["mask_documents"] = data.mask_documents
-        pack: Any = BestFitDataset if data.packing == "best-fit" else PackedDataset
-        if source.path is None and is_dotted(name):
-            # Its code says nothing of its text, so its tokens are not cached.
-            columns = columns_of(data, name, None, source, self.tokenizer)
-            records = own_records(name, _key(key), columns)
-            corpus = tokenize((), self.tokenizer, self.vocab_size, data.num_workers or 0, records)
-            return cast(Rows, pack(corpus, epochs=epochs, **order))
+    def open(self, source: DataSource, section: str, seq_len: int, epochs: int | None) -> Rows:
+        """Return the sequences of one source. section: of the config, for errors."""
+        data = self.data
+        order = Order(seq_len, data.seed, data.shuffle, data.mask_documents)
+        if source.path is None and is_dotted(source.name or ""):
+            return self._packed(self._own_corpus(source, section), order, epochs)
         if source.format == "tokens" or source.format == "auto" and is_tokens(source.path):
-            files = self._token_files(source, key)
-            packed = pack(files, epochs=epochs, **order)
-            packed.listing = files.listing
-            return cast(Rows, packed)
-        shards = self.share(f"files of {key}", lambda: self._shards(source, key))
-        if not self._is_stream(shards, source):
-            packed = pack(self._corpus(shards), epochs=epochs, **order)
-            packed.listing = shards.listing
-            return cast(Rows, packed)
-        return StreamRows(
-            shards,
-            lambda record: encode_record(record, self.tokenizer, self.vocab_size),
-            description=f"{PACKING}, {self.tokenizer.fingerprint}",
-            pad_id=self.tokenizer.eos_id,
-            buffer=data.shuffle_buffer,
-            lanes=data.lanes,
-            ranks=self.ranks,
-            workers=workers_of(data.num_workers),
-            best_fit=data.packing == "best-fit",
-            **order,
-        )
+            from titanlite.data.token_files import open_source
 
-    def _token_files(self, source: DataSource, key: str) -> TokenFiles:
-        """Open the token files of a source.
+            tokens = open_source(self, source, section)
+            return self._packed(tokens, order, epochs, tokens.listing)
+        files = self.share(f"files of {section}", lambda: self._files(source, section))
+        if self._is_stream(files, source):
+            from titanlite.data.stream import open_stream
 
-        Raises DataError for those prepared with other fields than are asked for
+            return open_stream(self, files, order)
+        return self._packed(self._corpus(files), order, epochs, files.listing)
+
+    def _packed(
+        self, corpus: Tokens, order: Order, epochs: int | None, listing: Listing | None = None
+    ) -> Rows:
+        rows: Rows
+        if self.data.packing == "best-fit":
+            from titanlite.data.best_fit import BestFitDataset
+
+            rows = BestFitDataset(corpus, epochs=epochs, **order._asdict())
+        else:
+            rows = PackedDataset(corpus, epochs=epochs, **order._asdict())
+        rows.listing = listing
+        return rows
+
+    def _own_corpus(self, source: DataSource, section: str) -> Corpus:
+        """Tokenize the documents of a function of yours.
+
+        Its code says nothing of its text, so its tokens are not cached.
         """
-        names = ("text_key", "prompt_key", "completion_key", "messages_key")
-        fields = {name: getattr(source, name) or getattr(self.data, name) for name in names}
-        records = records_folder(self.data.token_cache)
-        files = open_tokens(
-            str(source.path), self.tokenizer, self.vocab_size, _key(key, "path"), fields, records
-        )
-        if self.data.chat_template and fields["messages_key"] and files.index:
-            template = load_template(self.data.chat_template, self.tokenizer)
-            if files.index["options"]["chat"][0] != template.source:
-                raise DataError(
-                    f"data.chat_template: {source.path} is prepared with another one; leave the "
-                    "key out"
-                )
-        return files
+        name = source.name or ""
+        columns = columns_of(self.data, name, None, source, self.tokenizer)
+        records = own_records(name, key_of(section), columns)
+        return tokenize((), self.tokenizer, self.vocab_size, self.data.num_workers or 0, records)
 
-    def _shards(self, source: DataSource, key: str) -> Shards:
+    def _files(self, source: DataSource, section: str) -> TextFiles:
         """List the files of a source."""
         name = source.name or ""
-        text = hub_text(name) if source.path is None else None
         columns = columns_of(self.data, name, source.path, source, self.tokenizer)
         kind: Format = "auto" if source.format == "tokens" else source.format
-        path_key = _key(key, "path")
-        revision = ""
-        if text is not None:
-            names, revision, found = hub_files(text, source.subset, source.split, _key(key))
-            kind = found if kind == "auto" else kind
-            listing = listing_of(names, source.split or text.split)
-        elif source.path is not None and is_url(source.path):
-            listing = url_text(Place(source.path, path_key, source.split, kind))
-        else:
-            listing = find_text(name, source.path, path_key, source.split, kind)
-        names = list(listing.files)
-        if text is not None or is_url(names[0]):
-            at = f" at revision {revision}" if revision else ""
-            text_name = public_name(name or str(source.path))
-            logger.info(
-                f"{text_name}: {counted(len(names), 'files')}{at}, the first is "
-                f"{public_name(names[0])}"
-            )
-        bundled = source.path is None and text is None
-        reported = None if bundled else listing
-        return Shards(tuple(names), columns, kind, revision, self.patience, path_key, reported)
+        if _is_of_hub(source) or is_url(source.path or ""):
+            from titanlite.data.shards import remote_files
 
-    def _is_stream(self, shards: Shards, source: DataSource) -> bool:
-        if self.data.streaming != "auto":
-            return self.data.streaming and not (
-                source.path is None and hub_text(source.name or "") is None
-            )
-        if is_url(shards.names[0]):
+            return remote_files(source, columns, kind, section, self.patience)
+        key = key_of(section, "path")
+        listing = find_text(name, source.path, key, source.split, kind)
+        is_bundled = source.path is None
+        reported = None if is_bundled else listing
+        return TextFiles(
+            listing.files, columns, kind, patience=self.patience, key=key, listing=reported
+        )
+
+    def _is_stream(self, files: TextFiles, source: DataSource) -> bool:
+        wanted = self.data.streaming
+        if wanted != "auto":
+            is_bundled = source.path is None and not _is_of_hub(source)
+            return wanted and not is_bundled
+        if is_url(files.names[0]):
             return True
         try:
-            size = sum(Path(name).stat().st_size for name in shards.names)
+            size = sum(Path(name).stat().st_size for name in files.names)
         except OSError as error:
             raise DataError(
-                f"{shards.key}: {error.filename} cannot be read here: {error.strerror}"
+                f"{files.key}: {error.filename} cannot be read here: {error.strerror}"
             ) from error
         if size > _STREAMED_BYTES:
             logger.info(f"{human_bytes(size)} of text are read while training (data.streaming)")
         return size > _STREAMED_BYTES
 
-    def _corpus(self, shards: Shards) -> Corpus:
+    def _corpus(self, files: TextFiles) -> Corpus:
         """Tokenize all text of a source, or map what an earlier run has kept."""
-        data = self.data
-        if is_url(shards.names[0]):
-            records = all_of(
-                [shards.records(number, 0) for number in range(len(shards.names))], shards.names
-            )
-            return tokenize(
-                (), self.tokenizer, self.vocab_size, workers_of(data.num_workers), records
-            )
-        files = [Path(name) for name in shards.names]
-        reading = {"columns": shards.columns, "kind": shards.kind}
-        keep: Any = {"workers": data.num_workers, "cache": data.token_cache, **reading}
-        return load_corpus(files, self.tokenizer, self.vocab_size, **keep)
+        if is_url(files.names[0]):
+            from titanlite.data.shards import Shards
+
+            shards = Shards.of(files)
+            of_files = [shards.records(number, 0) for number in range(len(shards.names))]
+            records = all_of(of_files, shards.names)
+            workers = workers_of(self.data.num_workers)
+            return tokenize((), self.tokenizer, self.vocab_size, workers, records)
+        return load_corpus(
+            [Path(name) for name in files.names],
+            self.tokenizer,
+            self.vocab_size,
+            workers=self.data.num_workers,
+            cache=self.data.token_cache,
+            columns=files.columns,
+            kind=files.kind,
+        )
+
+
+def _is_of_hub(source: DataSource) -> bool:
+    """Whether a source is the name of a data set of the Hugging Face hub."""
+    return source.path is None and hub_text(source.name or "") is not None
+
+
+def _held_out(source: DataSource) -> DataSource:
+    """Return a source with a split: its own, or that of the hub's data set for validation."""
+    if source.split or source.path is not None:
+        return source
+    text = hub_text(source.name or "")
+    return replace_fields(source, split=text.held_out if text else None)

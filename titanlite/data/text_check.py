@@ -9,16 +9,17 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.kinds import Format
-from titanlite.data.listing import Place, UnclearTextError
-from titanlite.data.local_files import list_text
 from titanlite.data.token_paths import INDEX, is_index, is_tokens
+
+if TYPE_CHECKING:
+    from titanlite.data.kinds import Format
+    from titanlite.data.listing import UnclearTextError
 
 #: Passes over a text after which another one teaches a model little (docs/data.md).
 MOST_PASSES = 8
@@ -48,12 +49,24 @@ def open_choices(
     for text in _local_texts(training, data, validation):
         if text.is_of_tokens or not _exists(text.path):
             continue
-        try:
-            list_text(Place(text.path, text.key, text.split, text.reader or "auto"))
-        except UnclearTextError as error:
+        error = _choice_in(text)
+        if error is not None:
             yield text.key, error
-        except (DataError, OSError):
-            continue  # the folder may be filled before the run, which says the same
+
+
+def _choice_in(text: _Text) -> UnclearTextError | None:
+    """Return the error of a text that leaves open which of its files are meant; None otherwise."""
+    from titanlite.data.listing import Place, UnclearTextError
+    from titanlite.data.local_files import list_text
+
+    try:
+        list_text(Place(text.path, text.key, text.split, text.reader or "auto"))
+    except UnclearTextError as error:
+        return error
+    except (DataError, OSError):
+        # The folder may be filled before the run, which says the same.
+        return None
+    return None
 
 
 def _exists(path: str) -> bool:

@@ -5,56 +5,59 @@ its tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.data.listing import Listing
-from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import passes_warning
-from titanlite.data.token_checks import HashCheck
-from titanlite.data.token_files import TokenFiles
+
+if TYPE_CHECKING:
+    from titanlite.data.token_checks import HashCheck
 
 
-def listings_of(rows: Rows) -> dict[str, Listing]:
-    """Return what was found for each source of a mixture, or under "" for one text; {} for text
-    without files.
-    """
-    found = {name: getattr(one, "listing", None) for name, one in _sources(rows, "").items()}
-    return {name: listing for name, listing in found.items() if listing is not None}
-
-
-def _sources(rows: Rows, name: str) -> dict[str, Rows]:
-    """Return the sources of a mixture by name; other rows under `name`."""
-    return (
-        dict(zip(rows.names, rows.rows, strict=True))
-        if isinstance(rows, MixedRows)
-        else {name: rows}
-    )
+def sources_of(rows: Rows, name: str) -> dict[str, Rows]:
+    """Return the sources of a mixture by name; a single text under `name`."""
+    mixture = rows.mixture
+    if mixture is None:
+        return {name: rows}
+    return dict(zip(mixture.names, mixture.rows, strict=True))
 
 
 def checks_of(texts: Iterable[Rows]) -> list[HashCheck]:
     """Return the checks of the prepared token files among some texts."""
     found = []
     for rows in texts:
-        for one in _sources(rows, "").values():
-            corpus = getattr(one, "corpus", None)
-            if isinstance(corpus, TokenFiles) and corpus.check is not None:
-                found.append(corpus.check)
+        for one in sources_of(rows, "").values():
+            if one.corpus is not None and one.corpus.check is not None:
+                found.append(one.corpus.check)
     return found
+
+
+def listings_of(rows: Rows) -> dict[str, Listing]:
+    """Return how the files of each source of a mixture were found, or under "" those of one text;
+    {} for text without files.
+    """
+    listings = {name: one.listing for name, one in sources_of(rows, "").items()}
+    return {name: listing for name, listing in listings.items() if listing is not None}
 
 
 def file_lines(rows: Rows, label: str = "") -> Iterator[str]:
     """Yield a line for the files of each source. label: goes before the name of a source."""
     for name, listing in listings_of(rows).items():
-        title = " ".join(filter(None, (label, name)))
+        title = _title(label, name)
         yield f"{title}: {listing.describe()}" if title else listing.describe()
 
 
 def file_warnings(rows: Rows, label: str) -> Iterator[str]:
     """Yield a warning for each pattern that finds files of several splits. label: of the text."""
     for name, listing in listings_of(rows).items():
-        if warning := listing.warning():
-            yield f"{' '.join(filter(None, (label, name)))}: {warning}"
+        warning = listing.warning()
+        if warning:
+            yield f"{_title(label, name)}: {warning}"
+
+
+def _title(label: str, name: str) -> str:
+    return f"{label} {name}".strip()
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
@@ -63,11 +66,13 @@ def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
     name: of a single text.
     """
     served: Mapping[str, int] = {name: sequences}
-    if isinstance(rows, MixedRows):
-        served = rows.served(sequences)
-    for source, one in _sources(rows, name).items():
-        length = getattr(one, "sequences_per_epoch", None)
-        warning = passes_warning(source, served[source] / length) if length else None
+    if rows.mixture is not None:
+        served = rows.mixture.served(sequences)
+    for source, one in sources_of(rows, name).items():
+        length = one.sequences_per_epoch
+        if not length:
+            continue
+        warning = passes_warning(source, served[source] / length)
         if warning:
             yield warning
 

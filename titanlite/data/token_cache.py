@@ -27,8 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite import __version__
-from titanlite.data import DataError
-from titanlite.data.corpus import PACKING, Corpus, tokenize
+from titanlite.data.corpus import PACKING, Corpus, tokenize, workers_of
 from titanlite.data.formats import Columns
 from titanlite.data.kinds import Format
 from titanlite.data.sources import iter_records
@@ -70,8 +69,7 @@ def load_corpus(
             large texts; "off": none.
         columns, kind: of the records, see `iter_rows`.
 
-    Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which decides the number of
-    threads, is no number.
+    Raises DataError as `tokenize` and `workers_of` do.
     """
     if cache != "off" and (cache != "auto" or _are_large(files)):
         try:
@@ -105,24 +103,6 @@ def load_corpus(
         workers_of(workers, alone=False),
         iter_records(files, columns, kind),
     )
-
-
-def workers_of(wanted: int | None, alone: bool = False) -> int:
-    """Return the number of threads. alone: the other ranks of this node wait meanwhile."""
-    if wanted is not None:
-        return wanted
-    text = "1" if alone else os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if not text.isdigit():
-        message = (
-            f"environment variable LOCAL_WORLD_SIZE is {text!r}, expected the number of ranks of "
-            "this node"
-        )
-        raise DataError(f"{message}; torchrun sets it")
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    share = cores // max(int(text), 1)
-    return min(share, 8) if share > 1 else 0
 
 
 def _are_large(files: list[Path]) -> bool:

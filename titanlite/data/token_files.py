@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,17 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.corpus import DocumentArray
 from titanlite.data.listing import Listing
+from titanlite.data.rows import FilePlace
+from titanlite.data.sources import key_of
+from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, HashCheck, PartHashes, check_offsets, check_part
 from titanlite.data.token_paths import INDEX, is_index, pair_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, logger, parse_json
+
+if TYPE_CHECKING:
+    from titanlite.config.data_sections import DataSource
+    from titanlite.data.text import TextReader
 
 VERSION = 1
 #: Part of the fingerprint. Change it with anything that changes the rows of a folder.
@@ -48,13 +55,6 @@ _MEGATRON = np.dtype(
     [("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
 )
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-
-
-class Place(NamedTuple):
-    """A document: its file, and its number there from 1."""
-
-    file: str
-    number: int
 
 
 @dataclass
@@ -119,6 +119,9 @@ class TokenFiles:
     when it reads after the hashes of a part were found not to fit.
     """
 
+    keeps_order: ClassVar[bool] = True
+    files: ClassVar[tuple[Path, ...]] = ()
+
     def __init__(
         self,
         path: Path,
@@ -152,6 +155,15 @@ class TokenFiles:
     @property
     def documents(self) -> int:
         return self._documents[-1]
+
+    @property
+    def text_bytes(self) -> int | None:
+        return self.index["text_bytes"] if self.index else None
+
+    def describe(self) -> str:
+        """Return the size in words."""
+        documents = counted(self.documents, "documents")
+        return f"{documents}, {self.size:,} tokens per epoch, from token files"
 
     @property
     def has_targets(self) -> bool:
@@ -208,7 +220,7 @@ class TokenFiles:
             found.append(part.documents_in(first, last) + before)
         return np.concatenate(found)
 
-    def place_of(self, document: int) -> Place:
+    def place_of(self, document: int) -> FilePlace:
         """Return the source of a document."""
         number = bisect_right(self._documents, document)
         part, within = (
@@ -216,11 +228,11 @@ class TokenFiles:
             document - (self._documents[number] - self.parts[number].documents),
         )
         if not part.sources:
-            return Place(str(part.file), within + 1)
+            return FilePlace(str(part.file), within + 1)
         source, first, counted_from = part.sources[
             bisect_right(part.sources, within, key=lambda one: one[1]) - 1
         ]
-        return Place(source, counted_from + within - first + 1)
+        return FilePlace(source, counted_from + within - first + 1)
 
     def _sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes."""
@@ -234,6 +246,29 @@ class TokenFiles:
 
 
 # Opening
+
+
+def open_source(reader: TextReader, source: DataSource, section: str) -> TokenFiles:
+    """Open the token files of a source. section: of the config, for errors.
+
+    Raises DataError as `open_tokens`, and for a folder that was prepared with another chat
+    template.
+    """
+    data = reader.data
+    names = ("text_key", "prompt_key", "completion_key", "messages_key")
+    fields = {name: getattr(source, name) or getattr(data, name) for name in names}
+    key = key_of(section, "path")
+    records = records_folder(data.token_cache)
+    files = open_tokens(str(source.path), reader.tokenizer, reader.vocab_size, key, fields, records)
+    if data.chat_template and fields["messages_key"] and files.index:
+        from titanlite.data.chat import load_template
+
+        template = load_template(data.chat_template, reader.tokenizer)
+        if files.index["options"]["chat"][0] != template.source:
+            raise DataError(
+                f"data.chat_template: {source.path} is prepared with another one; leave the key out"
+            )
+    return files
 
 
 def open_tokens(

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.callbacks import Callback, RunEnd
-from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import IGNORE
 from titanlite.loss import LossFunction
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
+    from titanlite.data.mixture import MixedRows
     from titanlite.step import ReplicationFactors
     from titanlite.trainer import Trainer
 

@@ -67,6 +67,8 @@ _STORE_SECONDS = 10
 #: A rank has so long to raise by itself the error that another has raised: a wrong checkpoint is
 #: wrong on all.
 _OWN_REASON_SECONDS = 1.0
+#: A rank that does not publish its state for so many heartbeats does not answer.
+_SILENT_BEATS = 2.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
 #: A run that is over has so many times the longest patience for its callbacks and threads.
@@ -180,6 +182,8 @@ class HangWatchdog:
         self._store = dist.PrefixStore(f"titanlite_watchdog/{number}", store)
         self._poll = max(_POLL_SECONDS, self.size / _POLLS_PER_SECOND)
         self._heartbeat = max(self._heartbeat, self.size / _BEATS_PER_SECOND)
+        #: Longest wait of a report for the state of each rank.
+        self._silence = _SILENT_BEATS * self._heartbeat + self._poll
         self._main = threading.get_ident()
         self._stop = threading.Event()
         #: How this rank ends; set once that is so.
@@ -248,7 +252,7 @@ class HangWatchdog:
                 self._end_state = {"end": "lost", "text": text}
                 # A host that is cut off waits for the store's answer for ever: it has no timeout
                 # for that.
-                self._end_within(_UNWIND_SECONDS + _TOLD_SECONDS + 2 * self._heartbeat, error)
+                self._end_within(_UNWIND_SECONDS + _TOLD_SECONDS + self._silence, error)
                 self._publish()
                 return self._find_culprit()
             self._end_state = {"end": "raised", "text": text}
@@ -395,20 +399,29 @@ class HangWatchdog:
 
     def _report(self, reason: str) -> None:
         """Read where all ranks are, and log it. Ranks without a heartbeat meanwhile are silent."""
+        deadline = time.monotonic() + self._silence
         before = [self._beat(rank) for rank in range(self.size)]
         time.sleep(1.5 * self._heartbeat + self._poll)
         self._publish()
-        states = []
-        for rank, old in enumerate(before):
-            beat = self._beat(rank)
-            state = RankState.load(beat.partition(" ")[2]) if beat else RankState(rank)
-            states.append(replace(state, silent=beat == old and not state.end))
+        states = [self._state_since(rank, old) for rank, old in enumerate(before)]
+        # A rank of a busy machine may be late: only those that seem silent are read again.
+        while any(state.silent for state in states) and time.monotonic() < deadline:
+            time.sleep(self._poll)
+            for rank, state in enumerate(states):
+                if state.silent:
+                    states[rank] = self._state_since(rank, before[rank])
         culprits, self.verdict = verdict(states)
         if self.traces and not culprits and self.size > 1:
             self.verdict += (
                 f". When they time out, `torchfrtrace {self.traces}` compares their last ones"
             )
         logger.error(f"{reason}:\n{table(states, culprits)}\n{self.verdict}")
+
+    def _state_since(self, rank: int, before: str) -> RankState:
+        """Return the latest state of a rank; it is silent if its heartbeat is still `before`."""
+        beat = self._beat(rank)
+        state = RankState.load(beat.partition(" ")[2]) if beat else RankState(rank)
+        return replace(state, silent=beat == before and not state.end)
 
     def _beat(self, rank: int) -> str:
         """Return the latest heartbeat of a rank: a number and its state; "" if there is none."""
@@ -420,7 +433,7 @@ class HangWatchdog:
         if self.rank == 0 and not self._store.check(["raised"]):
             self._report("a collective failed")
             self._store.set("verdict", self.verdict)
-        elif self.rank and self._wait_for("verdict", _TOLD_SECONDS + 2 * self._heartbeat):
+        elif self.rank and self._wait_for("verdict", _TOLD_SECONDS + self._silence):
             self.verdict = self._store.get("verdict").decode()
         elif self.rank and not self._store.check(["raised"]):
             self.verdict = "rank 0 does not say why: it has ended, hangs or is cut off"

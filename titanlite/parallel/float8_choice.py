@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from titanlite.config.sections import AUTO_FILTER, Float8
+from titanlite.models.linears import LinearKind, kind_of
 from titanlite.models.spec import Size
 
 #: float8 units need every dimension of a product to be a multiple of it.
 MULTIPLE = 16
-
-_LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
 
 #: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are
 #: torchao's, measured on H100s (its `_auto_filter_for_recipe`; a test compares). inf: any size.
@@ -24,14 +22,9 @@ SMALL_SIZES = {
 
 
 @dataclass(frozen=True)
-class Float8Choice:
-    """Linears of one kind, in several layers, with the same decision."""
+class Float8Choice(LinearKind):
+    """Linears of one kind with the same decision."""
 
-    #: Their name in a layer, as `attention.wq`.
-    kind: str
-    names: tuple[str, ...]
-    #: K and N of the product M x K x N on one rank: tensor parallelism divides one of the two.
-    size: Size
     #: Why they stay in high precision; "" for linears in float8.
     reason: str = ""
 
@@ -61,7 +54,7 @@ def choose_linears(
             size.out_features // tp if way in ("colwise", "head") else size.out_features,
         )
         reason = "the head" if name == head else _reason(name, size, local, settings)
-        found.setdefault((_LAYER.sub("", name), local, reason), []).append(name)
+        found.setdefault((kind_of(name), local, reason), []).append(name)
     return [
         Float8Choice(kind, tuple(names), size, reason)
         for (kind, size, reason), names in found.items()

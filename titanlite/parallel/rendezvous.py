@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 #: The longest that a failing rank waits until the others have read its error: it may be the one
 #: that serves the store.
-_REPORT_SECONDS = 5.0
+_REPORT_SECONDS = 15.0
 _RETRY_SECONDS = 0.2
 #: Variables that choose interfaces of the network.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.checkpoint.schedule import is_milestone
+from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster

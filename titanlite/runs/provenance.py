@@ -38,7 +38,7 @@ _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "JWT", "AUTH")
 _LAUNCH = re.compile(r"--?launch\.environment(?:\.(?P<name>[^=]+))?(?P<value>=.*)?", re.DOTALL)
 _LAUNCH_LINE = re.compile(r"^(environment\.)(\S+) = .*$", re.MULTILINE)
-_GIT_SECONDS = 10
+_GIT_SECONDS = 30
 #: Keys that only name the files of a config.
 _NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
 

@@ -24,11 +24,12 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
@@ -55,18 +56,64 @@ DIFF = "git.diff"
 FinalState = Literal["done", "stopped", "preempted", "failed"]
 Attempt = Mapping[str, Any]
 
-_MAY_BE_NULL = ("step", "first_step", "steps", "saved_step", "after", "ranks", "pid", "host")
+_COUNTS = (
+    "attempt",
+    "step",
+    "first_step",
+    "steps",
+    "exit_code",
+    "saved_step",
+    "ranks",
+    "pid",
+    "lost_steps",
+    "lost_tokens",
+)
+_TEXTS = ("time", "state", "reason", "began", "after", "config", "diff", "host", "description")
+_TABLES = ("renamed", "config_changes", "lost", "git", "versions", "environment")
 #: Types of what is read from a line.
 _TYPES: Mapping[str, type] = {
-    **dict.fromkeys(
-        ("attempt", "step", "first_step", "steps", "exit_code", "saved_step", "ranks", "pid"), int
-    ),
-    **dict.fromkeys(("lost_steps", "lost_tokens"), int),
-    **dict.fromkeys(
-        ("time", "state", "reason", "began", "after", "config", "diff", "host", "description"), str
-    ),
-    **dict.fromkeys(("renamed", "config_changes", "lost", "git", "versions", "environment"), dict),
+    **dict.fromkeys(_COUNTS, int),
+    **dict.fromkeys(_TEXTS, str),
+    **dict.fromkeys(_TABLES, dict),
 }
+_MAY_BE_NULL = ("step", "first_step", "steps", "saved_step", "after", "ranks", "pid", "host")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an attempt starts with."""
+
+    #: The resolved config.
+    config_toml: str
+    #: Of the whole run.
+    steps: int
+    ranks: int
+    device: str
+    description: str = ""
+    #: Steps and tokens that are done.
+    step: int = 0
+    tokens: int = 0
+    #: It goes on from a checkpoint of this run.
+    resumed: bool = False
+    #: Another run's checkpoint that it starts from.
+    source: AnyPath | None = None
+    #: The command with the program's name.
+    argv: Sequence[str] = field(default_factory=lambda: sys.argv)
+
+    @property
+    def began(self) -> str:
+        """How the attempt began, in words."""
+        if self.resumed:
+            return f"resumed from step {self.step}"
+        return "fresh" if self.source is None else f"from {self.source}"
+
+
+class Begun(NamedTuple):
+    """An attempt that has begun."""
+
+    record: AttemptRecord
+    #: For the log: what changed, and what an attempt that was killed has lost.
+    lines: list[str]
 
 
 class AttemptRecord:
@@ -79,7 +126,8 @@ class AttemptRecord:
         self.number = number
         self._saved_step: int | None = step if resumed else None
         self._kept = step, tokens
-        self._ended = self._warned = False
+        self._ended = False
+        self._warned = False
 
     def saved(self, step: int, tokens: int) -> None:
         """Note that the checkpoint of `step`, after so many tokens, exists."""
@@ -97,21 +145,20 @@ class AttemptRecord:
         self._ended = True
         # A finished run repeats nothing, also without a checkpoint.
         kept = (step, tokens) if state == "done" else self._kept
-        lost_steps, lost_tokens = max(step - kept[0], 0), max(tokens - kept[1], 0)
-        about = {
-            "event": "end",
-            "attempt": self.number,
-            "time": timestamp(),
-            "state": state,
-            "exit_code": exit_code,
-        }
-        steps = {
-            "step": step,
-            "saved_step": self._saved_step,
-            "lost_steps": lost_steps,
-            "lost_tokens": lost_tokens,
-        }
-        self.write({**about, "reason": reason, **steps})
+        self.write(
+            {
+                "event": "end",
+                "attempt": self.number,
+                "time": timestamp(),
+                "state": state,
+                "exit_code": exit_code,
+                "reason": reason,
+                "step": step,
+                "saved_step": self._saved_step,
+                "lost_steps": max(step - kept[0], 0),
+                "lost_tokens": max(tokens - kept[1], 0),
+            }
+        )
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line durably."""
@@ -126,99 +173,107 @@ class AttemptRecord:
                 )
 
 
-def begin(
-    folder: Path,
-    *,
-    config_toml: str,
-    steps: int,
-    ranks: int,
-    device: str,
-    description: str = "",
-    step: int = 0,
-    tokens: int = 0,
-    resumed: bool = False,
-    source: AnyPath | None = None,
-    argv: Sequence[str] | None = None,
-) -> tuple[AttemptRecord, list[str]]:
-    """Record that an attempt starts at `step` steps and `tokens` tokens; returns its record, and
-    lines for the log.
+def begin(folder: Path, start: Start) -> Begun:
+    """Record that an attempt starts.
 
-    Call it on rank 0 only, before anything else in the folder is changed. steps: of the whole run.
-    source: another run's checkpoint that it starts from. argv: the command with the program's name;
-    None: `sys.argv`.
+    Call it on rank 0 only, before anything else in the folder is changed.
     """
     previous = read_attempts(folder)
     number = 1 + max((attempt["attempt"] for attempt in previous), default=0)
-    after = previous[-1].get("state", "killed") if previous else None
     git = provenance.git_state()
-    config = provenance.public_config(config_toml)
-    changes, renamed = {}, {}
+    kept = _keep_files(folder, provenance.public_config(start.config_toml), git.diff, number)
+    entry = _start_entry(start, number, git, kept)
+    lines = []
+    if previous:
+        entry["after"] = previous[-1].get("state", "killed")
+    if entry["after"] == "killed":
+        lost = _lost(folder, previous[-1]["attempt"], start)
+        entry["lost"] = lost
+        lines.append(
+            f"attempt {number - 1} was killed and lost at least "
+            f"{counted(lost['steps'], 'steps')} ({lost['tokens']:,} tokens), by the last row of "
+            "its metrics"
+        )
+    for key, change in kept.changes.items():
+        lines.append(f"config changed since attempt {number - 1}: {key}: {change}")
+    record = AttemptRecord(folder, number, start.step, start.tokens, start.resumed)
+    record.write(entry)
+    return Begun(record, lines)
+
+
+@dataclass
+class _KeptFiles:
+    """The config and the changes to the code, of this attempt and of the ones before."""
+
+    #: "old -> new" by key of the config.
+    changes: dict[str, str] = field(default_factory=dict)
+    #: New names of files of an attempt before.
+    renamed: dict[str, str] = field(default_factory=dict)
+
+
+def _keep_files(folder: Path, config: str, diff: bytes | None, number: int) -> _KeptFiles:
+    """Write config.toml and git.diff of attempt `number`; keep earlier ones that differ."""
+    kept = _KeptFiles()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if previous:
-            before = (
-                (folder / CONFIG).read_text("utf-8", "replace")
-                if (folder / CONFIG).exists()
-                else None
-            )
-            changes = provenance.config_changes(before, config)
-        for name, content in ((CONFIG, config.encode()), (DIFF, git.diff)):
-            if kept := _replace(folder / name, content, number - 1):
-                renamed[name] = kept
+        if number > 1 and (folder / CONFIG).exists():
+            before = (folder / CONFIG).read_text("utf-8", "replace")
+            kept.changes = provenance.config_changes(before, config)
+        for name, content in ((CONFIG, config.encode()), (DIFF, diff)):
+            new_name = _replace(folder / name, content, number - 1)
+            if new_name is not None:
+                kept.renamed[name] = new_name
     except OSError as error:
         logger.warning(
             f"cannot write to {folder}: {error}. Training goes on; config or git.diff of this run "
             "is lost"
         )
+    return kept
+
+
+def _start_entry(
+    start: Start, number: int, git: provenance.GitState, kept: _KeptFiles
+) -> dict[str, Any]:
+    """Return the line of a start, without what it has to tell of the attempt before."""
     entry: dict[str, Any] = {
         "event": "start",
         "attempt": number,
         "time": timestamp(),
-        "began": f"resumed from step {step}"
-        if resumed
-        else "fresh"
-        if source is None
-        else f"from {source}",
-        "after": after,
-        "step": step,
-        "steps": steps,
-        "description": description,
-        "config_changes": changes,
-        "renamed": renamed,
+        "began": start.began,
+        "after": None,
+        "step": start.step,
+        "steps": start.steps,
+        "description": start.description,
+        "config_changes": kept.changes,
+        "renamed": kept.renamed,
         "config": CONFIG,
         **({"diff": DIFF} if git.diff else {}),
-        "ranks": ranks,
-        "device": device,
+        "ranks": start.ranks,
+        "device": start.device,
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "command": provenance.command(sys.argv if argv is None else argv),
+        "command": provenance.command(start.argv),
         "working_folder": os.getcwd(),
         "git": git.record,
         "versions": provenance.versions(),
         "environment": provenance.environment(os.environ),
     }
-    if restarts := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").lstrip("0"):
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0").lstrip("0")
+    if restarts:
         entry["torchrun_restarts"] = int(restarts)
-    lines = []
-    if after == "killed":
-        reached = _newest_row(folder / METRICS)
-        lost_steps, lost_tokens = max(reached[0] - step, 0), max(reached[1] - tokens, 0)
-        entry["lost"] = {
-            "attempt": previous[-1]["attempt"],
-            "steps": lost_steps,
-            "tokens": lost_tokens,
-        }
-        lines.append(
-            f"attempt {number - 1} was killed and lost at least {counted(lost_steps, 'steps')} "
-            f"({lost_tokens:,} tokens), by the last row of its metrics"
-        )
-    lines += [
-        f"config changed since attempt {number - 1}: {key}: {change}"
-        for key, change in changes.items()
-    ]
-    record = AttemptRecord(folder, number, step, tokens, resumed)
-    record.write(entry)
-    return record, lines
+    return entry
+
+
+def _lost(folder: Path, attempt: int, start: Start) -> dict[str, int]:
+    """Return what an attempt that was killed did after the checkpoint that this one starts from,
+    as far as its metrics tell.
+    """
+    reached = _newest_row(folder / METRICS)
+    return {
+        "attempt": attempt,
+        "steps": max(reached.step - start.step, 0),
+        "tokens": max(reached.tokens - start.tokens, 0),
+    }
 
 
 def read_entries(folder: Path, problems: list[str] | None = None) -> list[dict[str, Any]]:
@@ -261,7 +316,7 @@ def _misfit(entry: Mapping[str, Any]) -> str:
     return ""
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
@@ -273,53 +328,58 @@ def read_attempts(folder: Path, problems: list[str] | None = None) -> Sequence[A
     "ended" nor "state". problems: as for `utils.read_lines`.
     """
     found: dict[int, dict[str, Any]] = {}
-    older: list[dict[str, Any]] = []
     for entry in read_entries(folder, problems):
-        number, time = entry["attempt"], _seconds(entry.get("time"))
+        number = entry["attempt"]
+        time = _seconds(entry.get("time"))
         if entry["event"] == "start":
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
-    for i, old in enumerate(
-        _old_attempts(folder / OLD_FILE), 1
-    ):  # a part of it stands in attempts.jsonl, too
-        parts = (one for one in found.values() if "command" not in one)
-        part = next(
-            (
-                one
-                for one in parts
-                if (one.get("host"), one.get("pid")) == (old.get("host"), old["pid"])
-            ),
-            None,
-        )
+    older = _add_old(found.values(), folder / OLD_FILE)
+    attempts = [*older, *found.values()]
+    _name_kept_files(attempts)
+    return attempts
+
+
+def _add_old(found: Collection[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Complete attempts by what run.json tells of them; return those that it alone tells of."""
+    older = []
+    for number, old in enumerate(_old_attempts(path), 1):
+        part = _same_process(found, old)
         if part is not None:
             part.update({**old, **part})
         else:
-            older.append({"attempt": i, **old})
-    attempts = [*older, *found.values()]
+            older.append({"attempt": number, **old})
+    return older
+
+
+def _same_process(found: Iterable[dict[str, Any]], old: Attempt) -> dict[str, Any] | None:
+    """Return the part of an old attempt that stands in attempts.jsonl; None without one."""
+    for part in found:
+        is_of_process = (part.get("host"), part.get("pid")) == (old.get("host"), old["pid"])
+        if "command" not in part and is_of_process:
+            return part
+    return None
+
+
+def _name_kept_files(attempts: Sequence[dict[str, Any]]) -> None:
+    """Give each attempt the present names of its files: a later start with others renames them."""
     names: dict[str, str] = {}
-    for attempt in reversed(
-        attempts
-    ):  # the files of an attempt are renamed by the next start with others
-        attempt.update(
-            {
-                key: names.get(attempt[key], attempt[key])
-                for key in ("config", "diff")
-                if key in attempt
-            }
-        )
+    for attempt in reversed(attempts):
+        for key in ("config", "diff"):
+            if key in attempt:
+                attempt[key] = names.get(attempt[key], attempt[key])
         names.update(attempt.get("renamed", {}))
-    return attempts
 
 
 def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the attempts in a run.json in the form of `read_attempts`."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         for old in parse_json(path.read_bytes())["attempts"]:
-            times = {"started": _seconds(old.get("started")), "ended": _seconds(old.get("ended"))}
             new = {
                 **old,
-                **times,
+                "started": _seconds(old.get("started")),
+                "ended": _seconds(old.get("ended")),
                 "ranks": old.get("world_size"),
                 "pid": (old.get("process") or {}).get("id"),
             }
@@ -338,24 +398,35 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
         return None
     kept = None
     if old is not None:
-        names = (
-            path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(max(attempt, 1), 10**6)
-        )
-        kept = next(name for name in names if not name.exists())
+        kept = _free_name(path, max(attempt, 1))
         path.rename(kept)
     if content is not None:
         atomic_write(path, content)
     return kept.name if kept else None
 
 
-def _newest_row(path: Path) -> tuple[Any, Any]:
+def _free_name(path: Path, number: int) -> Path:
+    """Return the first of config-N.toml, config-N+1.toml, … that does not exist."""
+    while True:
+        name = path.with_name(f"{path.stem}-{number}{path.suffix}")
+        if not name.exists():
+            return name
+        number += 1
+
+
+class _Row(NamedTuple):
+    step: int = 0
+    tokens: int = 0
+
+
+def _newest_row(path: Path) -> _Row:
     """Return step and tokens seen of the last training row; zeros without one."""
     # The run that resumes names the damaged lines when it takes the file over.
     for row in reversed(read_lines(path, problems=[])):
         step, tokens = row.get("step"), row.get("tokens_seen")
         if _is_count(step) and _is_count(tokens):
-            return step, tokens
-    return 0, 0
+            return _Row(step, tokens)
+    return _Row()
 
 
 def _seconds(text: object) -> float | None:

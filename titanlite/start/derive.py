@@ -22,7 +22,6 @@ from titanlite.config.not_implemented import without_effect
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
-from titanlite.data.skip_ranges import count, ranges_of_steps
 from titanlite.models.args import model_args
 from titanlite.models.spec import ModelSpec, ShapeError, get_spec
 from titanlite.optim.schedule import Schedule
@@ -441,6 +440,8 @@ def _steps(
         notes.append(f"steps follow from {counted(epochs, 'epochs')} once the text is counted")
         return None
     else:
+        from titanlite.data.skip_ranges import count, ranges_of_steps
+
         size = batch.global_batch_size
         skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
         steps = math.ceil((total_sequences - skipped) / size)

@@ -30,7 +30,7 @@ from titanlite.config.not_implemented import refused
 from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
-from titanlite.data.remote import public_name
+from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
 from titanlite.models.args import FROM_FOLDER, checked_fields, unknown_flavor
 from titanlite.models.spec import ModelSpec, ShapeError, get_spec

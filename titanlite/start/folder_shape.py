@@ -1,7 +1,8 @@
 """A run's model and the folder that its weights come from: the shape taken from there, or compared
 with it. No torch.
 
-`titanlite.start.fit` calls both before any text is read.
+`titanlite.start.fit` calls both before any text is read. Checkpoints are imported only where a run
+names such a folder.
 """
 
 from __future__ import annotations
@@ -11,27 +12,19 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from titanlite.checkpoint.manifest import GROUPS, CheckpointError, steps_in
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import GROUPS
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath, to_path
-from titanlite.checkpoint.source_model import (
-    MANIFEST,
-    SourceModel,
-    differences,
-    from_checkpoint,
-    from_hf,
-    read_json,
-    read_model,
-    remedy,
-)
 from titanlite.config.model_sections import Model
 from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
-from titanlite.models.hf import config_file
-from titanlite.models.llama import RopeScaling
 from titanlite.models.spec import ModelSpec, get_spec
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.source_model import SourceModel
 
 _LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
 _ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
@@ -64,43 +57,77 @@ def read_shape(model: Model, section: Checkpoint, folder: str) -> FolderShape | 
     """
     if model.flavor != FROM_FOLDER or model.name == "hf" or not missing_fields(model):
         return None
-    spec = get_spec(model.name)
-    key, path = _LOAD, section.initial_load_path
-    try:
-        there = _of_own_checkpoint(to_path(folder), model.name, spec)
-        if there is None and model.hf_config is not None:
-            key, path = _CONFIG, model.hf_config
-            there = _of_config(path, model.name, spec)
-        elif there is None and path is not None:
-            there = _of_folder(to_path(path), model.name, spec)
-    except (CheckpointError, StoreError) as error:
-        raise FolderShapeError(key, f"{quote(path)} gives no shape: {error}") from None
-    if path is None and there is None:
+    source = _source_of(model, section, folder)
+    there = source.model
+    if there is None and source.path is None:
         advice = (
             f"name it as {_LOAD} to start from its weights, or as {_CONFIG} to take the shape alone"
         )
         raise FolderShapeError(_FLAVOR, f"{quote(FROM_FOLDER)} needs a folder", advice)
     if there is None:
-        raise FolderShapeError(
-            key, f"{quote(path)} describes no model: it has no config.json or params.json"
-        )
+        message = f"{quote(source.path)} describes no model: it has no config.json or params.json"
+        raise FolderShapeError(source.key, message)
     if there.family is not None:
+        from titanlite.checkpoint.source_model import remedy
+
         message = f"is {quote(model.name)}, and {there.file} is of the family {quote(there.family)}"
-        raise FolderShapeError("model.name", message, remedy(there, spec))
+        raise FolderShapeError("model.name", message, remedy(there, get_spec(model.name)))
     if there.args is None:
-        raise FolderShapeError(key, f"{there.file}: {there.problem}")
+        raise FolderShapeError(source.key, f"{there.file}: {there.problem}")
     return FolderShape(_as_overrides(there.args, model), str(there.file))
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where a shape comes from."""
+
+    #: The key that names it, and its value.
+    key: str
+    path: str | None
+    #: What the files there describe; None: no model.
+    model: SourceModel | None
+
+
+def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
+    """Return the first of the places of a shape that there is. Raises FolderShapeError."""
+    spec = get_spec(model.name)
+    key, path = _LOAD, section.initial_load_path
+    try:
+        own = _of_own_checkpoint(to_path(folder), model.name, spec)
+        if own is not None:
+            return _Source(key, path, own)
+        if model.hf_config is not None:
+            key, path = _CONFIG, model.hf_config
+            return _Source(key, path, _of_config(path, model.name, spec))
+        if path is not None:
+            return _Source(key, path, _of_folder(to_path(path), model.name, spec))
+    except (CheckpointError, StoreError) as error:
+        raise FolderShapeError(key, f"{quote(path)} gives no shape: {error}") from None
+    return _Source(key, None, None)
+
+
 def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
-    if isinstance(root, StorePath) or not root.is_dir() or not steps_in(root):
+    if isinstance(root, StorePath) or not _holds_steps(root):
         return None
+    from titanlite.checkpoint.source_model import from_checkpoint
+
     with contextlib.suppress(CheckpointError):  # a run tells what is wrong there
         return from_checkpoint(root, name, spec)
     return None
 
 
+def _holds_steps(root: Path) -> bool:
+    if not root.is_dir():
+        return False
+    from titanlite.checkpoint.manifest import steps_in
+
+    return bool(steps_in(root))
+
+
 def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
+    from titanlite.checkpoint.source_model import from_hf, read_json, read_model
+    from titanlite.models.hf import config_file
+
     if os.path.isdir(source):
         return read_model(Path(source), name, spec)
     try:
@@ -114,6 +141,8 @@ def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
 def _of_folder(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     if isinstance(path, Path) and not path.exists():
         raise CheckpointError("it is not there")
+    from titanlite.checkpoint.source_model import read_model
+
     return read_model(path, name, spec)
 
 
@@ -121,14 +150,16 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
     """Return a model's arguments as entries of `model.overrides`; those that the config gives
     itself win.
     """
+    from titanlite.models.llama import RopeScaling
+
     found = {}
     for field in fields(args):
         value = getattr(args, field.name)
-        is_given = (
-            getattr(model, field.name, None) is not None
-        )  # vocab_size, norm_type, rope_scaling
-        if value is not None and field.name != "max_seq_len" and not is_given:
-            found[field.name] = asdict(value) if isinstance(value, RopeScaling) else value
+        # vocab_size, norm_type, rope_scaling
+        is_given = getattr(model, field.name, None) is not None
+        if value is None or field.name == "max_seq_len" or is_given:
+            continue
+        found[field.name] = asdict(value) if isinstance(value, RopeScaling) else value
     return {**found, **model.overrides}
 
 
@@ -140,30 +171,37 @@ def source_misfits(
     args: those of the run. section: with the run's own folder of checkpoints; if that holds some,
     nothing is compared, as the run resumes. A store is not asked.
     """
-    path = to_path(section.initial_load_path or "")
-    is_local = isinstance(path, Path) and section.initial_load_path is not None and path.exists()
-    if not is_local or not section.enable_checkpoint or "model" in section.allow_changes:
+    if section.initial_load_path is None or not section.enable_checkpoint:
         return
+    path = to_path(section.initial_load_path)
     own = to_path(section.folder)
-    if isinstance(own, Path) and own.is_dir() and steps_in(own):
+    is_local = isinstance(path, Path) and path.exists()
+    resumes = isinstance(own, Path) and _holds_steps(own)
+    if not is_local or resumes or "model" in section.allow_changes:
         return
+    from titanlite.checkpoint.source_model import MANIFEST, differences, read_model, remedy
+
     spec = get_spec(model.name)
     try:
         there = read_model(path, model.name, spec)
     except (CheckpointError, StoreError):
-        return  # the load tells which file is damaged, and what to do
-    parts = set(GROUPS) - {"model"}
-    patterns = [
-        *section.allow_missing,
-        *(entry for entry in section.exclude_from_loading if entry not in parts),
-    ]
-    if there is None or (there.kind == MANIFEST and patterns):
-        return  # tensors that are left out may have other shapes
-    if found := differences(there, model.name, spec, args):
+        # The load tells which file is damaged, and what to do.
+        return
+    if there is None or (there.kind == MANIFEST and _has_patterns(section)):
+        # Tensors that are left out may have other shapes.
+        return
+    found = differences(there, model.name, spec, args)
+    if found:
         lines = "".join(f"\n  {line}" for line in found)
         message = (
-            f"{quote(str(section.initial_load_path))} holds another model, by its "
-            f"{there.kind}:{lines}"
+            f"{quote(section.initial_load_path)} holds another model, by its {there.kind}:{lines}"
         )
         way = remedy(there, spec)
         yield "model", _LOAD, message, f"{way}. {_ALLOWED}" if way else _ALLOWED
+
+
+def _has_patterns(section: Checkpoint) -> bool:
+    """Return whether the config names weights that are not loaded, or may be missing."""
+    parts = set(GROUPS) - {"model"}
+    excluded = [entry for entry in section.exclude_from_loading if entry not in parts]
+    return bool(section.allow_missing or excluded)

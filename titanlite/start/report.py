@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titanlite.callbacks import Callback
-from titanlite.checkpoint.load import LoadedState
-from titanlite.checkpoint.selection import GROUPS
+from titanlite.checkpoint.loaded import GROUPS, LoadedState
 from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.data.loader import served_already
-from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range
 from titanlite.data.text_check import PASSES
@@ -307,7 +305,7 @@ def text_warnings(
 
     name: of a single training text. sequences: of the run.
     """
-    yield from file_warnings(train, "" if isinstance(train, MixedRows) else name)
+    yield from file_warnings(train, name if train.mixture is None else "")
     for title, held_out in validation.items():
         yield from file_warnings(held_out, f"validation {title}".strip())
     if sequences is not None:

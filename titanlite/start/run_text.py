@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data import DataError
-from titanlite.data.phases import Phases
 from titanlite.data.rows import Rows
-from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.start.derive import RunConfig
 from titanlite.start.folder_shape import source_misfits
+
+if TYPE_CHECKING:
+    from titanlite.data.phases import Phases
 
 
 @dataclass(frozen=True)
@@ -38,43 +40,58 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
     # checked.
     misfits = source_misfits(run.model, run.checkpoint, run.model_args(tokenizer.vocab_size))
-    if problems := [
-        Problem("", key, message, hint, code=code) for code, key, message, hint in misfits
-    ]:
+    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]
+    if problems:
         raise ConfigError(problems)
     train = read_training_text(run, tokenizer, share)
-    total = train.total_sequences
-    if (
-        run.data.source
-        and total is not None
-        and run.steps
-        and total < run.steps * run.batch.global_batch_size
-    ):
-        last = total // run.batch.global_batch_size
+    if train.mixture is not None:
+        _check_length(run, train.total_sequences)
+    validation: dict[str, Rows] = {}
+    if run.validation.enable:
+        validation = read_held_out(run, tokenizer, share)
+    return Datasets(tokenizer, train, validation)
+
+
+def _check_length(run: RunConfig, sequences: int | None) -> None:
+    """Check that the epochs of a mixture's sources last for all steps.
+
+    sequences: of all epochs; None without an end. Raises DataError.
+    """
+    if sequences is None or not run.steps:
+        return
+    last = sequences // run.batch.global_batch_size
+    if sequences < run.steps * run.batch.global_batch_size:
         raise DataError(
             f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set "
             f"it to {last} at most, or give one source no epochs"
         )
-    return Datasets(
-        tokenizer, train, read_held_out(run, tokenizer, share) if run.validation.enable else {}
-    )
 
 
 def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
     """Read the training text alone. Raises as `read_datasets`."""
-    return _text_reader(run, tokenizer, share).train(run.training, phases_of(run).shares())
+    phases = phases_of(run)
+    shares = None if phases is None else phases.shares()
+    return _text_reader(run, tokenizer, share).train(run.training, shares)
 
 
 def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:
     patience = run.data.retry_seconds
-    if run.mesh.world_size > 1:  # the other ranks wait in a collective
+    if run.mesh.world_size > 1:
+        # The other ranks wait in a collective.
         patience = min(patience, run.comm.train_timeout_seconds / 2)
     vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
     return TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
 
 
-def phases_of(run: RunConfig) -> Phases:
-    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin."""
+def phases_of(run: RunConfig) -> Phases | None:
+    """Return the run's `[[data.phase]]` tables, with the numbers that tell where they begin; None
+    for a run without phases and sources.
+    """
+    if not run.data.phase and not run.data.source:
+        return None
+    from titanlite.data.phases import Phases
+    from titanlite.data.skip_ranges import ranges_of_steps
+
     size = run.batch.global_batch_size
     return Phases(
         phases=run.data.phase,
@@ -92,12 +109,13 @@ def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) ->
     """
     seq_len = run.validation.seq_len or run.training.seq_len
     found = _text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
-    endless = ", ".join(
+    streams = [
         name or run.validation.dataset
         for name, rows in found.items()
         if rows.total_sequences is None
-    )
-    if endless and run.validation.steps == -1:
+    ]
+    if streams and run.validation.steps == -1:
+        endless = ", ".join(streams)
         message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
         raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])
     return found

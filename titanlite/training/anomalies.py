@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from titanlite.data.documents import is_streamed
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
@@ -116,12 +115,10 @@ class AnomalyLog:
             )
         sequences, total = fetched.sequences(self._global_batch), self._dataset.total_sequences
         rank, degree = self._share
-        # This rank has not read the other ranks' part of a stream.
-        known = (
-            sequences[(rank - sequences[0]) % degree :: degree]
-            if is_streamed(self._dataset)
-            else sequences
-        )
+        known = sequences
+        if self._dataset.lanes is not None:
+            # This rank has not read the other ranks' part of a stream.
+            known = sequences[(rank - sequences[0]) % degree :: degree]
         self._log.write(
             {
                 "step": bad.step,

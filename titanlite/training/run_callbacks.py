@@ -17,16 +17,12 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.loaded import RESUME, LoadedState
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.resume_check import STATE, ResumeCheck
+from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
-from titanlite.data.documents import documents_of
-from titanlite.data.hashes import add_hashes, step_hash
-from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
-from titanlite.data.token_checks import HashCheck
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import patience, set_timeouts
@@ -34,6 +30,7 @@ from titanlite.runs import record
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
+    from titanlite.data.token_checks import HashCheck
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
@@ -180,8 +177,7 @@ class AttemptRecord(Callback):
                 trainer, RunEnd("failed", trainer.done, error, str(error))
             )
         loaded = trainer.loaded
-        self._record, self.lines = record.begin(
-            self._folder,
+        start = record.Start(
             config_toml=self._toml,
             steps=trainer.steps,
             ranks=world.size,
@@ -192,6 +188,7 @@ class AttemptRecord(Callback):
             resumed=loaded is not None and loaded.origin == "resume",
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
+        self._record, self.lines = record.begin(self._folder, start)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:
@@ -232,7 +229,7 @@ class VerifyResume(Callback):
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
             loaded, next_batch = self._with_other_skips(loaded, trainer), self._next_batch(trainer)
-            if next_batch != loaded.train.get(STATE, {}).get("next_batch"):
+            if next_batch != loaded.train.get(RESUME, {}).get("next_batch"):
                 loaded = _with_other_shares(loaded, trainer)
             self._check.resumed(loaded, next_batch)
 
@@ -258,6 +255,8 @@ class VerifyResume(Callback):
 
         All ranks call it together, each hashes its own sequences.
         """
+        from titanlite.data.hashes import add_hashes, step_hash
+
         parts, (rank, degree) = trainer.parts, self._share
         first = parts.loader.state_dict()["next_sequence"]
         part: str | None = None
@@ -298,8 +297,8 @@ def _with_other_shares(loaded: LoadedState, trainer: Trainer) -> LoadedState:
     """Return it with the mixture among its changes if sources have other shares, as a resume may
     give them.
     """
-    rows = trainer.parts.datasets.train
-    if not isinstance(rows, MixedRows) or not rows.changed:
+    mixture = trainer.parts.datasets.train.mixture
+    if mixture is None or not mixture.changed:
         return loaded
     return replace(loaded, changes=(*loaded.changes, "data.source and data.phase"))
 
@@ -344,10 +343,10 @@ class DocumentLog(Callback):
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         if self._log is None:
             return
-        sequences, (rank, degree) = (
-            trainer.recent[trainer.step].sequences(self._global_batch),
-            self._share,
-        )
+        from titanlite.data.documents import documents_of
+
+        sequences = trainer.recent[trainer.step].sequences(self._global_batch)
+        rank, degree = self._share
         total = self._dataset.total_sequences
         found = {
             str(index): [

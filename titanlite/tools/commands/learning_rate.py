@@ -42,7 +42,9 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
         raise ConfigError(
             [Problem("", "training.epochs", message, "give --training.steps N for this command")]
         )
-    rate = LearningRate(run.schedule, run.optimizer.peak_lr, phases=phases_of(run).rates())
+    phases = phases_of(run)
+    factors = () if phases is None else phases.rates()
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, phases=factors)
     rates = [rate(step) for step in range(1, run.steps + 1)]
     return (
         json.dumps(rates) if arguments.json else "\n".join([*draw(rates), "", *table(rates)])

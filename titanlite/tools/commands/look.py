@@ -30,17 +30,14 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
 from titanlite.config.sections import Training
 from titanlite.data import DataError, skip_ranges
-from titanlite.data.corpus import Corpus
+from titanlite.data.corpus import Tokens
 from titanlite.data.documents import Document, documents_of
-from titanlite.data.mixture import MixedRows
-from titanlite.data.packing import PackedDataset
 from titanlite.data.phases import Progress
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
 from titanlite.data.state import StateError, check_loader, mapping, whole_number
-from titanlite.data.text_report import file_lines, file_warnings, listing_figures
-from titanlite.data.token_files import TokenFiles
+from titanlite.data.text_report import file_lines, file_warnings, listing_figures, sources_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.record import read_attempts
 from titanlite.start.derive import RunConfig
@@ -175,23 +172,24 @@ def sequences_of(run: Run, step: int) -> list[int]:
         raise DataError(f"step {step}: steps count from 1")
     size = run.config.batch.global_batch_size
     skip = ranges_of_steps(run.config.data.skip_steps, size)
-    before = max(
-        (state for state in run.states if state.step < step), default=State(0, 0, (), size)
-    )
-    after = min((state for state in run.states if state.step >= step), default=None)
+    earlier = [state for state in run.states if state.step < step]
+    later = [state for state in run.states if state.step >= step]
+    before = max(earlier, default=State(0, 0, (), size))
+    after = min(later, default=None)
     # A stream need not begin at its start, and shares of a mixture may have changed. Lanes stay
     # those of the start.
     known = after.rows if after else {}
     rows = before.rows or {name: known[name] for name in ("lanes", "revision") if name in known}
     if rows:
+        phases = phases_of(run.config)
         done = Progress(before.step, before.tokens, before.position)
-        run.rows.load_state_dict(dict(rows), before.position, phases_of(run.config).shares(done))
+        shares = None if phases is None else phases.shares(done)
+        run.rows.load_state_dict(dict(rows), before.position, shares)
     if after is not None:
-        size, skip = after.global_batch, after.skipped
-        if (
-            skip_ranges.advance(before.position, (after.step - before.step) * size, skip)
-            != after.position
-        ):
+        size = after.global_batch
+        skip = after.skipped
+        served = (after.step - before.step) * size
+        if skip_ranges.advance(before.position, served, skip) != after.position:
             raise DataError(
                 f"step {step}: between steps {before.step} and {after.step} the run changed its "
                 "global batch or its place in the text, and no checkpoint is left from then"
@@ -246,26 +244,25 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     """Read whole text up to the last of these documents; return file and record by source
     and name.
     """
-    training, data = run.config.training, run.config.data
+    data = run.config.data
+    training = run.config.training
     single = DataSource(name=training.dataset, path=training.dataset_path)
-    parts = run.rows.rows if isinstance(run.rows, MixedRows) else [run.rows]
     found: dict[tuple[str, ...], tuple[str, int]] = {}
-    for source, rows in zip(data.source or [single], parts, strict=True):
+    for source, rows in zip(
+        data.source or [single], sources_of(run.rows, "").values(), strict=True
+    ):
         name = source.name or source.path if data.source else source.path or source.name
+        if rows.corpus is None or not rows.corpus.files:
+            continue
         wanted = {document.name for document in documents if document.source == name}
-        if (
-            isinstance(rows, PackedDataset)
-            and isinstance(rows.corpus, Corpus)
-            and rows.corpus.files
-        ):
-            columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
-            kind = "auto" if source.format == "tokens" else source.format
-            for number, record in enumerate(iter_records(rows.corpus.files, columns, kind)):
-                if str(number) in wanted:
-                    found[str(name), str(number)] = str(record.file), record.number
-                    wanted.remove(str(number))
-                if not wanted:
-                    break
+        columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
+        kind = "auto" if source.format == "tokens" else source.format
+        for number, record in enumerate(iter_records(rows.corpus.files, columns, kind)):
+            if str(number) in wanted:
+                found[str(name), str(number)] = str(record.file), record.number
+                wanted.remove(str(number))
+            if not wanted:
+                break
     return found
 
 
@@ -305,7 +302,7 @@ def _found(rows: Rows, training: Training) -> str:
     """Return the files of the text, those passed over, and the documents; "" for text without
     files.
     """
-    label = "" if isinstance(rows, MixedRows) else str(training.dataset_path or training.dataset)
+    label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
     lines = [*file_lines(rows), *(f"warning: {warning}" for warning in file_warnings(rows, label))]
     return "\n".join([*lines, rows.describe()]) if lines else ""
 
@@ -348,32 +345,40 @@ def _name(document: Document) -> str:
 
 def stats(run: Run, as_json: bool) -> str:
     """Return figures of the training text and of each source of a mixture, as text or JSON."""
-    rows, size, training = run.rows, run.config.batch.global_batch_size, run.config.training
-    if isinstance(rows, MixedRows):
-        found = {"text": ", ".join(rows.names), "seq_len": rows.seq_len, "global_batch": size}
-        parts = zip(rows.shares.items(), rows.rows, strict=True)
-        found["sources"] = {
-            name: {"share": round(share, 6), **_figures(one, run, size)}
-            for (name, share), one in parts
-        }
+    training = run.config.training
+    mixture = run.rows.mixture
+    found: dict[str, Any]
+    if mixture is None:
+        found = {"text": training.dataset_path or training.dataset, **_figures(run.rows, run)}
     else:
-        found = {"text": training.dataset_path or training.dataset, **_figures(rows, run, size)}
+        sources = {}
+        for (name, share), rows in zip(mixture.shares.items(), mixture.rows, strict=True):
+            sources[name] = {"share": round(share, 6), **_figures(rows, run)}
+        found = {
+            "text": ", ".join(mixture.names),
+            "seq_len": mixture.seq_len,
+            "global_batch": run.config.batch.global_batch_size,
+            "sources": sources,
+        }
     return json.dumps(found, indent=1) if as_json else "\n".join(_shown(found))
 
 
-def _figures(rows: Rows, run: Run, global_batch: int) -> dict[str, Any]:
-    known = rows if isinstance(rows, PackedDataset) else None
+def _figures(rows: Rows, run: Run) -> dict[str, Any]:
+    """Return the figures of one text; None for those of a stream that are not known."""
+    global_batch = run.config.batch.global_batch_size
+    corpus = rows.corpus
+    sequences = rows.sequences_per_epoch
     return {
-        "documents": known and known.documents,
-        "tokens": known and known.tokens_per_epoch,
+        "documents": None if corpus is None else corpus.documents,
+        "tokens": rows.tokens_per_epoch,
         "bytes_per_token": round(bytes_per_token(rows, run.tokenizer), 3),
         "seq_len": rows.seq_len,
-        "sequences_per_epoch": known and known.sequences_per_epoch,
+        "sequences_per_epoch": sequences,
         "global_batch": global_batch,
-        "steps_per_epoch": known and round(known.sequences_per_epoch / global_batch, 3),
+        "steps_per_epoch": None if sequences is None else round(sequences / global_batch, 3),
         "fingerprint": rows.fingerprint,
-        **listing_figures(getattr(rows, "listing", None)),
-        "document_tokens": known and _lengths(known),
+        **listing_figures(rows.listing),
+        "document_tokens": None if corpus is None else _lengths(corpus),
     }
 
 
@@ -386,26 +391,26 @@ def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
         elif name in ("files", "passed_over"):
             yield from _shown_files(name, value)
         elif name != "document_tokens":
-            shown = (
-                f"{value:,.10g}"
-                if isinstance(value, (int, float))
-                else "not known"
-                if value is None
-                else value
-            )
-            yield f"{name.replace('_', ' '):<20} {shown}"
+            yield f"{name.replace('_', ' '):<20} {_shown_value(value)}"
         elif value:
-            yield (
-                f"{'tokens per document':<20} mean {value['mean']:,.1f}, longest "
-                f"{value['longest']:,}"
-            )
-            most = max(value["histogram"].values())
-            for low, number in value["histogram"].items():
-                bar = "█" * max(round(_BAR * number / most), number > 0)
-                yield (
-                    f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} "
-                    f"{number:>12,} {bar}"
-                )
+            yield from _shown_lengths(value)
+
+
+def _shown_value(value: Any) -> str:
+    if value is None:
+        return "not known"
+    return f"{value:,.10g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _shown_lengths(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield mean and longest of the documents' lengths, and a bar for each class of lengths."""
+    title = "tokens per document"
+    yield f"{title:<20} mean {found['mean']:,.1f}, longest {found['longest']:,}"
+    most = max(found["histogram"].values())
+    for low, number in found["histogram"].items():
+        bar = "█" * max(round(_BAR * number / most), number > 0)
+        high = human_count(2 * int(low) - 1)
+        yield f"  {human_count(int(low)):>8} … {high:<8} {number:>12,} {bar}"
 
 
 def _shown_files(name: str, found: Mapping[str, Any] | None) -> Iterator[str]:
@@ -422,25 +427,23 @@ def bytes_per_token(rows: Rows, tokenizer: Tokenizer) -> float:
     """Return bytes of text to a token; where they were not counted, those of some sequences,
     decoded.
     """
-    if (
-        isinstance(rows, PackedDataset)
-        and isinstance(rows.corpus, TokenFiles)
-        and rows.corpus.index
-    ):
-        return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
-    total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
-    special = set(tokenizer.special_tokens.values())
+    if rows.corpus is not None and rows.corpus.text_bytes is not None:
+        return rows.corpus.text_bytes / rows.corpus.size
+    total = rows.total_sequences or rows.sequences_per_epoch or _SAMPLE
     samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
-    texts = (rows.sequence(number).tokens.tolist() for number in samples)
-    size = sum(
-        len(tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts
-    )
-    return size / sum(one.tokens for number in samples for one in documents_of(rows, number, ""))
+    special = set(tokenizer.special_tokens.values())
+    size = 0
+    tokens = 0
+    for number in samples:
+        ids = rows.sequence(number).tokens.tolist()
+        size += len(tokenizer.decode(one for one in ids if one not in special).encode())
+        tokens += sum(document.tokens for document in documents_of(rows, number, ""))
+    return size / tokens
 
 
-def _lengths(rows: PackedDataset) -> dict[str, Any]:
+def _lengths(corpus: Tokens) -> dict[str, Any]:
     """Return mean, longest and histogram (lowest length → documents) of documents."""
-    lengths = np.diff(rows.corpus.offsets)
+    lengths = np.diff(corpus.offsets)
     bins = np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64))
     used = np.flatnonzero(bins)
     histogram = {str(1 << n): int(bins[n]) for n in range(int(used[0]), int(used[-1]) + 1)}

@@ -30,9 +30,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
+from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
-from titanlite.data.remote import public_name
 from titanlite.data.shards import Shards
 from titanlite.data.token_files import VERSION, fingerprint_of, read_index
 from titanlite.data.token_paths import INDEX, KIND, is_index

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 #: Limit of one start. A tiny run takes seconds, on a busy machine perhaps minutes.
-TIMEOUT_SECONDS = 300.0
+TIMEOUT_SECONDS = 900.0
 #: Time that the other ranks have to end when one has failed; then they are killed, as torchrun
 #: does.
 GRACE_SECONDS = 60.0

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from titanlite.config.text_names import hub_text
-from titanlite.config.urls import is_url
+from titanlite.config.urls import is_url, public_name
 from titanlite.data import DataError
-from titanlite.data.remote import open_file, public_name
+from titanlite.data.remote import open_file
 from titanlite.data.shards import hub_files, url_files
 from titanlite.utils import counted, human_bytes, human_time
 

@@ -1,0 +1,286 @@
+"""Which checkpoint a run starts from: candidates are found, and each is judged before a tensor is
+read.
+
+Rank 0 chooses for all ranks. Weights of other programs are imported when a path holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.hf_files import holds_weights
+from titanlite.checkpoint.manifest import (
+    Found,
+    Manifest,
+    find,
+    hf_folder,
+    is_valid,
+    last_hf_step,
+    refuse_older,
+    root_of,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
+from titanlite.config import trust
+from titanlite.models.args import from_record
+from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.runs.provenance import config_changes
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
+
+_WEIGHTS_ONLY = (
+    "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run "
+    "can resume from it. If the run was to end there, it is done. To start another run from it, "
+    "give that another folder and name this one as checkpoint.initial_load_path. To train on in "
+    "this folder, move it away: the newest full checkpoint is resumed then"
+)
+_ENDED = (
+    "holds the weights of the last save (checkpoint.last_save_in_hf): this run has ended there. "
+    "To start another run from them, give that another folder and name this one as "
+    "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full "
+    "checkpoint is resumed then"
+)
+_WAY_OUT = (
+    "\nBring one back from a copy, or begin anew with another --checkpoint.folder or "
+    "--job.dump_folder"
+)
+_NO_RECORD = (
+    "weights in Hugging Face's format need the model's description: give Checkpointer "
+    'run_config={"model": titanlite.models.args.as_record(name, args)}'
+)
+#: Changed keys of the config that a refusal names.
+_KEYS = 8
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that fits the run by all that is known without its tensors."""
+
+    folder: AnyPath
+    manifest: Manifest
+    #: As `LoadedState.origin`.
+    origin: Literal["resume", "from"]
+    #: Lines for the start report.
+    notices: list[str] = field(default_factory=list)
+    #: Differences to this run that need `allow_changes`, and have it; a line each.
+    changes: tuple[str, ...] = ()
+    #: The files are another program's.
+    is_foreign: bool = False
+
+
+@dataclass
+class Chooser:
+    """Chooses the checkpoint to load. All methods raise CheckpointError where none may be used."""
+
+    config: Checkpoint
+    #: Of this run: a checkpoint with others is of another run.
+    fingerprints: Mapping[str, str]
+    #: Of this run, as manifests hold it, to name differences.
+    run_config: Mapping[str, Any]
+    #: Step → why; checkpoints of this run whose content is bad though manifest and sizes are right.
+    bad: dict[int, str] = field(default_factory=dict)
+    #: The same of `initial_load_path`.
+    source_bad: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def root(self) -> AnyPath:
+        return to_path(self.config.folder)
+
+    def choose(self, expected: Mapping[str, Any]) -> Candidate | None:
+        """Return the checkpoint that a start uses, by `config`; None: the run is a fresh one.
+
+        expected: entries of the train state that must be equal to the saved ones.
+        """
+        config = self.config
+        found = self._find_own()
+        if config.start == "fresh" and (found.manifest is not None or found.passed):
+            raise CheckpointError(
+                f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose '
+                "another checkpoint.folder or job.dump_folder, or move them away"
+            )
+        self._refuse_ended(found.manifest)
+        if found.manifest is not None:
+            return self._judge_own(found.manifest, found.passed, expected)
+        if found.passed or config.start == "resume":
+            raise self._nothing_to_resume(config.start == "resume", found.passed)
+        if config.initial_load_path is not None:
+            return self.choose_source()
+        return None
+
+    def choose_newest(self, expected: Mapping[str, Any]) -> Candidate:
+        """Return the newest checkpoint of this run, whatever `config` says of a start."""
+        found = find(self.root, known_bad=self.bad)
+        if found.manifest is None:
+            raise self._nothing_to_resume(True, found.passed)
+        return self._judge_own(found.manifest, found.passed, expected)
+
+    def choose_source(self) -> Candidate:
+        """Return the checkpoint that `config.initial_load_path` means, which is only ever read."""
+        path = to_path(self.config.initial_load_path or "")
+        try:
+            if self.config.initial_load_in_hf or holds_weights(path):
+                return self._judge_foreign(path)
+            return self._judge_source(path)
+        except (CheckpointError, StoreError) as error:
+            raise CheckpointError(f"checkpoint.initial_load_path: {error}") from None
+
+    # Candidates
+
+    def _find_own(self) -> Found:
+        """Return the checkpoint of `load_step`, or the newest valid one in this run's folder."""
+        step = self.config.load_step
+        if step == -1:
+            return find(self.root, known_bad=self.bad)
+        asked = f"checkpoint.load_step = {step}"
+        try:
+            found = find(self.root, step, self.bad)
+        except CheckpointError as error:
+            raise CheckpointError(f"{asked}: {error}") from None
+        later = [one for one in steps_in(self.root) if one > step]
+        newer = [f"step-{one}" for one in later if is_valid(step_folder(self.root, one))]
+        if newer:
+            raise CheckpointError(
+                f"{asked}, but {self.root} holds newer checkpoints, which are never overwritten: "
+                f"move {', '.join(newer)} to another folder first"
+            )
+        return found
+
+    def _nothing_to_resume(self, demanded: bool, passed: Sequence[str]) -> CheckpointError:
+        lead = 'checkpoint.start = "resume", but ' if demanded else ""
+        way_out = _WAY_OUT if passed else ""
+        return CheckpointError(f"{lead}{_none_valid(self.root, passed)}{way_out}")
+
+    def _refuse_ended(self, newest: Manifest | None) -> None:
+        """Raise CheckpointError where the last save of this run is a folder of Hugging Face's."""
+        done = last_hf_step(self.root)
+        if done >= (newest.step if newest is not None else 0):
+            raise CheckpointError(f"{hf_folder(self.root, done)} {_ENDED}")
+
+    # Judgements
+
+    def _judge_own(
+        self, manifest: Manifest, passed: Sequence[str], expected: Mapping[str, Any]
+    ) -> Candidate:
+        """Return a checkpoint of this run's folder, if this run may resume from it."""
+        folder = step_folder(self.root, manifest.step)
+        if manifest.weights_only:
+            raise CheckpointError(f"{folder} {_WEIGHTS_ONLY}")
+        notices = _notices(self.root, manifest, passed)
+        differ = self._differences(manifest, expected)
+        words = dict.fromkeys(map(_word_of, differ))
+        missing = [word for word in words if word not in self.config.allow_changes]
+        if missing:
+            raise CheckpointError(self._of_another_run(folder, manifest, differ, missing))
+        for word in words:
+            notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes")
+        changes = tuple(f"{name}: {difference}" for name, difference in differ.items())
+        return Candidate(folder, manifest, "resume", notices, changes)
+
+    def _differences(self, manifest: Manifest, expected: Mapping[str, Any]) -> dict[str, str]:
+        """Return what makes a checkpoint one of another run: name → "A there, B here"."""
+        found = {}
+        for name, value in self.fingerprints.items():
+            saved = manifest.fingerprints.get(name)
+            if saved != value:
+                found[name] = f"{saved} there, {value} here"
+        for name, value in expected.items():
+            if name not in manifest.train or manifest.train[name] == value:
+                continue
+            saved = manifest.train[name]
+            keep = ""
+            if name == "global_batch":
+                keep = f" (training.global_batch_size = {saved} keeps it)"
+            found[name.replace("_", " ")] = f"{saved} there, {value} here{keep}"
+        return found
+
+    def _of_another_run(
+        self,
+        folder: AnyPath,
+        manifest: Manifest,
+        differ: Mapping[str, str],
+        missing: Sequence[str],
+    ) -> str:
+        """Return the refusal of a checkpoint. missing: words that `allow_changes` lacks."""
+        lines = "".join(f"\n  {name}: {difference}" for name, difference in differ.items())
+        changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
+        keys = [f"{key}: {change}" for key, change in changes.items()]
+        if keys:
+            more = "; …" if len(keys) > _KEYS else ""
+            lines += f"\n  in the config: {'; '.join(keys[:_KEYS])}{more}"
+        return (
+            f"{folder} is of another run:{lines}\n"
+            "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, "
+            "or configure it as that run was. If the change is meant, say so: "
+            f"--checkpoint.allow_changes={','.join(missing)}"
+        )
+
+    def _judge_source(self, path: AnyPath) -> Candidate:
+        """Return a checkpoint of another run: `path` itself, or the newest valid one in it."""
+        step = step_of(path)
+        if step is None:
+            refuse_older(path)
+        root = path.parent if step is not None else root_of(path)
+        manifest, passed = find(root, step, self.source_bad)
+        if manifest is None:
+            raise CheckpointError(_none_valid(root, passed))
+        folder = step_folder(root, manifest.step)
+        if manifest.weights_only and not self.config.initial_load_model_only:
+            way = "set checkpoint.initial_load_model_only = true"
+            raise CheckpointError(f"{folder} holds weights only: {way}")
+        return Candidate(folder, manifest, "from", _notices(root, manifest, passed))
+
+    def _judge_foreign(self, path: AnyPath) -> Candidate:
+        """Return the weights of another program in `path`, whose config fits the model."""
+        from titanlite.checkpoint.hf import as_manifest, check_model, open_weights
+
+        if self.source_bad:
+            raise CheckpointError(*self.source_bad.values())
+        if not self.config.initial_load_model_only:
+            raise CheckpointError(
+                f"{path} holds weights only: set checkpoint.initial_load_model_only = true"
+            )
+        spec, args = self.model()
+        # First the small file: the tensors of another model would be missing, or have another
+        # shape.
+        name = str(self.run_config["model"]["family"])
+        differ = check_model(path, name, spec, args, "model" in self.config.allow_changes)
+        weights = open_weights(path, spec, args)
+        weights.check_head()
+        notices = [f"another model, by checkpoint.allow_changes: {line}" for line in differ]
+        return Candidate(path, as_manifest(weights), "from", notices, is_foreign=True)
+
+    def model(self) -> tuple[ModelSpec, Any]:
+        """Return spec and arguments of this run's model."""
+        record = self.run_config.get("model")
+        if not isinstance(record, dict):
+            raise CheckpointError(_NO_RECORD)
+        family, args = from_record(record, trust.Origin.OWN)
+        return get_spec(family), args
+
+
+def _word_of(name: str) -> str:
+    """Return the word in `checkpoint.allow_changes` that allows a difference."""
+    return "data" if name == "data order" else name.replace(" ", "_")
+
+
+def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:
+    return f"{root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed)
+
+
+def _notices(root: AnyPath, manifest: Manifest, passed: Sequence[str]) -> list[str]:
+    """Return lines for the start report. passed: why newer checkpoints are not used."""
+    notices = [f"passed over: {reason}" for reason in passed]
+    if passed:
+        notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
+    if not manifest.hashes:
+        notices.append(
+            f"{step_folder(root, manifest.step)} was written without hashes: only the sizes of "
+            "its files were checked"
+        )
+    return notices

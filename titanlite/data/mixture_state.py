@@ -1,0 +1,61 @@
+"""Checks of a mixture's state in a checkpoint, see `titanlite.data.state`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from titanlite.data.state import MOST, mapping, refuse, sequence, whole_number
+
+
+def check_mixture(state: dict[str, Any]) -> None:
+    """Check a mixture's state, without those of its sources. Raises StateError."""
+    slots = whole_number(state.get("slots"), "slots", least=1)
+    names = sequence(state.get("names"), "names")
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise refuse("names", names, "no list of different names")
+    _check_plan(state.get("plan"), len(names))
+    for name, source in mapping(state.get("sources", {}), "sources").items():
+        lanes = mapping(source, f"sources.{name}").get("lanes", slots)
+        if lanes != slots:
+            raise refuse(f"sources.{name}.lanes", lanes, f"not the number of slots, {slots}")
+    before = -1
+    for number, entry in enumerate(sequence(state.get("segments"), "segments")):
+        before = _check_segment(entry, f"segments[{number}]", before, slots, len(names))
+    if before < 0:
+        raise refuse("segments", [], "empty")
+
+
+def _check_plan(plan: object, sources: int) -> None:
+    """Check the phases, [first sequence, shares] each, and the lengths of the sources."""
+    phases, totals = sequence(plan, "plan", 2)
+    for number, entry in enumerate(sequence(phases, "plan[0]")):
+        name = f"plan[0][{number}]"
+        start, shares = sequence(entry, name, 2)
+        whole_number(start, name, end=MOST if number else 1)
+        _check_shares(shares, name, sources)
+    if not phases:
+        raise refuse("plan[0]", phases, "empty")
+    for total in sequence(totals, "plan[1]", sources):
+        if total is not None:
+            whole_number(total, "plan[1]")
+
+
+def _check_shares(shares: object, name: str, sources: int) -> None:
+    for share in sequence(shares, f"{name}, shares", sources):
+        if type(share) not in (int, float) or not math.isfinite(share) or share < 0:
+            raise refuse(f"{name}, shares", share, "no share")
+
+
+def _check_segment(entry: object, name: str, before: int, slots: int, sources: int) -> int:
+    """Check one segment.
+
+    It begins with `before` or later, the first one (-1) with sequence 0. Return where it does.
+    """
+    start, weights, base = sequence(entry, name, 3)
+    whole_number(start, f"{name}, start", least=max(before, 0), end=1 if before < 0 else MOST)
+    _check_shares(weights, name, sources)
+    for turns in sequence(base, f"{name}, turns", slots):
+        for turn in sequence(turns, f"{name}, turns", sources):
+            whole_number(turn, f"{name}, turns")
+    return int(start)

@@ -1,0 +1,77 @@
+"""The linears of a model, as the ranks of tensor parallelism hold them: by name and size.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlite.models.spec import ModelSpec, Size
+
+_LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """Linears of one kind, in several layers, of one size."""
+
+    #: Their name in a layer, as `attention.wq`.
+    kind: str
+    names: tuple[str, ...]
+    #: K and N of the product M x K x N on one rank: tensor parallelism divides one of the two.
+    size: Size
+
+    @property
+    def weights(self) -> int:
+        """Numbers in the weights of all of them, on one rank."""
+        return self.size.in_features * self.size.out_features * len(self.names)
+
+
+@dataclass(frozen=True)
+class Linears:
+    """All linears of a model, and how tensor parallelism divides them."""
+
+    #: Name → size in the whole model, in the model's order.
+    sizes: Mapping[str, Size]
+    #: Name of the one that makes the logits.
+    head: str = "output"
+    #: Name → how it is divided over `tensor` ranks, see `titanlite.parallel.tensor.apply_tp`.
+    plan: Mapping[str, str] = field(default_factory=dict)
+    tensor: int = 1
+
+    def on_rank(self, name: str) -> Size:
+        """Return the size of a linear on one rank."""
+        size = self.sizes[name]
+        way = self.plan.get(name)
+        if way == "rowwise":
+            return Size(size.in_features // self.tensor, size.out_features)
+        if way in ("colwise", "head"):
+            return Size(size.in_features, size.out_features // self.tensor)
+        return size
+
+    def kinds(self) -> list[LinearKind]:
+        """Return the linears by kind, in the model's order."""
+        found: dict[tuple[str, Size], list[str]] = {}
+        for name in self.sizes:
+            found.setdefault((kind_of(name), self.on_rank(name)), []).append(name)
+        return [LinearKind(kind, tuple(names), size) for (kind, size), names in found.items()]
+
+
+def kind_of(name: str) -> str:
+    """Return a module's name in its layer: `attention.wq` of `layers.3.attention.wq`."""
+    return _LAYER.sub("", name)
+
+
+def linears_of(spec: ModelSpec, args: Any, tensor: int = 1) -> Linears:
+    """Return the linears of a model on so many ranks of tensor parallelism.
+
+    A spec that names none has none here.
+    """
+    if spec.linears is None:
+        return Linears({}, spec.head)
+    plan = spec.tensor_plan(args) if tensor > 1 and spec.tensor_plan else {}
+    return Linears(spec.linears(args), spec.head, plan, tensor)

@@ -1,0 +1,166 @@
+"""Seconds of a step's computing, for `titanlite.plan.speed`. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from titanlite.models.spec import Size
+from titanlite.plan.step_sizes import StepSizes
+
+#: Seconds for which the host prepares the kernels of a block, forward and backward.
+LAUNCHES_EAGER = 1.5e-3
+LAUNCHES_COMPILED = 0.5e-3
+#: Bytes that a loss moves per logit, forward and backward.
+_LOSS_EAGER = 30
+_LOSS_COMPILED = 14
+#: Bytes that the update, the norm and the clipping move per parameter.
+_UPDATE_BYTES = 40
+#: Steps of Muon's iteration: products of m x n and n x m, m x m and m x m, m x m and m x n.
+_ITERATIONS = 5
+#: Bytes per second of a host's memory, for each GPU's share of it.
+_HOST_MEMORY = 25e9
+#: Backward over forward: products, and attention, which computes its scores again.
+_BACKWARD = 2.0
+_ATTENTION_BACKWARD = 2.5
+#: Share of their peak that the products of experts reach, in terms of the others'.
+_EXPERTS = 0.8
+
+
+class Pass(NamedTuple):
+    """Seconds of one micro-batch in one direction, by kind of work."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    #: Norms, RoPE, SwiGLU, residuals, loss.
+    memory: float = 0.0
+    casts: float = 0.0
+
+    def times(self, factor: float) -> Pass:
+        return Pass(*(factor * seconds for seconds in self))
+
+    def plus(self, other: Pass) -> Pass:
+        return Pass(*(one + two for one, two in zip(self, other, strict=True)))
+
+
+class Computing(NamedTuple):
+    """Seconds of one micro-batch through the whole model."""
+
+    forward: Pass
+    backward: Pass
+    #: Of recomputation.
+    again: float
+
+
+def computing(step: StepSizes) -> Computing:
+    """Return the seconds of products, attention and the kernels between them."""
+    blocks = block_forward(step)
+    head = head_forward(step)
+    return Computing(
+        blocks.plus(head),
+        block_backward(step, blocks).plus(head.times(2)),
+        recomputation(step, blocks),
+    )
+
+
+def block_forward(step: StepSizes) -> Pass:
+    """Return the seconds of all blocks in the forward."""
+    constants = step.rates.constants
+    passes = constants.passes_compiled if step.compiled else constants.passes_eager
+    memory = step.rates.moved(passes * step.itemsize * step.tokens * step.outputs)
+    return Pass(_products(step), _attention(step), memory, step.products.casts.forward)
+
+
+def _products(step: StepSizes) -> float:
+    seconds = step.experts.flops * step.tokens / (step.rates.sustained * _EXPERTS)
+    for linear in step.linears:
+        size = linear.size
+        peak = step.products.peak(linear)
+        one = step.rates.product(step.tokens, size.in_features, size.out_features, peak)
+        seconds += len(linear.names) * one
+    return seconds
+
+
+def _attention(step: StepSizes) -> float:
+    length = step.run.batch.seq_len
+    window = min(getattr(step.args, "window", None) or length, length)
+    # Share of all pairs of tokens that attention computes.
+    pairs = 1 - window / (2 * length)
+    flops = step.attention_flops / 3 * pairs * step.tokens / step.mesh.tensor
+    slower = 1 + step.rates.constants.context * math.log2(step.mesh.context)
+    return flops / (step.rates.peak * step.rates.gpu.attention) * slower
+
+
+def block_backward(step: StepSizes, forward: Pass) -> Pass:
+    """Return the seconds of all blocks in the backward."""
+    return Pass(
+        forward.products * _BACKWARD,
+        forward.attention * _ATTENTION_BACKWARD,
+        forward.memory * 2,
+        step.products.casts.backward,
+    )
+
+
+def head_forward(step: StepSizes) -> Pass:
+    """Return the seconds of head and loss in the forward; the backward takes twice that."""
+    compiled = step.run.training.compile and "loss" in step.run.compile.components
+    per_logit = _LOSS_COMPILED if compiled else _LOSS_EAGER
+    size = per_logit * step.tokens * step.vocabulary
+    product = step.rates.product(step.tokens, step.width or 1, step.vocabulary)
+    return Pass(product, memory=step.rates.moved(size) / 3)
+
+
+def recomputation(step: StepSizes, forward: Pass) -> float:
+    """Return the seconds of recomputation. forward: of all blocks.
+
+    By operator: every second product, and all but attention.
+    """
+    ac = step.run.activation_checkpoint
+    if ac.mode == "budget":
+        return (1 - ac.memory_budget) * (forward.memory + forward.products / 2)
+    if not step.by_op:
+        return step.recomputed * (sum(forward) - forward.products * step.left_out)
+    repeated = 0.5
+    if step.linears and step.spec.experts is None:
+        sizes = [linear.weights for linear in step.linears]
+        repeated = sum(sizes[1::2]) / sum(sizes)
+    return forward.products * repeated + forward.memory + forward.casts * repeated
+
+
+def launches(step: StepSizes) -> float:
+    """Return the seconds in which the host prepares a step's kernels."""
+    block = LAUNCHES_COMPILED if step.compiled else LAUNCHES_EAGER
+    return step.micro_batches * step.stage_share * step.blocks * block
+
+
+def update(step: StepSizes) -> float:
+    """Return the seconds of the optimizer."""
+    size = step.owned * _UPDATE_BYTES
+    on_host = step.run.training.enable_cpu_offload
+    moved = size / _HOST_MEMORY if on_host else step.rates.moved(size)
+    return moved + _orthogonal(step)
+
+
+def _orthogonal(step: StepSizes) -> float:
+    """Return the seconds in which Muon makes matrices orthogonal, each on one of the ranks that
+    share it.
+    """
+    spec = step.spec
+    if step.run.optimizer.name != "Muon" or spec.linears is None:
+        return 0.0
+    matrices = Counter[Size]()
+    for name, size in spec.linears(step.args).items():
+        if name != spec.head:
+            matrices[size] += 1
+    if spec.experts is not None:
+        experts = sum(spec.experts(step.args).values())
+        size = Size(step.width, getattr(step.args, "ffn_width", step.width))
+        matrices[size] += 3 * experts
+    ranks = step.mesh.dp_replicate * step.mesh.weight_shards * step.mesh.tensor
+    flops = 0.0
+    for size, count in matrices.items():
+        m, n = sorted((size.in_features, size.out_features))
+        on_rank = math.ceil(count * step.stage_share / ranks)
+        flops += on_rank * _ITERATIONS * (4 * m * m * n + 2 * m**3)
+    return flops / (step.rates.gpu.bf16 * step.rates.gpu.sustained)

@@ -1,0 +1,229 @@
+"""The sizes of a step that its seconds follow from, for `titanlite.plan.speed`. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from titanlite.models.linears import LinearKind, Linears, linears_of
+from titanlite.parallel.pipeline_split import split_stages
+from titanlite.plan.hardware import Cluster
+from titanlite.plan.parts import VOCABULARY
+from titanlite.plan.product_speed import ProductSpeed
+from titanlite.plan.rates import Constants, Rates
+from titanlite.start.derive import RunConfig
+
+
+class Experts(NamedTuple):
+    """The experts of a model."""
+
+    #: Of all of them.
+    parameters: float = 0.0
+    #: Of one token, in the forward.
+    flops: float = 0.0
+
+
+class Sharded(NamedTuple):
+    """Parameters of a rank's stage that one kind of group shards."""
+
+    parameters: float
+    #: Of the group, and the distance of its neighbours.
+    ranks: int
+    stride: int
+
+
+class StepSizes:
+    """One step of a run; sizes are a rank's, of one micro-batch (of a pipeline: of one piece).
+
+    Blocks are those of the whole model; `stage_share` is the part that a rank of a pipeline has.
+    """
+
+    def __init__(self, run: RunConfig, cluster: Cluster, constants: Constants) -> None:
+        self.run = run
+        self.mesh = run.mesh
+        self.spec = run.spec
+        args = run.model_args()
+        self.args: Any = args if args.vocab_size else replace(args, vocab_size=VOCABULARY)
+        bf16 = cluster.gpu.bf16
+        in_float32 = run.training.mixed_precision_param == "float32"
+        #: Bytes of a number in activations and gathered weights.
+        self.itemsize = 4 if in_float32 else 2
+        self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
+        self.compiled = run.training.compile and "model" in run.compile.components
+        self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
+        rows = run.batch.micro_batch_size / run.pipeline.microbatches
+        #: Tokens of a micro-batch on this rank.
+        self.tokens = rows * run.batch.seq_len / self.mesh.context
+        self.blocks = len(self.spec.block_names(self.args))
+        #: Model FLOPs of a token, forward and backward: without attention, and of attention.
+        self.base_flops = self.spec.flops_per_token(self.args, 0)
+        flops = self.spec.flops_per_token(self.args, run.batch.seq_len)
+        self.attention_flops = flops - self.base_flops
+
+    # The model
+
+    @cached_property
+    def tensor_plan(self) -> dict[str, str]:
+        return self.spec.tensor_plan(self.args) if self.spec.tensor_plan else {}
+
+    @cached_property
+    def model_linears(self) -> Linears:
+        return linears_of(self.spec, self.args, self.mesh.tensor)
+
+    @cached_property
+    def products(self) -> ProductSpeed:
+        """What the linears cost. Raises ConfigError for float8 on a GPU that has none."""
+        float8 = self.run.float8
+        if not float8.enable_float8_linear or float8.emulate:
+            return ProductSpeed(self)
+        from titanlite.plan.float8_speed import Float8Speed
+
+        return Float8Speed(float8, self)
+
+    @cached_property
+    def linears(self) -> list[LinearKind]:
+        """The linears of all blocks."""
+        return [linear for linear in self.products.kinds if self.spec.head not in linear.names]
+
+    @cached_property
+    def width(self) -> int:
+        """Numbers of a token between blocks."""
+        for linear in self.products.kinds:
+            if self.spec.head in linear.names:
+                return linear.size.in_features
+        return int(getattr(self.args, "dim", 0))
+
+    @cached_property
+    def vocabulary(self) -> float:
+        """Logits of a token on this rank."""
+        return self.args.vocab_size / self.mesh.tensor
+
+    @cached_property
+    def outputs(self) -> float:
+        """Numbers that the linears of all blocks put out for a token."""
+        found = sum(linear.size.out_features * len(linear.names) for linear in self.linears)
+        if self.spec.experts is not None:
+            per_expert = 2 * getattr(self.args, "ffn_width", 0) + 2 * self.width
+            found += self.blocks * self.experts_per_token * per_expert
+        return found
+
+    @cached_property
+    def experts(self) -> Experts:
+        """Products outside of `linears`."""
+        if self.spec.experts is None and self.spec.linears is not None:
+            return Experts()
+        linears = sum(linear.weights for linear in self.products.kinds) * self.mesh.tensor
+        flops = max(self.base_flops / 3 - 2 * linears, 0.0)
+        if self.spec.experts is None:
+            return Experts(flops=flops)
+        count = min(self.spec.experts(self.args).values())
+        return Experts(flops / 2 * count / self.experts_per_token, flops)
+
+    @property
+    def experts_per_token(self) -> int:
+        return getattr(self.args, "top_k", 1)
+
+    # A rank's part of it
+
+    @cached_property
+    def stage_share(self) -> float:
+        """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
+        ranks = self.mesh.pipeline
+        if ranks == 1 or self.spec.pipeline_costs is None:
+            return 1.0
+        experimental = self.run.experimental
+        costs = self.spec.pipeline_costs(self.args, self.run.batch.seq_len)
+        layout = split_stages(
+            costs,
+            ranks,
+            experimental.pipeline_parallel_schedule,
+            experimental.pipeline_parallel_split_points,
+        )
+        stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
+        flops = [sum(stages[stage] for stage in layout.on(rank)) for rank in range(ranks)]
+        return max(flops) / sum(flops)
+
+    @cached_property
+    def sharded(self) -> list[Sharded]:
+        """What this rank's groups shard.
+
+        Expert parallelism leaves a rank a part of the experts, which fewer ranks share.
+        """
+        mesh = self.mesh
+        experts = self.experts.parameters
+        dense = (self.spec.count_parameters(self.args) - experts) / mesh.tensor * self.stage_share
+        experts *= self.stage_share / mesh.expert
+        if mesh.expert == 1:
+            return [Sharded(dense + experts, mesh.weight_shards, mesh.tensor)]
+        return [
+            Sharded(dense, mesh.weight_shards, mesh.tensor),
+            Sharded(experts, mesh.weight_shards // mesh.expert, mesh.tensor * mesh.expert),
+        ]
+
+    @cached_property
+    def owned(self) -> float:
+        """Parameters that this rank updates."""
+        return sum(group.parameters / group.ranks for group in self.sharded)
+
+    # How weights are gathered
+
+    @property
+    def is_one_unit(self) -> bool:
+        """Whether all weights are gathered at once."""
+        return self.run.training.fsdp_units == "root"
+
+    @property
+    def units(self) -> float:
+        """How many times a rank gathers in a forward."""
+        return 1 if self.is_one_unit else max(self.blocks * self.stage_share, 1)
+
+    @property
+    def frees(self) -> bool:
+        """Whether a forward frees what it gathered.
+
+        By default the last units stay, so does a single one.
+        """
+        reshards = self.run.training.reshard_after_forward
+        if reshards == "default":
+            return not self.is_one_unit
+        return reshards != "never"
+
+    # What the backward computes again
+
+    @property
+    def by_op(self) -> bool:
+        """Whether recomputation goes by operators, not by blocks."""
+        ac = self.run.activation_checkpoint
+        return ac.mode == "selective" and ac.selective_ac_option == "op"
+
+    @cached_property
+    def recomputed(self) -> float:
+        """Share of the blocks that run their forward again."""
+        ac = self.run.activation_checkpoint
+        if ac.mode == "selective" and not self.by_op:
+            return (self.blocks // int(ac.selective_ac_option)) / self.blocks
+        return 1.0 if ac.mode in ("full", "selective") else 0.0
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether recomputation of a block leaves out its last product and what follows: the
+        backward needs none of it.
+
+        Compiled halves of a block, as tensor parallelism has them, run whole.
+        """
+        if self.compiled:
+            return self.mesh.tensor == 1
+        return not self.products.saves_inputs_late
+
+    @cached_property
+    def left_out(self) -> float:
+        """Share of a block's products that recomputation leaves out.
+
+        Experts save the result of their last product. Blocks of transformers may end in a norm.
+        """
+        ends_in_product = not self.experts.flops and self.spec.name != "hf"
+        if not self.linears or not ends_in_product or not self.stops_early:
+            return 0.0
+        sizes = [linear.weights for linear in self.linears]
+        return sizes[-1] / sum(sizes)

@@ -1,0 +1,162 @@
+"""Seconds of a step's traffic between GPUs and to the host, for `titanlite.plan.speed`.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from titanlite.parallel.pipeline_split import SCHEDULES
+from titanlite.plan.step_sizes import StepSizes
+
+
+class Directions(NamedTuple):
+    """Seconds of a step, forward and backward."""
+
+    forward: float
+    backward: float
+
+    def beyond(self, computing: Directions) -> float:
+        """Return the seconds that computing beside it does not hide."""
+        return sum(max(0.0, own - other) for own, other in zip(self, computing, strict=True))
+
+
+# Traffic that computing waits for, of one micro-batch through all blocks
+
+
+def tensor_traffic(step: StepSizes) -> float:
+    """Return the seconds of tensor parallelism: 4 collectives in a block's forward, 4 in its
+    backward, and those of recomputation.
+    """
+    each = 2 if step.by_op else 4 - step.stops_early
+    again = step.recomputed * each - step.products.tensor_gathers_less
+    size = step.itemsize * step.tokens * step.width
+    one = step.rates.collective(size, step.mesh.tensor, 1)
+    is_async = step.run.experimental.enable_async_tensor_parallel
+    remains = step.rates.constants.async_tensor if is_async else 1.0
+    return step.blocks * (8 + again) * one * remains
+
+
+def context_traffic(step: StepSizes) -> float:
+    """Return the seconds of context parallelism: keys and values are gathered, their gradients
+    scattered.
+    """
+    mesh = step.mesh
+    heads = getattr(step.args, "kv_heads", 0) * getattr(step.args, "head_dim", 0)
+    size = step.itemsize * step.tokens * mesh.context * (2 * heads / mesh.tensor)
+    one = step.rates.collective(size, mesh.context, mesh.tensor)
+    return step.blocks * (2 + step.recomputed) * one
+
+
+def expert_traffic(step: StepSizes) -> float:
+    """Return the seconds of expert parallelism: rows go to the ranks of their experts and back,
+    and gradients.
+    """
+    mesh = step.mesh
+    rows = step.tokens * step.experts_per_token * step.itemsize * step.width
+    again = 0 if step.by_op else 2 * step.recomputed
+    return step.blocks * (4 + again) * step.rates.collective(rows, mesh.expert, mesh.tensor)
+
+
+# Traffic beside computing, of a step
+
+
+class Sharding(NamedTuple):
+    """Seconds of FSDP's traffic in one micro-batch."""
+
+    #: All gathers of a forward, and of a backward.
+    gather: float
+    again: float
+    #: The reduction of gradients, over copies too.
+    reduce: float
+
+
+def sharding(step: StepSizes) -> Sharding:
+    """Return the seconds of gathers and reductions, if each micro-batch has all of them."""
+    training = step.run.training
+    collective = step.rates.collective
+    units = step.units
+    gradient = 2.0 if training.mixed_precision_reduce == "bfloat16" else 4.0
+    gather = again = reduce = 0.0
+    for index, (parameters, ranks, stride) in enumerate(step.sharded):
+        # What gathers in another dtype is in the first kind of group.
+        less = step.products.gathers_less if index == 0 else 0
+        whole = parameters * step.itemsize - less
+        among = ranks
+        if isinstance(training.reshard_after_forward, int):
+            among = min(training.reshard_after_forward, ranks)
+        gather += units * collective(whole / units, ranks, stride)
+        again += units * collective(whole / units, among, stride) * step.frees
+        reduce += units * collective(parameters * gradient / units, ranks, stride)
+        part = 2 * parameters * gradient / ranks / units
+        reduce += units * collective(part, step.mesh.dp_replicate, stride * ranks)
+    return Sharding(gather, again, reduce)
+
+
+def _gathers(step: StepSizes) -> int:
+    """Return how many micro-batches gather weights."""
+    never_freed = step.run.training.reshard_after_forward == "never"
+    return 1 if never_freed else step.micro_batches
+
+
+def _reductions(step: StepSizes) -> int:
+    """Return how many micro-batches reduce gradients."""
+    return step.micro_batches if step.run.training.gradient_sync == "every" else 1
+
+
+def _beside(step: StepSizes, computing: Directions) -> Directions:
+    """Return the computing beside which groups are gathered and reduced: none for a single one."""
+    return Directions(0.0, 0.0) if step.is_one_unit else computing
+
+
+def sharding_traffic(step: StepSizes, computing: Directions) -> float:
+    """Return the seconds of FSDP that computing does not hide, and those by which it is slower.
+
+    computing: seconds of a step.
+    """
+    one = sharding(step)
+    gather = one.gather * _gathers(step)
+    reduce = one.reduce * _reductions(step)
+    traffic = Directions(gather, one.again * _gathers(step) + reduce)
+    # Nothing runs beside the first unit and the last, nor beside a single one.
+    seconds = 0.0 if step.is_one_unit else (gather + reduce) / step.units
+    for own, other in zip(traffic, _beside(step, computing), strict=True):
+        slower = step.rates.constants.contention * min(own, other)
+        seconds += max(0.0, own - other) + slower
+    return seconds
+
+
+def host_transfers(step: StepSizes, computing: Directions) -> float:
+    """Return the seconds of offload that computing does not hide: of weights and gradients, and of
+    activations.
+    """
+    pcie = step.rates.gpu.pcie
+    gathers = _gathers(step)
+    one = 4 * step.owned / pcie * step.run.training.enable_cpu_offload
+    backward = one * (gathers * step.frees + _reductions(step))
+    weights = Directions(one * gathers, backward)
+    offload = step.run.activation_checkpoint.offload
+    kept = kept_bytes(step) * step.micro_batches * step.stage_share / pcie * offload
+    activations = Directions(kept, kept)
+    return weights.beyond(_beside(step, computing)) + activations.beyond(computing)
+
+
+def kept_bytes(step: StepSizes) -> float:
+    """Return the bytes that all blocks keep for the backward of one micro-batch, roughly."""
+    inputs = step.itemsize * step.tokens * step.width * step.blocks / step.mesh.tensor
+    whole = step.itemsize * step.tokens * step.outputs * 1.5
+    return inputs + whole * (0.5 if step.by_op else 1 - step.recomputed)
+
+
+# Waiting
+
+
+def bubble(step: StepSizes) -> float:
+    """Return the idle time of a pipeline's rank, in micro-batches."""
+    ranks = step.mesh.pipeline
+    schedule = SCHEDULES.get(step.run.experimental.pipeline_parallel_schedule)
+    if ranks == 1 or schedule is None:
+        return 0.0
+    rounds = max(step.run.pipeline.stages // ranks, 1)
+    return (ranks - 1) / rounds / (3 if schedule.splits_backward else 1)
