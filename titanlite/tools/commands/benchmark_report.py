@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from titanlite.runs.read import Row, Run
-from titanlite.tools.commands.plots import COLORS, charts, draw_png
+from titanlite.tools.commands.plots import charts, draw_png
 from titanlite.tools.commands.runs import NONE, finite, number
+from titanlite.tools.pictures import COLORS
 from titanlite.utils import Table
 
 
