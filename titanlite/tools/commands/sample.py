@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,75 +39,42 @@ def add_command(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    add = parser.add_argument
-    add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
-    add(
-        "--prompt-file",
-        metavar="FILE",
-        help="a prompt on each line, after those of the command line",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="each prompt is a user's message, rendered by the chat template",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja file for --chat (default: the run's, or the tokenizer's)",
-    )
-    add(
-        "--max-tokens",
-        type=at_least(1),
-        default=256,
-        metavar="N",
-        help="most tokens to write (default: 256)",
-    )
-    add(
-        "--temperature",
-        type=_number(0, None),
-        default=1.0,
-        metavar="T",
-        help="0 is --greedy (default: 1)",
-    )
-    add("--greedy", action="store_true", help="always take the most probable token")
-    add(
-        "--top-k",
-        type=at_least(0),
-        default=0,
-        metavar="K",
-        help="draw from the K most probable tokens (0: all)",
-    )
-    add(
-        "--top-p",
-        type=_number(0, 1),
-        default=1.0,
-        metavar="P",
-        help="draw from the fewest that sum to P (1: all)",
-    )
-    add(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="the same seed gives the same text (default: 0)",
-    )
-    add(
-        "--batch-size",
-        type=at_least(1),
-        default=8,
-        metavar="N",
-        help="prompts continued at once (default: 8)",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="print a JSON object at the end instead of the text as it comes",
-    )
+    _add_prompts(parser)
+    _add_sampling(parser)
     parser.set_defaults(run=_run)
 
 
-def _number(low: float, high: float | None) -> object:
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
+    file = "a prompt on each line, after those of the command line"
+    add("--prompt-file", metavar="FILE", help=file)
+    chat = "each prompt is a user's message, rendered by the chat template"
+    add("--chat", action="store_true", help=chat)
+    template = "Jinja file for --chat (default: the run's, or the tokenizer's)"
+    add("--chat-template", metavar="FILE", help=template)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    most = "most tokens to write (default: 256)"
+    add("--max-tokens", type=at_least(1), default=256, metavar="N", help=most)
+    temperature = "0 is --greedy (default: 1)"
+    add("--temperature", type=_number(0, None), default=1.0, metavar="T", help=temperature)
+    add("--greedy", action="store_true", help="always take the most probable token")
+    top_k = "draw from the K most probable tokens (0: all)"
+    add("--top-k", type=at_least(0), default=0, metavar="K", help=top_k)
+    top_p = "draw from the fewest that sum to P (1: all)"
+    add("--top-p", type=_number(0, 1), default=1.0, metavar="P", help=top_p)
+    seed = "the same seed gives the same text (default: 0)"
+    add("--seed", type=at_least(0), default=0, metavar="N", help=seed)
+    size = "prompts continued at once (default: 8)"
+    add("--batch-size", type=at_least(1), default=8, metavar="N", help=size)
+    as_json = "print a JSON object at the end instead of the text as it comes"
+    add("--json", action="store_true", help=as_json)
+
+
+def _number(low: float, high: float | None) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = float(text)
         if not low <= value <= (float("inf") if high is None else high) or (high and not value):
