@@ -151,7 +151,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after
     `CONFIG`.
     """
-    from titanlite.build import build
+    from titanlite.assembly import build
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama_hf import permute
     from titanlite.start.fit import load_config

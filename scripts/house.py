@@ -34,7 +34,7 @@ from pathlib import Path
 READING_PATH = [
     *(
         "__init__",
-        "build",
+        "assembly",
         "trainer",
         "step",
         "loss",
@@ -50,10 +50,9 @@ READING_PATH = [
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
-    "build",
-    "start.derive",
-    "start.fit",
-    "start.run_text",
+    "main",
+    "assembly",
+    "start.",
     "plan.",
     "tools.",
 )

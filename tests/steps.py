@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum

@@ -13,7 +13,7 @@ from typing import Any
 
 import titanlite
 from titanlite import Callback, Checkpointer
-from titanlite.build import build
+from titanlite.assembly import build
 
 ROOT = Path(titanlite.__file__).parents[1]
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for type checkers; the same names as below
-    from titanlite.build import TrainingComponents as TrainingComponents
-    from titanlite.build import build as build
+    from titanlite.assembly import TrainingComponents as TrainingComponents
+    from titanlite.assembly import build as build
     from titanlite.callbacks import Callback as Callback
     from titanlite.callbacks import RunEnd as RunEnd
     from titanlite.checkpoint.loaded import LoadedState as LoadedState
@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
 
 #: Module → its public names.
 _PUBLIC = {
-    "build": ["TrainingComponents", "build"],
+    "assembly": ["TrainingComponents", "build"],
     "callbacks": ["Callback", "RunEnd"],
     "checkpoint.loaded": ["LoadedState"],
     "checkpoint.manager": ["Checkpointer"],

@@ -7,8 +7,8 @@
 
     Trainer(build(config, world, callbacks=[StopAtLoss()])).train()
 
-or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. `titanlite.build` has the list
-of all that run.
+or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. The list of all
+that run is in `titanlite.start.callbacks`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import exit_codes
-from titanlite.callbacks import load_callbacks
+from titanlite.callbacks import Callback, load_callbacks
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_functions
 from titanlite.config.run_sections import Job
@@ -40,7 +40,13 @@ from titanlite.utils import MissingPackageError, atomic_write, escape, logger, r
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from titanlite.assembly import TrainingComponents
     from titanlite.checkpoint.paths import StorePath
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.parallel.launch_env import LaunchEnv
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.run_text import Datasets
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes
 #: torchrun end all.
@@ -91,103 +97,187 @@ def run(argv: Sequence[str]) -> int:
         environment = read_launch_env()
         asked, config = check_config(argv, environment.world_size)
         if config.memory_estimation.enabled:
-            from titanlite.plan.text import print_plan
-
             if environment.rank == 0:
-                print_plan(config, environment.local_world_size)
+                _print_plan(config, environment)
             return exit_codes.DONE
         require("torch")
     except (ConfigError, ParallelismError, MissingPackageError) as error:
         return print_error(str(error), error.exit_code)
+    _import_training()
+    from titanlite.trainer import Trainer
 
-    # imports make half a million objects and no garbage: to look through them takes a sixth of
-    # their time
-    gc.disable()
-    from titanlite.build import build, check_model
-    from titanlite.metrics.console import setup_console
-    from titanlite.metrics.watchdog import HangWatchdog
-    from titanlite.parallel.dist_env import DistEnv, connect_store
-    from titanlite.parallel.process import keep_freed_memory
-    from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
-    from titanlite.plan.runtime import last_words
-    from titanlite.runs.logs import FOLDER as LOGS
-    from titanlite.runs.logs import rank_log
-    from titanlite.start.preflight import check_machine
-    from titanlite.start.run_text import read_datasets
-    from titanlite.trainer import Trainer, save_seed
-
-    gc.freeze()
-    gc.enable()
-    rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
-    folder, watchdog, store = Path(config.job.dump_folder), HangWatchdog(), None
-    traces = str(folder / "comm_traces")
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which
     # must not die of it.
     with StopSignal(at_once=True) as stop:
+        rank = _Rank(environment, asked, config, stop)
         try:
-            setup_console(rank, config.metrics.enable_color_printing)
-            if rank == 0:
-                _log_files(asked.files)
-            load_functions(asked)
-            callbacks = load_callbacks(config.job.callbacks, asked.place("job.callbacks"))
-            store = connect_store()  # before what takes longer on one rank than on another
-            share = partial(share_from_rank_0, store, rank, size, patience=seconds)
-            with report_failure(store, rank, size), contextlib.ExitStack() as held:
-                check_machine(config.training, config.compile, config.float8)
-                locked = _lock(folder, config.checkpoint, lambda: stop.requested)
-                share("the run's folder", lambda: held.enter_context(locked))
-                if rank == 0:
-                    _show_config(config.job, config.toml)
-                datasets = read_datasets(config, share)
-                check_model(config, datasets.tokenizer.vocab_size)
-                if config.steps is None:
-                    config = fitted(asked, size, datasets.train.total_sequences)
-                watchdog = HangWatchdog(
-                    config.stall, config.comm, str(folder / LOGS), traces, exit_now
-                )
-                opened = DistEnv.open(
-                    store=store,
-                    init_timeout_seconds=seconds,
-                    trace_buf_size=config.comm.trace_buf_size,
-                    trace_folder=traces,
-                )
-                with opened as world, rank_log(folder, rank), watchdog:
-                    if world.device.type == "cpu":
-                        keep_freed_memory()
-                    parts = build(config, world, datasets, watchdog, callbacks)
-                    if config.checkpoint.create_seed_checkpoint:
-                        save_seed(parts)
-                    else:
-                        Trainer(parts, stop).train()
+            with rank.components() as parts:
+                if config.checkpoint.create_seed_checkpoint:
+                    from titanlite.training.resume import save_seed
+
+                    save_seed(parts)
+                else:
+                    Trainer(parts, stop).train()
         except (StopRequested, KeyboardInterrupt) as error:
-            if (
-                not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0"
-            ):  # else it is logged
-                print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
-            return exit_codes.code_of(error)
+            return _stopped(error)
         except SystemExit as error:
             raise exit_codes.ExitCallError("code that the config names", error) from error
         except Exception as error:
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            if isinstance(
-                error, ConfigError
-            ):  # of the machine or the model: those who find it know no places
-                found = error.problems
-                error = ConfigError(
-                    replace(p, where=p.where or asked.place(p.key.partition("[")[0])) for p in found
-                )
-            if code == exit_codes.OUT_OF_MEMORY:
-                # torchrun's SIGTERM, when the first other rank ends, must not cut the report off
-                stop.at_once = False
-                if exit_codes.report_code(code) and _first_here(store):
-                    return print_error(last_words(config, error, watchdog.where, rank), code)
-                return print_error(
-                    f"out of memory ({watchdog.where}): see the report of another rank here", code
-                )
-            return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
+            return print_error(rank.message(error, code), code)
     return exit_codes.DONE
+
+
+def _print_plan(config: RunConfig, environment: LaunchEnv) -> None:
+    from titanlite.plan.text import print_plan
+
+    print_plan(config, environment.local_world_size)
+
+
+def _import_training() -> None:
+    """Import torch and what trains, without the garbage collector.
+
+    Imports make half a million objects and no garbage: to look through them takes a sixth of their
+    time.
+    """
+    gc.disable()
+    import titanlite.assembly
+    import titanlite.trainer  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+
+
+def _stopped(error: BaseException) -> int:
+    """Return the code of a run that was asked to stop; say so where nothing has logged it."""
+    together = getattr(error, "together", False)
+    if not together and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
+    return exit_codes.code_of(error)
+
+
+class _Rank:
+    """The run of one rank, from its checked config to its end."""
+
+    def __init__(
+        self, environment: LaunchEnv, asked: LoadedConfig, config: RunConfig, stop: StopSignal
+    ) -> None:
+        from titanlite.metrics.watchdog import HangWatchdog
+
+        self.environment = environment
+        self.asked = asked
+        self.config = config
+        self.stop = stop
+        self.folder = Path(config.job.dump_folder)
+        self.watchdog = HangWatchdog()
+        self.store: Store | None = None
+
+    @contextlib.contextmanager
+    def components(self) -> Iterator[TrainingComponents]:
+        """Read the text, start the process group and build the run, and end them after the work.
+
+        All ranks call it together. Raises what ends the run before its first step.
+        """
+        from titanlite.assembly import build
+        from titanlite.parallel.dist_env import connect_store
+        from titanlite.parallel.process import keep_freed_memory
+        from titanlite.parallel.rendezvous import report_failure
+
+        rank, size = self.environment.rank, self.environment.world_size
+        callbacks = self.load_code()
+        # Before what takes longer on one rank than on another.
+        self.store = connect_store()
+        with report_failure(self.store, rank, size), contextlib.ExitStack() as held:
+            datasets = self.prepare(held)
+            with self.opened() as world:
+                if world.device.type == "cpu":
+                    keep_freed_memory()
+                yield build(self.config, world, datasets, self.watchdog, callbacks)
+
+    def load_code(self) -> list[Callback]:
+        """Set up the console and load the functions and callbacks that the config names."""
+        from titanlite.metrics.console import setup_console
+
+        setup_console(self.environment.rank, self.config.metrics.enable_color_printing)
+        if self.environment.rank == 0:
+            _log_files(self.asked.files)
+        load_functions(self.asked)
+        place = self.asked.place("job.callbacks")
+        return load_callbacks(self.config.job.callbacks, place)
+
+    def prepare(self, held: contextlib.ExitStack) -> Datasets:
+        """Check machine and folders, read the text, and check the model; return the text.
+
+        held: keeps the locks of the run's folders.
+        """
+        from titanlite.parallel.rendezvous import share_from_rank_0
+        from titanlite.start.model import check_model
+        from titanlite.start.preflight import check_machine
+        from titanlite.start.run_text import read_datasets
+
+        config = self.config
+        rank, size = self.environment.rank, self.environment.world_size
+        patience = config.comm.init_timeout_seconds
+        share = partial(share_from_rank_0, self.store, rank, size, patience=patience)
+        check_machine(config.training, config.compile, config.float8)
+        locked = _lock(self.folder, config.checkpoint, lambda: self.stop.requested)
+        share("the run's folder", lambda: held.enter_context(locked))
+        if rank == 0:
+            _show_config(config.job, config.toml)
+        datasets = read_datasets(config, share)
+        check_model(config, datasets.tokenizer.vocab_size)
+        if config.steps is None:
+            self.config = fitted(self.asked, size, datasets.train.total_sequences)
+        return datasets
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[DistEnv]:
+        """Start the process group, this rank's log and the watchdog, and end them."""
+        from titanlite.metrics.watchdog import HangWatchdog
+        from titanlite.parallel.dist_env import DistEnv
+        from titanlite.runs.logs import FOLDER as LOGS
+        from titanlite.runs.logs import rank_log
+
+        comm = self.config.comm
+        traces = str(self.folder / "comm_traces")
+        logs = str(self.folder / LOGS)
+        self.watchdog = HangWatchdog(self.config.stall, comm, logs, traces, exit_now)
+        world = DistEnv.open(
+            store=self.store,
+            init_timeout_seconds=comm.init_timeout_seconds,
+            trace_buf_size=comm.trace_buf_size,
+            trace_folder=traces,
+        )
+        with world as entered, rank_log(self.folder, self.environment.rank), self.watchdog:
+            yield entered
+
+    def message(self, error: Exception, code: int) -> str:
+        """Return what to print of an expected error."""
+        if code == exit_codes.OUT_OF_MEMORY:
+            return self.memory_message(error, code)
+        if isinstance(error, ConfigError):
+            # What is found on the machine or in the model has no place in the config yet.
+            error = ConfigError(
+                replace(found, where=found.where or self.asked.place(found.key.partition("[")[0]))
+                for found in error.problems
+            )
+        return _explained(error, self.watchdog.verdict, self.config.checkpoint)
+
+    def memory_message(self, error: Exception, code: int) -> str:
+        """Return the report of a run out of memory, from one rank of each machine."""
+        # torchrun's SIGTERM, when the first other rank ends, must not cut the report off.
+        self.stop.at_once = False
+        if exit_codes.report_code(code) and _first_here(self.store):
+            # There may be no memory even for an import.
+            with contextlib.suppress(Exception):
+                from titanlite.plan.runtime import last_words
+
+                rank = self.environment.rank
+                return last_words(self.config, error, self.watchdog.where, rank)
+            return str(error)
+        return f"out of memory ({self.watchdog.where}): see the report of another rank here"
 
 
 def _first_here(store: Store | None) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -15,26 +14,19 @@ import torch.distributed as dist
 from titanlite import exit_codes
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint.errors import CheckpointError
-from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT, RESUME, LoadedState
-from titanlite.checkpoint.manifest import steps_in
-from titanlite.checkpoint.storage import gather
+from titanlite.checkpoint.loaded import HELD_OUT, LEFT_OUT
 from titanlite.data.loader import Batch, gather_state, to_device
-from titanlite.data.state import StateError, check_loader
-from titanlite.guard import BadStepError, WeightsError, check_statistics
+from titanlite.guard import BadStepError
+from titanlite.parallel.dist_env import log_once
 from titanlite.start.signals import StopRequested, StopSignal
-from titanlite.training.anomalies import Fetched, explain, skip_to
-from titanlite.training.nonfinite import find_nonfinite
+from titanlite.training.anomalies import Fetched, check_weights, explain
 from titanlite.training.validation import ValidationResult
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
-    from titanlite.build import TrainingComponents
-
-#: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
-_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
-_ONLY_WEIGHTS = (
-    "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
-)
+    from titanlite.assembly import TrainingComponents
+    from titanlite.checkpoint.loaded import LoadedState
+    from titanlite.checkpoint.manager import Checkpointer
 
 
 class Trainer:
@@ -101,8 +93,6 @@ class Trainer:
                             break
                         except BadStepError as bad:
                             self.roll_back(bad)
-                            if self.step >= self.steps:
-                                _close_at_checkpoint(self)
                 if self.stopping and (self.step < self.steps or self.validation_owed):
                     raise _stopped(self)
             except BaseException as error:
@@ -124,12 +114,11 @@ class Trainer:
         self.stop.notice = f"stopping within two steps, {kept}"
         loaded = self.loaded
         if loaded is not None and (loaded.origin == "resume" or loaded.step or loaded.train):
-            _check_state(loaded)
-            self.restore(loaded)
-            owed = loaded.origin == "resume" and parts.validation is not None
-            self.validation_owed = owed and bool(loaded.train.get("validation_owed"))
+            from titanlite.training.resume import begin_from
+
+            begin_from(self, loaded)
         else:
-            _end_with_text(self)
+            self.end_with_text()
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
         if parts.validation is not None and parts.validation.first and self.step == 0:
             self.validation_owed = True
@@ -141,25 +130,16 @@ class Trainer:
             if in_hf and self.step == self.steps and not self.validation_owed:
                 self.save()  # a stop in the last validation left a full checkpoint instead
 
-    def restore(self, loaded: LoadedState) -> None:
-        """Go on from the loop's state in a checkpoint; its tensors are loaded already."""
-        parts = self.parts
-        self.step = self.done = loaded.step
-        self.good_steps, self.validated = 0, None
-        if loaded.origin == "resume":
-            self.saved_step = loaded.step
-        self.tokens_seen = int(loaded.train["tokens_seen"])
-        anew = "lr_scheduler" in loaded.left_out
-        parts.learning_rate.began = (
-            loaded.step if anew else int(loaded.train.get("schedule_began", 0))
-        )
-        parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
-        if "dataloader" in loaded.left_out:
-            load_text(self, {"next_sequence": 0})
-        else:
-            _restore_text(self, loaded)
-        # Earlier steps may have been of another size. A mixture has a length of its own.
-        _end_with_text(self, later=parts.datasets.train.mixture is None)
+    def end_with_text(self, later: bool = False) -> None:
+        """End the run where its text does, of which a part may be skipped.
+
+        later: also where that is later.
+        """
+        left = self.parts.loader.steps_left
+        steps = self.steps if left is None else self.step + left
+        if later or steps < self.steps:
+            self.parts.learning_rate.change_length(self.steps, steps)
+            self.steps = steps
 
     def fetch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next step, on its device; waits for them."""
@@ -175,9 +155,8 @@ class Trainer:
         """Learn from the guard whether to stop, and which steps were skipped. Raises
         BadStepError.
         """
-        if (
-            self.parts.checkpointer is not None
-        ):  # a save in the background may have found weights that are not finite
+        if self.parts.checkpointer is not None:
+            # A save in the background may have found weights that are not finite.
             self.parts.checkpointer.await_copy()
         # Other ranks learn of a stop with the next step's token count; a rank alone does not wait
         # for that.
@@ -203,54 +182,31 @@ class Trainer:
         """
         for bad in self.parts.train_step.guard.skipped():
             self.good_steps -= 1
-            if bad.kind == "not finite" and (where := find_nonfinite(gather(self.parts.model))):
-                raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
+            if bad.kind == "not finite":
+                check_weights(bad, self.parts.model)
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
 
     def roll_back(self, bad: BadStepError) -> None:
-        """Go back to the newest checkpoint that is not suspect, and on with the text behind the bad
-        step.
+        """Go back to a checkpoint from before the bad step, if the guard's policy says so.
 
-        All ranks call it together. Raises `bad` where the policy is another one, its budget is used
-        up, or there is no checkpoint.
+        Raises `bad` where it does not, or cannot be done.
         """
-        parts, guard = self.parts, self.parts.train_step.guard
-        if guard.policy != "rollback" or parts.checkpointer is None:
+        if self.parts.train_step.guard.policy != "rollback" or self.parts.checkpointer is None:
             raise bad
-        guard.consume_budget(bad)
-        self.phase("rollback")
-        self.poll_saves(wait=True)
-        try:
-            loaded = parts.checkpointer.load_newest(
-                parts.model,
-                parts.optimizer,
-                lambda newest: parts.anomalies.mark_suspect(bad, newest),
-            )
-        except CheckpointError as error:
-            bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
-            raise bad from error
-        fetched = self.recent[bad.step]
-        data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
-        train = {**loaded.train, "data": skip_to(data, fetched)}
-        self.loaded = replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"})
-        self.restore(self.loaded)
-        self.recent.clear()
-        self.stopping = self.validation_owed = (
-            False  # a request to stop is repeated with every step
-        )
-        self.callbacks("on_rollback", self)
-        parts.anomalies.rolled_back(bad, fetched, self.step, data)
-        for notice in loaded.notices:
-            logger.info(notice)
+        from titanlite.training.resume import roll_back
+
+        roll_back(self, bad)
 
     def validate(self) -> None:
         """Measure the mean losses on the held-out texts, every `validation.freq` steps and at the
         end.
         """
-        parts, texts = self.parts, self.parts.validation
-        if texts is None or not (
-            self.step % texts.freq == 0 or self.step >= self.steps or self.validation_owed
-        ):
+        parts = self.parts
+        texts = parts.validation
+        if texts is None:
+            return
+        due = self.step % texts.freq == 0 or self.step >= self.steps or self.validation_owed
+        if not due:
             return
         self.sync_guard()
         self.validation_owed = True  # until it is done: a resumed run does it first
@@ -269,13 +225,8 @@ class Trainer:
             return
         self.validation_owed = False
         self.validated = self.step, result
-        self.callbacks(
-            "on_validation_end",
-            self,
-            result.all.loss,
-            result.all.tokens,
-            time.perf_counter() - started,
-        )
+        seconds = time.perf_counter() - started
+        self.callbacks("on_validation_end", self, result.all.loss, result.all.tokens, seconds)
 
     def save(self) -> None:
         """Write a checkpoint when it is due.
@@ -283,58 +234,20 @@ class Trainer:
         A save that fails in mid-run is reported, and tried again at the next interval; at the end
         it raises.
         """
-        parts, saver, schedule = self.parts, self.parts.checkpointer, self.parts.save_schedule
-        last_step = self.step == self.steps
-        last = last_step or self.stopping
-        measured, result = self.validated or (0, None)
-        validation_loss = result.all.loss if result and measured == self.step else None
-        if (
-            saver is None
-            or schedule is None
-            or not (schedule.due(self.step, validation_loss) or last)
-        ):
+        schedule = self.parts.save_schedule
+        if self.parts.checkpointer is None or schedule is None:
             return
-        self.phase("save")
-        self.sync_guard()
-        started = time.perf_counter()
-        schedule.begin(self.step)
-        try:
-            folder = saver.save(
-                self.step,
-                parts.model,
-                parts.optimizer,
-                self.train_state(),
-                weights_only=parts.last_save_dtype
-                if last_step and not self.validation_owed
-                else None,
-                validation_loss=validation_loss,
-                trackers=parts.trackers(),
-                proven=self.good_steps > 0,
-            )
-            if not last:  # a stop that came while it was written needs no second save
-                last = self.stopping = self.stop.requested_anywhere()
-            stood = time.perf_counter() - started
-            if last:
-                saver.wait()
-        except CheckpointError as error:
-            if last_step:
-                raise
-            _log_once(logging.ERROR, _failed(self.step, error))
-        else:
-            if not saver.is_async:
-                self.saved_step = self.step
-                self.callbacks("on_save", self, self.step, folder, stood)
-            elif last:
-                self.saved_step = (
-                    self.step
-                )  # all ranks have waited for it; rank 0 alone gets its outcome
-            else:
-                logger.info(
-                    f"checkpoint of step {self.step} is being written; no step for "
-                    f"{human_time(stood)}"
-                )
-        self.poll_saves()
-        self.good_steps = 0
+        validation_loss = None
+        if self.validated is not None and self.validated[0] == self.step:
+            validation_loss = self.validated[1].all.loss
+        due = schedule.due(self.step, validation_loss)
+        if due or self.step == self.steps or self.stopping:
+            self.phase("save")
+            self.sync_guard()
+            schedule.begin(self.step)
+            _write_checkpoint(self, self.parts.checkpointer, validation_loss)
+            self.poll_saves()
+            self.good_steps = 0
 
     def poll_saves(self, wait: bool = False) -> None:
         """Report on rank 0 how saves in the background ended.
@@ -342,10 +255,12 @@ class Trainer:
         wait: until they have; all ranks call that together.
         """
         saver = self.parts.checkpointer
-        if wait and saver is not None and saver.is_async:
+        if saver is None:
+            return
+        if wait and saver.is_async:
             with contextlib.suppress(CheckpointError):
                 saver.wait()
-        while saver is not None and (outcome := saver.poll()):
+        while (outcome := saver.poll()) is not None:
             if outcome.problem:
                 logger.error(_failed(outcome.step, outcome.problem))
             else:
@@ -363,7 +278,8 @@ class Trainer:
             "schedule": parts.learning_rate.record(),
             LEFT_OUT: list(parts.exclude_from_loading),
         }
-        if statistics := parts.train_step.guard.state_dict():
+        statistics = parts.train_step.guard.state_dict()
+        if statistics:
             state["guard"] = statistics
         if self.validation_owed:
             state["validation_owed"] = True
@@ -382,14 +298,12 @@ class Trainer:
         together = isinstance(error, BadStepError) or getattr(error, "together", False)
         end = RunEnd("done", self.step)
         if error is not None:
-            end = RunEnd(
-                "failed", self.done, error, f"{type(error).__name__}: {error}".removesuffix(": ")
-            )
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            end = RunEnd("failed", self.done, error, reason)
         with contextlib.ExitStack() as stack:
             if together:
-                stack.callback(
-                    dist.barrier
-                )  # the first rank that leaves would end the others before they are done
+                # The first rank that leaves would end the others before they are done.
+                stack.callback(dist.barrier)
             stack.callback(self.parts.close)
             stack.callback(self.callbacks.end, self, end)
             if isinstance(error, StopRequested):
@@ -399,122 +313,52 @@ class Trainer:
                 self.phase("end")
                 self.poll_saves(wait=True)
                 if not error.applied:  # else the step cannot be computed again
-                    explain(
-                        error,
-                        self.parts.model,
-                        self.parts.train_step.runner,
-                        self.recent[error.step],
-                    )
+                    runner = self.parts.train_step.runner
+                    explain(error, self.parts.model, runner, self.recent[error.step])
                 end.reason = str(error)
                 self.parts.anomalies.stopped(error, self.recent[error.step])
 
 
-def _close_at_checkpoint(trainer: Trainer) -> None:
-    """Do what belongs to the last step, where a rollback has left no text for another one.
-
-    The checkpoint is there. Only weights for `transformers` have a folder of their own.
-    """
-    texts, saver = trainer.parts.validation, trainer.parts.checkpointer
-    if (
-        texts is not None and trainer.step % texts.freq
-    ):  # else it was done before this checkpoint was written
-        trainer.validate()
-    if saver is not None and saver.config.last_save_in_hf and not trainer.validation_owed:
-        trainer.save()
-    elif trainer.parts.last_save_dtype is not None:
-        _log_once(
-            logging.WARNING,
-            f"the text ends with the checkpoint of step {trainer.step}, which the run went back "
-            "to. It is a full one: no save of the weights alone follows it "
-            "(checkpoint.model_weights_only)",
+def _write_checkpoint(trainer: Trainer, saver: Checkpointer, validation_loss: float | None) -> None:
+    """Write a checkpoint now; the last one of a run is complete when this returns."""
+    parts = trainer.parts
+    last_step = trainer.step == trainer.steps
+    last = last_step or trainer.stopping
+    weights_only = parts.last_save_dtype
+    if not last_step or trainer.validation_owed:
+        weights_only = None
+    started = time.perf_counter()
+    try:
+        folder = saver.save(
+            trainer.step,
+            parts.model,
+            parts.optimizer,
+            trainer.train_state(),
+            weights_only=weights_only,
+            validation_loss=validation_loss,
+            trackers=parts.trackers(),
+            proven=trainer.good_steps > 0,
         )
-
-
-def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
-    """Go on at the place in the text that a checkpoint has.
-
-    Raises CheckpointError for a place that cannot be.
-    """
-    try:
-        load_text(trainer, loaded.train["data"])
-    except StateError as error:
-        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
-
-
-def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
-    """Let the loader go on from its state in a checkpoint, and find again where phases begin from
-    there.
-
-    Raises StateError for a state that cannot be.
-    """
-    check_loader(data)
-    parts, data = trainer.parts, {name: value for name, value in data.items() if name != "phases"}
-    if parts.phases is not None:
-        from titanlite.data.phases import Progress
-
-        done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
-        parts.learning_rate.phases = parts.phases.rates(done)
-        if parts.datasets.train.mixture is not None:
-            data = {**data, "phases": parts.phases.shares(done)}
-    parts.loader.load_state_dict(data)
-
-
-def save_seed(parts: TrainingComponents) -> None:
-    """Write the checkpoint of a run that has not begun, as step 0.
-
-    Raises CheckpointError if there are others.
-    """
-    saver = parts.checkpointer
-    assert saver is not None, "a seed checkpoint needs checkpoint.enable_checkpoint"
-    with contextlib.closing(parts):
-        if there := steps_in(saver.root):
-            raise CheckpointError(
-                f"checkpoint.create_seed_checkpoint = true, but {saver.root} holds "
-                f"step-{there[-1]} already: give another checkpoint.folder or job.dump_folder"
-            )
-        data = gather_state(parts.loader.state_dict(), parts.datasets.train)
-        folder = saver.save(0, parts.model, parts.optimizer, {"data": data, "tokens_seen": 0})
-        saver.wait()
-    logger.info(
-        f"seed checkpoint written to {folder}: the same config without "
-        "create_seed_checkpoint starts from it, on any number of ranks"
-    )
-
-
-def _check_state(loaded: LoadedState) -> None:
-    """Raise CheckpointError unless a checkpoint says, in its train state, where the run goes on."""
-    needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
-    for name, kind in _STATE.items():
-        value = loaded.train.get(name)
-        is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
-        if is_wrong and (name in needed or name in loaded.train):
-            raise CheckpointError(
-                f"{loaded.folder} does not say where its run goes on: {name} in its train state "
-                f"is {value!r:.60}. {_ONLY_WEIGHTS}"
-            )
-    try:
-        check_statistics(loaded.train.get("guard", {}))
-    except ValueError as error:
-        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
-
-
-def _end_with_text(trainer: Trainer, later: bool = False) -> None:
-    """End the run where its text does, of which a part may be skipped.
-
-    later: also where that is later.
-    """
-    left = trainer.parts.loader.steps_left
-    steps = trainer.steps if left is None else trainer.step + left
-    if later or steps < trainer.steps:
-        trainer.parts.learning_rate.change_length(trainer.steps, steps)
-        trainer.steps = steps
-
-
-def _log_once(level: int, text: str) -> None:
-    """Log at this level on rank 0, for the console, and at level INFO in the logs of the other
-    ranks.
-    """
-    logger.log(logging.INFO if dist.get_rank() else level, text)
+        if not last:  # a stop that came while it was written needs no second save
+            last = trainer.stopping = trainer.stop.requested_anywhere()
+        stood = time.perf_counter() - started
+        if last:
+            saver.wait()
+    except CheckpointError as error:
+        if last_step:
+            raise
+        log_once(logging.ERROR, _failed(trainer.step, error))
+        return
+    if not saver.is_async:
+        trainer.saved_step = trainer.step
+        trainer.callbacks("on_save", trainer, trainer.step, folder, stood)
+    elif last:
+        # All ranks have waited for it; rank 0 alone gets its outcome.
+        trainer.saved_step = trainer.step
+    else:
+        logger.info(
+            f"checkpoint of step {trainer.step} is being written; no step for {human_time(stood)}"
+        )
 
 
 def _failed(step: int, problem: object) -> str:
@@ -525,22 +369,24 @@ def _stopped(trainer: Trainer) -> StopRequested:
     """Return and log how a run stands that has stopped as it was asked. All ranks call it
     together.
     """
-    step, newest, saver = trainer.step, trainer.saved_step, trainer.parts.checkpointer
+    step, newest = trainer.step, trainer.saved_step
+    saver = trainer.parts.checkpointer
     saved = step == 0 or newest == step
     if step == 0:
         kept = "no step was done, nothing is lost"
     elif saver is None:
         kept = "checkpoints are off, nothing is saved"
     elif saved:
-        once = (
-            ["checkpoint.load_step"] if saver.config.load_step >= 0 else []
-        )  # both would be refused
-        once += ['checkpoint.start = "fresh"'] if saver.config.start == "fresh" else []
-        command = " without ".join(["the same command", *once])
+        command = "the same command"
+        # Both would be refused.
+        if saver.config.load_step >= 0:
+            command += " without checkpoint.load_step"
+        if saver.config.start == "fresh":
+            command += ' without checkpoint.start = "fresh"'
         kept = f"the checkpoint of step {step} is written, {command} goes on from there"
     else:
         other = "there is no checkpoint" if newest is None else f"the newest is of step {newest}"
         kept = f"its checkpoint could not be written, {other}"
     reason = trainer.stop.describe()
-    _log_once(logging.WARNING, f"stopped after step {step} by {reason}: {kept}")
+    log_once(logging.WARNING, f"stopped after step {step} by {reason}: {kept}")
     return StopRequested(f"{reason}: {kept}", step, saved, together=True)

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
 from titanlite.tools.hub.tensors import Contents
-from titanlite.trainer import save_seed
+from titanlite.training.resume import save_seed
 
 SEED = "--checkpoint.create_seed_checkpoint"
 

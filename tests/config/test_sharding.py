@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.build import check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import fitted
+from titanlite.start.model import check_model
 
 
 def run_of(*flags: str) -> RunConfig:

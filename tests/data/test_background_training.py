@@ -11,7 +11,7 @@ from typing import Any
 from tests.pool import Pools
 from tests.steps import train_rows
 from tests.tiny import EIGHT_STEPS
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.checkpoint import manager
 from titanlite.data.prefetch import THREAD
 from titanlite.parallel.dist_env import DistEnv

@@ -26,8 +26,8 @@ from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start.fit import load_config
 from titanlite.start.run_text import phases_of
 from titanlite.step import ReplicationFactors
-from titanlite.trainer import load_text
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
+from titanlite.training.resume import load_text
 
 
 class Numbers(Rows):

@@ -13,7 +13,7 @@ import torch
 from tests.pool import Pools
 from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file

@@ -23,7 +23,7 @@ from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
 from titanlite.data.token_paths import INDEX
 from titanlite.start.signals import StopSignal
 from titanlite.tools.cli import main
-from titanlite.training.run_callbacks import TokenHashes
+from titanlite.training.token_hashes import TokenHashes
 
 LENGTHS = [[30, 20, 50]] * 3
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.words import listening
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.runtime import memory_report

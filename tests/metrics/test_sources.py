@@ -14,7 +14,7 @@ import torch
 from tests.pool import Pools
 from tests.steps import train_rows
 from tests.tiny import TWO_LAYERS
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows
 from titanlite.metrics.figures import RowLosses

@@ -62,7 +62,7 @@ def main() -> None:
 
 def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
     """Train as the flags say until all steps are counted, and return the counts."""
-    from titanlite.build import build
+    from titanlite.assembly import build
     from titanlite.callbacks import Callback, load_callbacks
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.start.fit import check_config
@@ -97,10 +97,10 @@ def no_waiting() -> Iterator[None]:
     """
     import torch.distributed as dist
 
-    import titanlite.build
     from titanlite.checkpoint import manager
     from titanlite.guard import FiniteGuard
     from titanlite.parallel import dist_env, rendezvous
+    from titanlite.start import rank_checks
 
     read = FiniteGuard._read
 
@@ -114,7 +114,7 @@ def no_waiting() -> Iterator[None]:
         mock.patch.object(manager, "find_nonfinite", lambda *_: ""),
         mock.patch.object(dist_env, "connect_store", lambda *_: dist.HashStore()),
         mock.patch.object(rendezvous, "barrier", lambda *_: None),
-        mock.patch.object(titanlite.build, "check_ranks", lambda *_, **__: []),
+        mock.patch.object(rank_checks, "check_ranks", lambda *_, **__: []),
     ):
         yield
 

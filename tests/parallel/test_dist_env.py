@@ -257,14 +257,15 @@ print(DistEnv.open("cpu").__enter__().size, dist.is_initialized())
 
 _OWN_LOOP = """
 import os, sys
-import titanlite.build
+import titanlite.start.fingerprints
 from titanlite import DistEnv, build, load_config
 
 def fail(*_):
     raise ValueError("only on this rank")
 
 if os.environ["RANK"] == "1":
-    titanlite.build.fingerprints = fail  # before the checkpoints' process group is made
+    # Before the checkpoints' process group is made.
+    titanlite.start.fingerprints.fingerprints = fail
 with DistEnv.open() as world:
     build(load_config("debug_model.toml", world.size, sys.argv[1:]), world)
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.allocated import peak_bytes
 from tests.tiny import KEPT_TOKENS
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.data.loader import Batch, to_device
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.plan.parts import RankMemory

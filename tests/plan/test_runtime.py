@@ -21,12 +21,14 @@ from titanlite.main import _first_here
 from titanlite.metrics.watchdog import PeerError
 from titanlite.parallel.compile import CompileError
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.plan import runtime
+from titanlite.plan import start_rows as rows_module
 from titanlite.plan.hardware import GPUS, cluster_of
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import GIB, needed_bytes
-from titanlite.plan.runtime import PeakCheck, memory_report, remedies, start_rows
+from titanlite.plan.peak import PeakCheck
+from titanlite.plan.runtime import memory_report, remedies
 from titanlite.plan.speed import predict
+from titanlite.plan.start_rows import start_rows
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
 
@@ -112,7 +114,7 @@ def test_the_row_of_the_start_report_is_quick_and_stops_nothing(
         r"planned [\d.]+ GiB of tensors per rank .the process itself takes more., in ", on_cpu
     )
     assert start_rows(planned("hf_debug.toml", 1), "cuda", GIB) == [], "it has no formulas"
-    monkeypatch.setattr(runtime, "estimate", lambda *_: {}["gone"])
+    monkeypatch.setattr(rows_module, "estimate", lambda *_: {}["gone"])
     assert start_rows(run, "cuda", GIB) == [
         ("note", "the memory of this run is not planned: KeyError: 'gone'")
     ]

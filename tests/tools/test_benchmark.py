@@ -21,7 +21,7 @@ from tests.pool import Pools
 from tests.runs.conftest import training_row, write_metrics
 from tests.tiny import TWO_LAYERS, size
 from tests.tools.stand_in import SPEEDS
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.config.errors import Problem
 from titanlite.config.load import load_file
 from titanlite.parallel.dist_env import DistEnv

@@ -19,7 +19,7 @@ from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.sources import iter_records, list_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.runs.record import begin
+from titanlite.runs.record import Start, begin
 from titanlite.tools.commands.look import Run, State, _history, sequences_of
 
 TOKENIZER = load_tokenizer()
@@ -140,7 +140,7 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
 
 def test_a_run_without_a_good_checkpoint_has_the_ranks_of_its_last_attempt(tmp_path: Path) -> None:
     (tmp_path / "checkpoint" / "step-1").mkdir(parents=True)
-    begin(tmp_path, config_toml="", steps=8, ranks=4, device="cpu")
+    begin(tmp_path, Start(config_toml="", steps=8, ranks=4, device="cpu"))
     assert _history(tmp_path) == ([], {}, 4)
 
 

@@ -546,7 +546,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
     wanted = {"resolve_as", "resolve", "load_callbacks"}
     places = {file for file, call in _calls(wanted) if isinstance(call.func, ast.Name)}
     assert places == {
-        "build.py",
+        "assembly.py",
         "callbacks.py",
         "config/extensions.py",
         "main.py",

@@ -18,7 +18,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.steps import train_step
 from tests.training.reference import Curve
-from titanlite.build import data_parallel_rank
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
@@ -30,6 +29,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, plain
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
+from titanlite.start.loaders import data_parallel_rank
 from titanlite.step import ReplicationFactors, StepResult
 
 TINY = LlamaArgs(

@@ -18,7 +18,7 @@ from tests.tiny import TWO_LAYERS, size
 from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import build
+from titanlite.assembly import build
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.loader import Batch

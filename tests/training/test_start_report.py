@@ -18,7 +18,7 @@ from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.start import report
+from titanlite.start import opening, report
 from titanlite.start.report import Setup
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
@@ -222,7 +222,7 @@ def test_the_kernel_of_attention_is_named() -> None:
 def test_a_schedule_of_a_later_version_stops_no_resume() -> None:
     rate = LearningRate(Schedule(10, 2, "linear", "titan", 0.0), 1e-3)
     state = {"schedule": {**rate.record(), "decay_type": "of a later version"}}
-    said = report.schedule_change(LoadedState(6, state), rate, 10)
+    said = opening.schedule_change(LoadedState(6, state), rate, 10)
     assert said and "cannot be compared" in said and "of a later version" in said
 
 
@@ -232,7 +232,7 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
 
     def change(before: LearningRate, now: LearningRate) -> str | None:
         state = json.loads(json.dumps({"schedule": before.record()}))
-        return report.schedule_change(LoadedState(6, state), now, 10)
+        return opening.schedule_change(LoadedState(6, state), now, 10)
 
     assert change(plain, plain) is None and change(halved, halved) is None
     assert "phases [[8, 0.5]] -> []" in (change(halved, plain) or "")
@@ -241,11 +241,11 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
 
 def test_the_use_of_an_initial_load_path_is_told() -> None:
     section = Checkpoint(enable_checkpoint=True, folder="b", initial_load_path="a")
-    assert report.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
+    assert opening.began(section, LoadedState(0, {}, folder=Path("a/step-4"), origin="from")) == (
         "a run that starts from a/step-4 with its weights (checkpoint.initial_load_path; b has no "
         "checkpoint yet)"
     )
-    resumed = report.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
+    resumed = opening.began(section, LoadedState(2, {}, folder=Path("b/step-2")))
     assert resumed.startswith("resumed from step 2 in b (")
     assert "so checkpoint.initial_load_path is not used" in resumed
 

@@ -9,6 +9,7 @@ torch.
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import socket
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import this_rank
 from titanlite.parallel.process import allow_files, kernel_order
+from titanlite.utils import logger
 
 if TYPE_CHECKING:
     import torch
@@ -244,6 +246,15 @@ def meet() -> None:
     import torch.distributed as dist
 
     dist.all_reduce(torch.zeros(()))
+
+
+def log_once(level: int, text: str) -> None:
+    """Log at this level on rank 0, for the console, and at level INFO in the logs of the other
+    ranks.
+    """
+    import torch.distributed as dist
+
+    logger.log(logging.INFO if dist.get_rank() else level, text)
 
 
 def set_timeouts(seconds: float) -> None:

@@ -124,6 +124,40 @@ def measure(ops: Sequence[Op], sizes: dict[str, int], mode: str = "none") -> Mod
     )
 
 
+class Repeated(NamedTuple):
+    """Operators of a block by what becomes of them under recomputation."""
+
+    products: int
+    #: Matrix products and attention whose outputs are saved, and those that run again.
+    saved_products: int
+    saves_attention: bool
+    repeated_products: int
+    repeats_attention: bool
+
+
+def repeated(ops: Sequence[Op], mode: str) -> Repeated:
+    """Count a module's products and attention. mode: as in `measure`."""
+    cached = _by_policy(ops) if mode == "op" else set()
+    again = _again(ops, cached) if mode != "none" else []
+    products = [op for op in ops if op.kind == "matmul"]
+    attention = [op for op in ops if op.kind == "attention"]
+    return Repeated(
+        products=len(products),
+        saved_products=sum(op.name in cached for op in products),
+        saves_attention=any(op.name in cached for op in attention),
+        repeated_products=sum(op in again for op in products),
+        repeats_attention=any(op in again for op in attention),
+    )
+
+
+def _again(ops: Sequence[Op], cached: set[str]) -> list[Op]:
+    """Return the operators that a recomputation runs: up to the last one that saves a tensor."""
+    last = max(i for i, op in enumerate(ops) if op.saves or op.keeps)
+    saves_own = ops[last].name in ops[last].saves or ops[last].keeps
+    needed = ops[: last + 1] if saves_own else ops[:last]
+    return [op for op in needed if op.name not in cached]
+
+
 def _saved(op: Op) -> tuple[str, ...]:
     return (*op.saves, f"{op.name}'") if op.keeps else op.saves
 

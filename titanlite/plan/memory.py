@@ -23,11 +23,13 @@ from titanlite.plan.blocks import (
     Loss,
     ModuleMemory,
     Peak,
+    Repeated,
     Shape,
     block_ops,
     embedding,
     head_ops,
     measure,
+    repeated,
 )
 from titanlite.plan.optimizer import state_bytes, step_bytes
 from titanlite.plan.parts import PARTS, VOCABULARY, Moment, RankMemory
@@ -48,16 +50,7 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
     NoFormula for a model that is no family of `titanlite.models.llama`, and for
     `training.fsdp_units` that go by classes or sizes.
     """
-    if not isinstance(args := run.model_args(), LlamaArgs) or args.norm_type not in (
-        "rmsnorm",
-        "fused_rmsnorm",
-    ):
-        raise NoFormula(f"there are no formulas for the memory of this model ({run.model.name})")
-    args = replace(args, vocab_size=args.vocab_size or VOCABULARY)
-    if run.training.fsdp_units not in ("block", "root"):
-        raise NoFormula(
-            f"there are no formulas for training.fsdp_units = {run.training.fsdp_units!r}"
-        )
+    args = _planned_args(run)
     if rank is not None:
         return _Step(run, args, rank, device).memory()
     ranks = range(
@@ -67,6 +60,18 @@ def estimate(run: RunConfig, rank: int | None = None, device: str = "cuda") -> R
         (_Step(run, args, rank, device).memory() for rank in ranks),
         key=lambda memory: memory.peak.total,
     )
+
+
+def _planned_args(run: RunConfig) -> LlamaArgs:
+    """Return the model's arguments with a vocabulary. Raises NoFormula."""
+    args = run.model_args()
+    if not isinstance(args, LlamaArgs) or args.norm_type not in ("rmsnorm", "fused_rmsnorm"):
+        raise NoFormula(f"there are no formulas for the memory of this model ({run.model.name})")
+    if run.training.fsdp_units not in ("block", "root"):
+        raise NoFormula(
+            f"there are no formulas for training.fsdp_units = {run.training.fsdp_units!r}"
+        )
+    return replace(args, vocab_size=args.vocab_size or VOCABULARY)
 
 
 def worst_rank(run: RunConfig, device: str = "cuda") -> int:
@@ -604,3 +609,33 @@ def with_vocabulary(run: RunConfig, tokenizer_size: int | None = None) -> RunCon
 
         size = load_tokenizer(run.model.tokenizer_path, run.model.name).vocab_size
     return replace_fields(run, model=replace_fields(run.model, vocab_size=size))
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """What the blocks of the model keep for the backward, on a rank and in one micro-batch."""
+
+    blocks: int
+    #: Blocks that recompute.
+    recomputing: int
+    #: Bytes of all blocks, and those that they would keep without recomputation.
+    kept: int
+    plain: int
+    #: Operators of a block that recomputes.
+    operators: Repeated
+
+
+def kept_activations(run: RunConfig, device: str = "cuda") -> KeptActivations:
+    """Return what the blocks of a run keep. Raises NoFormula as `estimate`."""
+    args = _planned_args(run)
+    step = _Step(run, args, 0, device)
+    modes = [step._mode(index) for index in range(args.n_layers)]
+    chosen = [mode for mode in modes if mode != "none"]
+    ops, _ = block_ops(step.shape)
+    return KeptActivations(
+        blocks=len(modes),
+        recomputing=len(chosen),
+        kept=sum(_block(step.shape, mode).kept for mode in modes),
+        plain=len(modes) * _block(step.shape, "none").kept,
+        operators=repeated(ops, chosen[0] if chosen else "none"),
+    )

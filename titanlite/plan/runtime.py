@@ -1,6 +1,4 @@
-"""Use the plan in a run: a row of the start report, the check of its peak, the report of a run out
-of memory.
-"""
+"""The report of a run out of memory: its plan, the allocator's figures, what to change."""
 
 from __future__ import annotations
 
@@ -9,11 +7,10 @@ import math
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.callbacks import SLOW_PHASES, Callback
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
@@ -21,123 +18,20 @@ from titanlite.config.toml import quote
 from titanlite.exit_codes import memory_error_of
 from titanlite.parallel.dist_env import ALLOCATOR
 from titanlite.plan.hardware import Gpu, cluster_of, gpu_of_device
-from titanlite.plan.memory import NoFormula, estimate, with_vocabulary
-from titanlite.plan.parts import GIB, PARTS, Moment, RankMemory, needed_bytes
+from titanlite.plan.memory import estimate, with_vocabulary
+from titanlite.plan.parts import PARTS, Moment, RankMemory, needed_bytes
+from titanlite.plan.peak import APART, APART_BYTES, OTHER_PHASES
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_loaded
-from titanlite.utils import Table, human_bytes, logger, render
+from titanlite.utils import Table, human_bytes, render
 
 if TYPE_CHECKING:
-    from titanlite.step import StepResult
-    from titanlite.trainer import Trainer
+    pass
 
-#: Measured and planned peaks that are further apart than this share, and these bytes, are reported.
-#: Work spaces of CUDA's libraries are not planned.
-APART, APART_BYTES = 0.15, 2**28
 #: Remedies that are shown, and the least share of the peak that each saves.
 _REMEDIES, _LEAST = 3, 0.02
-#: Phases in which a peak is none of a training step.
-_OTHER_PHASES = SLOW_PHASES - {"profile", "end"}
 _SAVE = "Any of these saves memory, by the plan:"
 _REQUEST = re.compile(r"(?:allocate|allocating) ([\d.]+ (?:bytes|[KMGT]iB))")
-
-
-# At the start and after step 2
-
-
-def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]:
-    """Return the row of the start report; none for a model without formulas. It raises nothing.
-
-    device: "cuda" or "cpu". total: bytes of one device.
-    """
-    try:
-        planned = estimate(run, None, device)
-    except NoFormula:
-        return []
-    except Exception as error:
-        return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
-    size, of_rank = planned.peak.total, f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
-    if device == "cpu":
-        text = f"{human_bytes(size)} of tensors per rank (the process itself takes more)"
-    else:
-        needed = f"{needed_bytes(planned) / GIB:,.1f} with overhead"
-        text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
-    rows = [("memory", f"{_planned(run)} {text}, in {planned.peak.place}{of_rank}")]
-    if device == "cuda" and needed_bytes(planned) > total:
-        rows.append(
-            (
-                "warning",
-                "by the plan this run needs more memory than a GPU has: it may end with code 8",
-            )
-        )
-    return rows
-
-
-def _planned(run: RunConfig) -> str:
-    """Return the plan's verb: formulas do not know what a compiler saves."""
-    return "planned at most" if run.training.compile else "planned"
-
-
-class PeakCheck(Callback):
-    """Logs the measured peak beside the planned one, once, after the second step of a process.
-
-    It runs before the metrics, whose logs begin a new peak. The first step is logged and has no
-    optimizer state before its end, so the peak of the second is that of every later step.
-
-    read_peak: bytes of this rank's tensors at their peak since the latest log. A CPU has no such
-    counter, and the resident memory of its process is mostly not tensors: there nothing is
-    compared.
-    """
-
-    def __init__(self, run: RunConfig, read_peak: Callable[[], int], device: str = "cuda") -> None:
-        self._run, self._read_peak, self._device = run, read_peak, device
-        #: The peak since the latest log is one of training steps only; it was compared.
-        self._fresh = self._done = False
-
-    def on_phase(self, trainer: Trainer, phase: str) -> None:
-        if phase in _OTHER_PHASES:
-            self._fresh = False
-
-    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        self._fresh = True
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        if not self._fresh or self._done:
-            return
-        self._done = True
-        import torch
-        import torch.distributed as dist
-
-        world = trainer.parts.world
-        peaks = torch.zeros(2, world.size, dtype=torch.float64)
-        try:
-            planned = estimate(self._run, world.rank, self._device).peak.total
-        except Exception:  # the start report has said so
-            planned = 0
-        peaks[:, world.rank] = torch.tensor([self._read_peak(), planned])
-        peaks = peaks.to(world.device)
-        dist.all_reduce(peaks)
-        measured, plans = peaks.tolist()
-        if not all(plans):
-            return
-        shares = [size / plan - 1 for size, plan in zip(measured, plans, strict=True)]
-        wrong = shares if self._run.training.compile else [abs(one) for one in shares]
-        rank = max(range(world.size), key=wrong.__getitem__)
-        where = f" on rank {rank}" if world.size > 1 else ""
-        text = (
-            f"memory of step {trainer.step}: measured {measured[rank] / GIB:,.2f} GiB at the "
-            f"peak{where}, "
-        )
-        text += f"{_planned(self._run)} {plans[rank] / GIB:,.2f} GiB ({shares[rank]:+.1%})"
-        far = wrong[rank] > APART and abs(measured[rank] - plans[rank]) > APART_BYTES
-        if not far or world.rank:  # the console shows a warning once
-            logger.info(text)
-            return
-        logger.warning(
-            f"{text}: more than {APART:.0%} apart, so the plan is wrong. Please report it, with "
-            f"this line and with config.toml and logs/rank_{rank}.log of "
-            f"{self._run.job.dump_folder}"
-        )
 
 
 # Out of memory
@@ -312,7 +206,7 @@ def memory_report(run: RunConfig, error: BaseException, where: str, rank: int, d
     except Exception as failed:  # the error itself is the one to be seen
         lines.append(", ".join(f"{name} {human_bytes(size)}" for name, size in figures.items()))
         lines.append(f"There is no plan to compare with: {failed}")
-    if (phase := where.partition(" ")[0]) in _OTHER_PHASES:
+    if (phase := where.partition(" ")[0]) in OTHER_PHASES:
         lower = (
             f": lower validation.batch_size (now {run.validation.batch_size})"
             if phase == "validate"

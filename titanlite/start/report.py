@@ -8,34 +8,36 @@ a list of them.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import platform
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from titanlite.callbacks import Callback
-from titanlite.checkpoint.loaded import GROUPS, LoadedState
+import torch
+
+from titanlite import __version__
 from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
-from titanlite.data.loader import served_already
+from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
-from titanlite.data.skip_ranges import Range
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
-from titanlite.optim.schedule import LearningRate
-from titanlite.training.anomalies import steps_text
-from titanlite.utils import counted, human_bytes, human_count, logger
+from titanlite.metrics.throughput import device_name, total_memory_bytes
+from titanlite.optim.optimizer import state_bytes
+from titanlite.parallel.fsdp import DTYPES
+from titanlite.start.derive import RunConfig, with_steps
+from titanlite.start.run_text import Datasets
+from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlite.assembly import Built
     from titanlite.parallel.activation_checkpoint import ActivationStats
     from titanlite.parallel.float8_choice import Float8Choice
     from titanlite.parallel.pipeline_split import StageLayout
-    from titanlite.trainer import Trainer
-    from titanlite.training.run_callbacks import AttemptRecord
 
 Row = tuple[str, str]
 
@@ -46,13 +48,6 @@ _LAST = ("note", "warning")
 #: Prefixes of notes of the config whose numbers rows of the report show already.
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 _NO_OFFLOAD = "offload has no effect on a CPU"
-_WORDS = {
-    "optimizer": "optimizer",
-    "lr_scheduler": "schedule",
-    "dataloader": "text",
-    "rng": "random generators",
-    "ema": "averages",
-}
 
 
 @dataclass(frozen=True)
@@ -378,127 +373,114 @@ def schedule_row(
     return "schedule", ", ".join(filter(None, parts))
 
 
-class StartReport(Callback):
-    """Logs the report when a run starts.
-
-    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts:
-    has lines of its own. in_epochs: the text decides how long the run is.
-    """
-
-    def __init__(
-        self,
-        report: Callable[[Trainer], Sequence[str]],
-        checkpoint: Checkpoint,
-        skip: Sequence[Range],
-        attempts: AttemptRecord,
-        in_epochs: bool,
-    ) -> None:
-        self._report, self._checkpoint, self._skip = report, checkpoint, skip
-        self._attempts, self._in_epochs = attempts, in_epochs
-
-    def on_start(self, trainer: Trainer) -> None:
-        loaded, rank = trainer.loaded, trainer.parts.world.rank
-        for line in [
-            *self._report(trainer),
-            *self._notices(trainer),
-            began(self._checkpoint, loaded),
-        ]:
-            # Every rank has it in its own log; the console shows a warning once.
-            warns = line.startswith(WARNING) and not rank
-            logger.log(
-                logging.WARNING if warns else logging.INFO,
-                line.removeprefix(WARNING) if warns else line,
-            )
-
-    def _notices(self, trainer: Trainer) -> Iterator[str]:
-        """Yield what the checkpoint, its saves and the attempt before have to tell."""
-        loaded, section = trainer.loaded, self._checkpoint
-        if loaded is not None:
-            yield from loaded.notices
-            if "dataloader" not in loaded.left_out and "data" in loaded.train:
-                for first, end in served_already(self._skip, loaded.train["data"]):
-                    steps = steps_text(first, end, trainer.parts.global_batch_size)
-                    yield (
-                        f"data.skip_steps: {steps} comes too late, it was trained on before this "
-                        "checkpoint; to leave it out, start from an older one "
-                        "(checkpoint.load_step)"
-                    )
-        if section.enable_checkpoint and section.model_weights_only:
-            form = " in Hugging Face's format" if section.last_save_in_hf else ""
-            yield (
-                f"the last save, of step {trainer.steps}, will hold the weights only, as "
-                f"{section.export_dtype}{form} (checkpoint.model_weights_only): to train on later "
-                "means to go back to the full checkpoint before it"
-            )
-        yield from self._attempts.lines
-        if loaded is not None and (
-            change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)
-        ):
-            yield f"{WARNING}{change}"
-        if trainer.step >= trainer.steps and not trainer.validation_owed:
-            key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
-            yield (
-                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.step} and "
-                f"the run has {counted(trainer.steps, 'steps')}. To train on, raise {key}; to "
-                "start again, give another --job.dump_folder or move the checkpoints away"
-            )
+def report_lines(built: Built, steps: int, peak: float | None) -> list[str]:
+    """Return the lines of the start report. peak: FLOPS of one device; None: not known."""
+    run = with_steps(built.run, steps)
+    datasets = built.datasets
+    setup = _setup(built, run)
+    rows = [("run", run.job.description)] if run.job.description else []
+    rows += [("versions", _versions()), *model_rows(run.model, setup)]
+    rows += _machine_rows(built, run, setup, peak)
+    rows += sharding_rows(run.training, setup)
+    rows += _memory_rows(built, run, setup)
+    rows.append(data_row(run.training, run.data, setup))
+    rows += file_rows(datasets.train, datasets.validation)
+    rows += batch_rows(setup, run.steps, run.training.epochs)
+    rows += optimizer_rows(run.optimizer, run.training, _state_bytes(built, run))
+    rows.append(_schedule(run))
+    rows += [("note", note) for note in run.notes]
+    rows += [("warning", warning) for warning in _warnings(run, datasets)]
+    return startup_report(rows)
 
 
-def began(section: Checkpoint, loaded: LoadedState | None) -> str:
-    """Return from where a run starts, and why."""
-    if not section.enable_checkpoint:
-        return "a fresh run, checkpoints are off"
-    asked = f"checkpoint.start = {section.start}"
-    if loaded is None:
-        return f"a fresh run ({asked}): no checkpoint to resume in {section.folder}"
-    anew = [_WORDS[name] for name in GROUPS if name in loaded.left_out and name in _WORDS]
-    but = f", but with new {', '.join(anew)}" if anew else ""
-    if loaded.origin == "from":
-        taken = "its weights" if not loaded.train else f"all it holds{but}, at step {loaded.step}"
-        why = f"checkpoint.initial_load_path; {section.folder} has no checkpoint yet"
-        return f"a run that starts from {loaded.folder} with {taken} ({why})"
-    why = asked if section.load_step == -1 else f"checkpoint.load_step = {section.load_step}"
-    if section.initial_load_path is not None:
-        why += "; so checkpoint.initial_load_path is not used"
-    return f"resumed from step {loaded.step} in {section.folder}{but} ({why})"
+def _versions() -> str:
+    return f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
 
 
-#: What a schedule of a later version, or a damaged one, leads to. It only serves a comparison.
-_DAMAGED = (TypeError, ValueError, KeyError, ArithmeticError, AttributeError)
-
-
-def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str | None:
-    """Return how learning rates differ from those of the run that wrote the checkpoint; None if
-    they do not.
-    """
-    before, now = loaded.train.get("schedule"), {"phases": [], **rate.record()}
-    if (
-        loaded.origin != "resume"
-        or "lr_scheduler" in loaded.left_out
-        or not isinstance(before, dict)
-    ):
-        return None
-    before = {"phases": [], **before}
-    changed = {
-        name: before[name]
-        for name, value in now.items()
-        if name in before and before[name] != value
+def _setup(built: Built, run: RunConfig) -> Setup:
+    builder = built.model.builder
+    mesh, batch = run.mesh, run.batch
+    degrees = {
+        "pp": mesh.pipeline,
+        "dp_replicate": mesh.dp_replicate,
+        "dp_shard": mesh.dp_shard,
+        "cp": mesh.context,
+        "tp": mesh.tensor,
     }
-    first, coming = loaded.step + 1, range(loaded.step + 1, steps + 1)
-    try:
-        earlier = rate.with_record({**now, **changed})
-        if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):
-            return None
-        rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
-    except _DAMAGED:
-        return (
-            f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: "
-            f"{changed!r:.200}"
-        )
-    words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
-    total = changed.get("total_steps")
-    keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
-    return (
-        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of "
-        f"step {first}: {rates}{keep}"
+    rows = batch.micro_batch_size // run.pipeline.microbatches
+    return Setup(
+        device=device_name(builder.device),
+        cpu=builder.device.type == "cpu",
+        degrees=degrees,
+        parameters=parameter_counts(builder.spec.build_on_meta(builder.args)),
+        micro_batch=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        seq_len=batch.seq_len,
+        # Tensor-parallel ranks gather the sequence before a product.
+        tokens=rows * (batch.seq_len // mesh.context),
+        text=built.datasets.train.describe(),
+        tokens_per_epoch=built.datasets.train.tokens_per_epoch,
     )
+
+
+def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None) -> list[Row]:
+    """Return rows of devices and mesh, and of what divides or changes products there."""
+    builder, ranks = built.model.builder, run.mesh.world_size
+    flops = run.spec.flops_per_token(builder.args, run.batch.seq_len)
+    memory = total_memory_bytes(builder.device)
+    rows = compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
+    rows.append(mesh_row(setup, ranks, run.mesh.expert))
+    if run.mesh.pipeline > 1:
+        schedule, model = run.experimental.pipeline_parallel_schedule, built.model.model
+        rows.append(pipeline_row(schedule, cast("StageLayout", model.layout)))
+    if run.float8.enable_float8_linear:
+        choices = builder.float8_choices()
+        rows += float8_rows(run.float8, choices, setup, builder.compiles("model"))
+    return rows
+
+
+def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
+    """Return rows of attention, of kept activations and of the planned peak."""
+    from titanlite.plan.memory import with_vocabulary
+    from titanlite.plan.start_rows import start_rows
+
+    builder, batch = built.model.builder, run.batch
+    kept = builder.trace_activations(
+        batch_size=batch.micro_batch_size, seq_len=batch.seq_len, masked=run.data.mask_documents
+    )
+    window = getattr(builder.args, "window", None)
+    planned = with_vocabulary(built.run, built.datasets.tokenizer.vocab_size)
+    device = builder.device
+    return [
+        attention_row(kept, setup, window),
+        activations_row(run.activation_checkpoint, kept, setup),
+        *start_rows(planned, device.type, total_memory_bytes(device)),
+    ]
+
+
+def _state_bytes(built: Built, run: RunConfig) -> float | None:
+    builder = built.model.builder
+    whole = dict(builder.spec.build_on_meta(builder.args).named_parameters())
+    blocks = builder.spec.block_names(builder.args)
+    return state_bytes(whole, run.optimizer, DTYPES[run.training.dtype], blocks)
+
+
+def _schedule(run: RunConfig) -> Row:
+    schedule = run.schedule
+    floor = max(schedule.min_lr_factor * run.optimizer.peak_lr, schedule.min_lr or 0.0)
+    return schedule_row(
+        schedule.decay_type,
+        floor,
+        schedule.warmup_steps,
+        schedule.plateau_steps,
+        schedule.decay_steps,
+        schedule.total_steps,
+    )
+
+
+def _warnings(run: RunConfig, datasets: Datasets) -> list[str]:
+    """Return the warnings of the config, and those of the texts that it does not tell already."""
+    name = public_name(run.training.dataset_path or run.training.dataset)
+    sequences = None if run.steps is None else run.steps * run.batch.global_batch_size
+    doubts = text_warnings(datasets.train, datasets.validation, name, sequences)
+    return [*run.warnings, *(one for one in doubts if not is_told(one, run.warnings))]

@@ -23,7 +23,7 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
-from titanlite.guard import BadStepError
+from titanlite.guard import BadStepError, WeightsError
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.step import PlainRunner, Runner
 from titanlite.utils import counted, logger
@@ -138,6 +138,18 @@ class AnomalyLog:
                 },
             }
         )
+
+
+def check_weights(bad: BadStepError, model: nn.Module) -> None:
+    """Raise WeightsError where the weights themselves are not finite: every later step would be
+    skipped too. All ranks call it together.
+    """
+    from titanlite.checkpoint.storage import gather
+    from titanlite.training.nonfinite import find_nonfinite
+
+    where = find_nonfinite(gather(model))
+    if where:
+        raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
 
 
 def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:

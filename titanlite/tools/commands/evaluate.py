@@ -3,7 +3,7 @@
 It trains nothing and writes nothing.
 
 Model, text and numbers are those of a validation in training: the same config builds them
-(`titanlite.build`). With `validation.ema` the weights are the averages in the checkpoint.
+(`titanlite.assembly`). With `validation.ema` the weights are the averages in the checkpoint.
 """
 
 from __future__ import annotations
@@ -218,9 +218,9 @@ def read_texts(
     Raises DataError and ConfigError as training does, CheckpointError if the weights are of another
     model or tokenizer.
     """
-    from titanlite.build import check_model
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.start.fingerprints import weights_fingerprints
+    from titanlite.start.model import check_model
     from titanlite.start.run_text import read_held_out
 
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
@@ -242,12 +242,13 @@ def evaluate(
 
     All ranks call it together.
     """
-    from titanlite.build import build_model, build_validation
     from titanlite.checkpoint.load import Loader
     from titanlite.checkpoint.storage import gather
     from titanlite.data.text_report import checks_of
     from titanlite.optim.average import WeightAverage
     from titanlite.parallel.init import use_deterministic
+    from titanlite.start.loaders import build_validation
+    from titanlite.start.model import build_model
 
     parts = build_model(run, world, tokenizer.vocab_size)
     if run.debug.deterministic:

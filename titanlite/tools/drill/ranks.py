@@ -48,7 +48,7 @@ def start_fork_server() -> None:
     os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path())
     try:
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["titanlite.build", "titanlite.trainer", __name__])
+        server.set_forkserver_preload(["titanlite.assembly", "titanlite.trainer", __name__])
         forkserver.ensure_running()
     finally:
         os.environ.clear()

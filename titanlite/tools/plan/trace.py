@@ -24,7 +24,6 @@ from torch.nn.attention.bias import CausalBias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from titanlite.build import build_model, build_step
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
 from titanlite.models import autograd, layers
@@ -37,6 +36,7 @@ from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.start.derive import RunConfig
+from titanlite.start.model import build_model, build_step
 from titanlite.tools.plan.memory_meter import MemoryMeter
 
 

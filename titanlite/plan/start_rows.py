@@ -1,0 +1,41 @@
+"""Rows of the start report that the plan has: kept activations, memory at the peak."""
+
+from __future__ import annotations
+
+from titanlite.plan.memory import NoFormula, estimate
+from titanlite.plan.parts import GIB, needed_bytes
+from titanlite.start.derive import RunConfig
+from titanlite.utils import human_bytes
+
+
+def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]:
+    """Return the row of the start report; none for a model without formulas. It raises nothing.
+
+    device: "cuda" or "cpu". total: bytes of one device.
+    """
+    try:
+        planned = estimate(run, None, device)
+    except NoFormula:
+        return []
+    except Exception as error:
+        return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
+    size, of_rank = planned.peak.total, f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
+    if device == "cpu":
+        text = f"{human_bytes(size)} of tensors per rank (the process itself takes more)"
+    else:
+        needed = f"{needed_bytes(planned) / GIB:,.1f} with overhead"
+        text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
+    rows = [("memory", f"{planned_word(run)} {text}, in {planned.peak.place}{of_rank}")]
+    if device == "cuda" and needed_bytes(planned) > total:
+        rows.append(
+            (
+                "warning",
+                "by the plan this run needs more memory than a GPU has: it may end with code 8",
+            )
+        )
+    return rows
+
+
+def planned_word(run: RunConfig) -> str:
+    """Return the plan's verb: formulas do not know what a compiler saves."""
+    return "planned at most" if run.training.compile else "planned"

@@ -1,0 +1,243 @@
+"""The callbacks of a run, in the order in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from titanlite.callbacks import Callback
+from titanlite.data.text_report import checks_of
+from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.throughput import Throughput, device_name
+from titanlite.metrics.watchdog import HangWatchdog
+from titanlite.runs.provenance import public_config
+from titanlite.start.derive import RunConfig
+from titanlite.start.opening import StartReport
+from titanlite.start.report import report_lines
+from titanlite.start.run_text import Datasets
+from titanlite.training.run_callbacks import (
+    AttemptRecord,
+    CompileReport,
+    GarbageCollection,
+    Timeouts,
+    Watchdog,
+)
+
+if TYPE_CHECKING:
+    from titanlite.assembly import Built
+    from titanlite.metrics.samples import PromptSampler
+    from titanlite.trainer import Trainer
+
+
+def build_callbacks(
+    built: Built,
+    watchdog: HangWatchdog | None,
+    sampler: PromptSampler | None,
+    own: Sequence[Callback],
+) -> tuple[list[Callback], Callable[[], dict[str, str]]]:
+    """Return every callback of a run, in order, and a function that names the run at its services.
+
+    watchdog: entered by the caller. sampler: of `prompt_sampler`. own: those of the user.
+    """
+    run = built.run
+    gc = GarbageCollection(run.training.gc_freq)
+    attempts = AttemptRecord(
+        Path(run.job.dump_folder),
+        run.toml,
+        run.job.description,
+        device_name(built.world.device),
+        watchdog,
+    )
+    figures = _figures(built)
+    metrics = _metrics(built, gc, figures)
+    if sampler is not None:
+        sampler.show = metrics.write_texts
+    # The watchdog is first: other ranks wait for it.
+    every: list[Callback | None] = [
+        Watchdog(
+            watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None
+        ),
+        _timeouts(built),
+        _token_hashes(built),
+        gc,
+        attempts,
+        built.average,
+        _start_report(built, attempts),
+        # Before the metrics, which begin a new peak.
+        _peak_check(built),
+        *figures,
+        metrics,
+        _compile_report(built),
+        _float8_error(built, metrics),
+        _profiler(built),
+        _verify_resume(built),
+        _document_log(built),
+        sampler,
+        *own,
+    ]
+    return [callback for callback in every if callback is not None], metrics.run_ids
+
+
+def prompt_sampler(run: RunConfig, datasets: Datasets) -> PromptSampler | None:
+    """Return what samples prompts during training; None without prompts. Raises ConfigError."""
+    if not run.sample.prompts:
+        return None
+    from titanlite.metrics.samples import PromptSampler
+
+    longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
+    folder = Path(run.job.dump_folder)
+    return PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
+
+
+def _figures(built: Built) -> list[Any]:
+    """Return the callbacks whose figures are sums over all ranks: of sources, of experts."""
+    run = built.run
+    found: list[Any] = []
+    if run.data.source:
+        from titanlite.metrics.figures import RowLosses, SourceFigures
+
+        mixture, losses = built.datasets.train.mixture, built.model.loss
+        if mixture is not None and isinstance(losses, RowLosses):
+            size, share = run.batch.global_batch_size, built.loaders.share
+            found.append(SourceFigures(mixture, losses, size, share, built.model.factors))
+    if run.spec.experts is not None:
+        from titanlite.metrics.figures import ExpertFigures
+
+        experts = run.spec.experts(built.model.args)
+        found.append(ExpertFigures(built.model.model, experts, built.world.device))
+    return found
+
+
+def _metrics(built: Built, gc: GarbageCollection, figures: Sequence[Any]) -> MetricsLogger:
+    run = built.run
+    meter = Throughput(
+        run.batch.tokens_per_step,
+        run.batch.global_batch_size,
+        built.world.size,
+        run.spec.flops_per_token(built.model.args, run.batch.seq_len),
+        peak_of(built),
+    )
+    toml = public_config(run.toml)
+    return MetricsLogger(run.metrics, run.job, built.world, toml, meter, gc.read, figures)
+
+
+def peak_of(built: Built) -> float | None:
+    """Return the FLOPS that a device can do; None where they are not known."""
+    given = built.run.metrics.peak_tflops
+    if given:
+        return given * 1e12
+    device = built.world.device
+    if device.type != "cuda":
+        return None
+    from titanlite.plan.hardware import peak_flops
+
+    return peak_flops(device_name(device))
+
+
+def _timeouts(built: Built) -> Callback | None:
+    if not built.world.timeout:
+        return None
+    comm = built.run.comm
+    return Timeouts(comm.init_timeout_seconds, comm.train_timeout_seconds)
+
+
+def _token_hashes(built: Built) -> Callback | None:
+    checks = checks_of([built.datasets.train, *built.datasets.validation.values()])
+    if not checks:
+        return None
+    from titanlite.training.token_hashes import TokenHashes
+
+    return TokenHashes(checks)
+
+
+def _start_report(built: Built, attempts: AttemptRecord) -> Callback:
+    def lines(trainer: Trainer) -> list[str]:
+        return report_lines(built, trainer.steps, peak_of(built))
+
+    run = built.run
+    in_epochs = run.training.epochs is not None
+    return StartReport(lines, run.checkpoint, built.loaders.skip, attempts, in_epochs)
+
+
+def _peak_check(built: Built) -> Callback | None:
+    if built.world.device.type != "cuda":
+        return None
+    from titanlite.plan.memory import with_vocabulary
+    from titanlite.plan.peak import PeakCheck
+
+    planned = with_vocabulary(built.run, built.datasets.tokenizer.vocab_size)
+    return PeakCheck(planned, torch.cuda.max_memory_allocated)
+
+
+def _compile_report(built: Built) -> Callback | None:
+    if not built.run.training.compile:
+        return None
+    watch = built.model.builder.watch_compilation(built.model.model)
+    return None if watch is None else CompileReport(watch)
+
+
+def _float8_error(built: Built, metrics: MetricsLogger) -> Callback | None:
+    section = built.run.float8
+    if not (section.enable_float8_linear and section.drift_check):
+        return None
+    from titanlite.metrics.float8_error import Float8ErrorCheck
+
+    return Float8ErrorCheck(section.drift_check, built.model.builder.param_dtype, metrics.write)
+
+
+def _profiler(built: Built) -> Callback | None:
+    section = built.run.profiling
+    if not (section.enable_profiling or section.enable_memory_snapshot):
+        return None
+    from titanlite.metrics.profiler import Profiler
+
+    return Profiler(section, built.world.rank, built.world.device)
+
+
+def _verify_resume(built: Built) -> Callback | None:
+    """Return the check of a resumed run; None where checkpoints are off."""
+    if built.saves is None:
+        return None
+    from titanlite.checkpoint.resume_check import FILE, ResumeCheck
+    from titanlite.training.verify_resume import VerifyResume
+
+    run, device = built.run, built.world.device
+    in_float32 = {run.training.mixed_precision_param, run.training.dtype} == {"float32"}
+    setting = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        **run.rounding,
+    }
+    check = ResumeCheck(
+        Path(run.job.dump_folder) / FILE,
+        built.world.rank,
+        setting,
+        # Rounding is told from a difference by this share of a number; lower precisions round more.
+        tolerance=1e-4 if in_float32 and not run.float8.enable_float8_linear else 2e-2,
+        exact=device.type == "cpu" or run.debug.deterministic,
+    )
+    return VerifyResume(check, built.loaders.skip, built.loaders.share)
+
+
+def _document_log(built: Built) -> Callback | None:
+    run = built.run
+    if not run.data.log_documents:
+        return None
+    from titanlite.config.urls import public_name
+    from titanlite.training.document_log import DocumentLog
+
+    rows = built.datasets.train
+    rank, ranks = built.loaders.share
+    # No rank has read the other ranks' part of a stream: each writes its own.
+    part = (rank, ranks) if rows.lanes is not None else None
+    leads = all(built.model.mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
+    path = None
+    if leads and (rank == 0 or part is not None):
+        name = "documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl"
+        path = Path(run.job.dump_folder) / name
+    text = public_name(run.training.dataset_path or run.training.dataset)
+    return DocumentLog(path, rows, text, run.batch.global_batch_size, part)

@@ -1,0 +1,185 @@
+"""A run's model on this rank, with what runs it, its optimizer and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.extensions import load_function
+from titanlite.guard import FiniteGuard
+from titanlite.loss import LossFunction
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.init import seed_generators
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import tensor_problems
+from titanlite.start.preflight import (
+    async_tp_problems,
+    float8_problems,
+    fsdp_problems,
+    loss_problems,
+    mask_problems,
+    optimizer_problems,
+)
+from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+from titanlite.utils import is_dotted
+
+
+def check_model(run: RunConfig, tokenizer_size: int) -> None:
+    """Check that ranks can divide this model and vocabulary, and that this machine has its
+    products.
+
+    It needs no process group. Raises ConfigError.
+    """
+    spec, args = run.spec, run.model_args(tokenizer_size)
+    problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
+    problems += mask_problems(spec, args, run.data)
+    problems += optimizer_problems(spec, args, run.optimizer)
+    problems += float8_problems(run.float8)
+    problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
+    if run.experimental.enable_async_tensor_parallel:
+        problems += async_tp_problems(run.mesh.tensor)
+    if problems:
+        raise ConfigError(problems)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with its initial weights on this rank, and what runs it."""
+
+    mesh: DeviceMesh
+    #: The model's arguments.
+    args: Any
+    builder: ModelBuilder
+    model: nn.Module
+    runner: Runner
+    factors: ReplicationFactors
+    loss: LossFunction
+
+
+def build_model(
+    run: RunConfig,
+    world: DistEnv,
+    tokenizer_size: int,
+    make: Callable[[ModelBuilder], nn.Module] | None = None,
+) -> ModelParts:
+    """Build the model as the run divides it.
+
+    All ranks call it together. tokenizer_size: entries of its vocabulary.
+
+    make: returns the builder's model with memory; None: with the initial weights of the run's seed.
+    """
+    degrees = run.mesh
+    args = run.model_args(tokenizer_size)
+    _prepare_compiler(run, world)
+    mesh = world.build_mesh(**degrees.dimensions)
+    builder = _builder(run, args, mesh, world.device)
+    loss = _loss(run, builder)
+    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
+        from titanlite.parallel.async_tp import enable_async
+
+        enable_async(mesh["tp"])
+    model = make(builder) if make else builder.build(run.training.seed or 0)
+    world.apply_timeout()
+    runner = _runner(run, builder, model, loss)
+    if run.training.seed is not None:
+        # Of torch's own generators: the weights and the data order have their own.
+        seed_generators(run.training.seed, mesh)
+    _tell_experts(run, args, model)
+    factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
+    return ModelParts(mesh, args, builder, model, runner, factors, loss)
+
+
+def _prepare_compiler(run: RunConfig, world: DistEnv) -> None:
+    if run.training.compile:
+        from titanlite.parallel.compile import prepare_compile
+
+        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
+    else:
+        from titanlite.parallel.lazy_dynamo import defer_dynamo
+
+        defer_dynamo()
+
+
+def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
+    own_loss = None
+    if is_dotted(run.training.loss):
+        own_loss = load_function("training.loss", run.training.loss)
+    return ModelBuilder(
+        run.spec,
+        args,
+        mesh,
+        device,
+        run.training,
+        run.experimental,
+        run.activation_checkpoint,
+        run.compile,
+        run.float8,
+        own_loss,
+        run.mesh.expert,
+    )
+
+
+def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
+    """Return the loss function, which keeps the loss of each row where a mixture needs it."""
+    loss = builder.loss()
+    if not run.data.source:
+        return loss
+    from titanlite.metrics.figures import RowLosses
+
+    return RowLosses(loss, run.batch.seq_len // run.mesh.context)
+
+
+def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:
+    if run.mesh.pipeline == 1:
+        return PlainRunner(model, loss, run.training.gradient_sync == "every")
+    from titanlite.parallel.pipeline import PipelineModel
+
+    assert isinstance(model, PipelineModel)
+    return builder.pipeline(
+        model,
+        loss,
+        accumulation=run.batch.accumulation,
+        batch_size=run.batch.micro_batch_size,
+        seq_len=run.batch.seq_len,
+    )
+
+
+def _tell_experts(run: RunConfig, args: Any, model: nn.Module) -> None:
+    """Tell each mixture of experts the tokens of a step, by which its loss is divided."""
+    if run.spec.experts is None:
+        return
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name in run.spec.experts(args):
+        if name in modules:  # a pipeline stage has some of them
+            modules[name].step_tokens = run.batch.tokens_per_step
+
+
+def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer, TrainStep]:
+    """Build the optimizer and the step of a model."""
+    model = parts.model
+    device = parts.builder.device
+    blocks = run.spec.block_names(parts.args)
+    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device, blocks)
+    policy = run.guard
+    guard = FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window)
+    train_step = TrainStep(
+        model, optimizer, parts.runner, guard, run.training.max_norm, parts.factors
+    )
+    if run.optimizer.early_step_in_backward:
+        from titanlite.optim.gradients import StepInBackward
+
+        train_step.in_backward = StepInBackward(model, optimizer)
+        train_step.guard.applied = True
+    if run.float8.enable_float8_linear and run.float8.precompute_float8_dynamic_scale_for_fsdp:
+        from titanlite.parallel.float8 import ScalePrecompute
+
+        train_step.after_update = ScalePrecompute(model, parts.mesh)
+    return optimizer, train_step

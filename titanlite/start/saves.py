@@ -1,0 +1,68 @@
+"""A run's checkpoints: what writes them, and after which steps."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.models.args import as_record
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.provenance import public_config
+from titanlite.start.derive import RunConfig
+from titanlite.start.fingerprints import fingerprints
+from titanlite.start.run_text import Datasets
+from titanlite.utils import public
+
+if TYPE_CHECKING:
+    from titanlite.optim.average import WeightAverage
+
+
+@dataclass(frozen=True)
+class SaveParts:
+    """What saves a run."""
+
+    checkpointer: Checkpointer
+    schedule: SaveSchedule
+
+
+def build_saves(
+    run: RunConfig,
+    world: DistEnv,
+    args: Any,
+    datasets: Datasets,
+    held_out: str,
+    average: WeightAverage | None,
+) -> SaveParts:
+    """Build what saves a run. All ranks call it together.
+
+    args: the model's. held_out: hash of the held-out text. average: of the weights, to be saved
+    with them. Raises ConfigError where the model has no form for Hugging Face.
+    """
+    from titanlite.data.tokenizer.files import hf_files, tokenizer_path
+
+    if run.checkpoint.last_save_in_hf:
+        _check_hf_form(run, args)
+    prints = fingerprints(run.model.name, args, datasets)
+    tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
+    about = {
+        "toml": public_config(run.toml),
+        "model": as_record(run.model.name, args),
+        "tokenizer": {"path": tokenizer and public(tokenizer)},
+    }
+    files = functools.partial(hf_files, tokenizer)
+    averages = None if average is None else average.tensors
+    checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)
+    schedule = SaveSchedule(run.checkpoint, world, prints, held_out=held_out)
+    return SaveParts(checkpointer, schedule)
+
+
+def _check_hf_form(run: RunConfig, args: Any) -> None:
+    try:
+        run.spec.hf_names(args)
+        run.spec.hf_config(args)
+    except ValueError as error:
+        raise ConfigError([Problem("", "checkpoint.last_save_in_hf", str(error))]) from None

@@ -1,0 +1,185 @@
+"""How a run goes on from a checkpoint: at its start, and when the guard takes it back.
+
+A run that finds no checkpoint does not import this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.loaded import RESUME, LoadedState
+from titanlite.checkpoint.manifest import steps_in
+from titanlite.data.loader import gather_state
+from titanlite.data.state import StateError, check_loader
+from titanlite.guard import BadStepError, check_statistics
+from titanlite.parallel.dist_env import log_once
+from titanlite.training.anomalies import skip_to
+from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.assembly import TrainingComponents
+    from titanlite.trainer import Trainer
+
+#: Entries of a checkpoint's train state that the loop reads, and their types; numbers count from 0.
+_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict, RESUME: dict}
+_ONLY_WEIGHTS = (
+    "Only its weights can be used: name it as checkpoint.initial_load_path of another run"
+)
+
+
+def begin_from(trainer: Trainer, loaded: LoadedState) -> None:
+    """Begin a run at a checkpoint; its tensors are loaded already."""
+    _check_state(loaded)
+    restore(trainer, loaded)
+    owed = loaded.origin == "resume" and trainer.parts.validation is not None
+    trainer.validation_owed = owed and bool(loaded.train.get("validation_owed"))
+
+
+def restore(trainer: Trainer, loaded: LoadedState) -> None:
+    """Take the loop's state from a checkpoint; its tensors are loaded already."""
+    parts = trainer.parts
+    trainer.step = trainer.done = loaded.step
+    trainer.good_steps = 0
+    trainer.validated = None
+    if loaded.origin == "resume":
+        trainer.saved_step = loaded.step
+    trainer.tokens_seen = int(loaded.train["tokens_seen"])
+    began = int(loaded.train.get("schedule_began", 0))
+    if "lr_scheduler" in loaded.left_out:
+        began = loaded.step
+    parts.learning_rate.began = began
+    parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
+    if "dataloader" in loaded.left_out:
+        load_text(trainer, {"next_sequence": 0})
+    else:
+        _restore_text(trainer, loaded)
+    # Earlier steps may have been of another size. A mixture has a length of its own.
+    trainer.end_with_text(later=parts.datasets.train.mixture is None)
+
+
+def roll_back(trainer: Trainer, bad: BadStepError) -> None:
+    """Go back to the newest checkpoint that is not suspect, and on with the text behind the bad
+    step.
+
+    All ranks call it together. Raises `bad` where its budget is used up, or there is no checkpoint.
+    """
+    parts = trainer.parts
+    assert parts.checkpointer is not None
+    parts.train_step.guard.consume_budget(bad)
+    trainer.phase("rollback")
+    trainer.poll_saves(wait=True)
+    try:
+        loaded = parts.checkpointer.load_newest(
+            parts.model, parts.optimizer, lambda newest: parts.anomalies.mark_suspect(bad, newest)
+        )
+    except CheckpointError as error:
+        bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
+        raise bad from error
+    fetched = trainer.recent[bad.step]
+    data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
+    train = {**loaded.train, "data": skip_to(data, fetched)}
+    trainer.loaded = replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"})
+    restore(trainer, trainer.loaded)
+    trainer.recent.clear()
+    # A request to stop is repeated with every step.
+    trainer.stopping = trainer.validation_owed = False
+    trainer.callbacks("on_rollback", trainer)
+    parts.anomalies.rolled_back(bad, fetched, trainer.step, data)
+    for notice in loaded.notices:
+        logger.info(notice)
+    if trainer.step >= trainer.steps:
+        _close_at_checkpoint(trainer)
+
+
+def _close_at_checkpoint(trainer: Trainer) -> None:
+    """Do what belongs to the last step, where a rollback has left no text for another one.
+
+    The checkpoint is there. Only weights for `transformers` have a folder of their own.
+    """
+    texts = trainer.parts.validation
+    saver = trainer.parts.checkpointer
+    # Else it was done before this checkpoint was written.
+    if texts is not None and trainer.step % texts.freq:
+        trainer.validate()
+    if saver is not None and saver.config.last_save_in_hf and not trainer.validation_owed:
+        trainer.save()
+    elif trainer.parts.last_save_dtype is not None:
+        log_once(
+            logging.WARNING,
+            f"the text ends with the checkpoint of step {trainer.step}, which the run went back "
+            "to. It is a full one: no save of the weights alone follows it "
+            "(checkpoint.model_weights_only)",
+        )
+
+
+def _restore_text(trainer: Trainer, loaded: LoadedState) -> None:
+    """Go on at the place in the text that a checkpoint has.
+
+    Raises CheckpointError for a place that cannot be.
+    """
+    try:
+        load_text(trainer, loaded.train["data"])
+    except StateError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
+
+
+def load_text(trainer: Trainer, data: dict[str, Any]) -> None:
+    """Let the loader go on from its state in a checkpoint, and find again where phases begin from
+    there.
+
+    Raises StateError for a state that cannot be.
+    """
+    check_loader(data)
+    parts = trainer.parts
+    data = {name: value for name, value in data.items() if name != "phases"}
+    if parts.phases is not None:
+        from titanlite.data.phases import Progress
+
+        done = Progress(trainer.step, trainer.tokens_seen, data["next_sequence"])
+        parts.learning_rate.phases = parts.phases.rates(done)
+        if parts.datasets.train.mixture is not None:
+            data = {**data, "phases": parts.phases.shares(done)}
+    parts.loader.load_state_dict(data)
+
+
+def _check_state(loaded: LoadedState) -> None:
+    """Raise CheckpointError unless a checkpoint says, in its train state, where the run goes on."""
+    needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
+    for name, kind in _STATE.items():
+        value = loaded.train.get(name)
+        is_wrong = type(value) is not kind or (isinstance(value, int) and value < 0)
+        if is_wrong and (name in needed or name in loaded.train):
+            raise CheckpointError(
+                f"{loaded.folder} does not say where its run goes on: {name} in its train state "
+                f"is {value!r:.60}. {_ONLY_WEIGHTS}"
+            )
+    try:
+        check_statistics(loaded.train.get("guard", {}))
+    except ValueError as error:
+        raise CheckpointError(f"{loaded.folder}: {error}. {_ONLY_WEIGHTS}") from None
+
+
+def save_seed(parts: TrainingComponents) -> None:
+    """Write the checkpoint of a run that has not begun, as step 0.
+
+    Raises CheckpointError if there are others.
+    """
+    saver = parts.checkpointer
+    assert saver is not None, "a seed checkpoint needs checkpoint.enable_checkpoint"
+    with contextlib.closing(parts):
+        if there := steps_in(saver.root):
+            raise CheckpointError(
+                f"checkpoint.create_seed_checkpoint = true, but {saver.root} holds "
+                f"step-{there[-1]} already: give another checkpoint.folder or job.dump_folder"
+            )
+        data = gather_state(parts.loader.state_dict(), parts.datasets.train)
+        folder = saver.save(0, parts.model, parts.optimizer, {"data": data, "tokens_seen": 0})
+        saver.wait()
+    logger.info(
+        f"seed checkpoint written to {folder}: the same config without "
+        "create_seed_checkpoint starts from it, on any number of ranks"
+    )
