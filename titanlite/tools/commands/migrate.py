@@ -263,7 +263,8 @@ class _Rewriter:
         """Return the key for a value ("" for none) and its lines; without a key these are
         comments.
         """
-        if not _is(raw, value):  # raw is that of an inline table
+        # The text may be that of an inline table.
+        if not _is(raw, value):
             raw = quote(value)
         old = f"{name} = {' '.join(raw.split())}"
         reason = self._reason(name)
@@ -273,25 +274,33 @@ class _Rewriter:
             self._change("without equivalent", line, f"{old}: no equivalent: {reason}")
             return "", [f"# no equivalent: {reason}", _commented(f"{name} = {raw}")]
         key = key_of(name)
-        if key in self.written or (name, value) == ("job.dialect", "2026"):
-            why = f"says {key} once more" if key in self.written else "its defaults are written out"
+        if key in self.written:
+            self._change("rewritten", line, f"{old} is left out: says {key} once more")
+            return "", [""]
+        if (name, value) == ("job.dialect", "2026"):
+            why = "its defaults are written out"
             self._change("rewritten", line, f"{old} is left out: {why}")
             return "", [""]
         self.written.add(key)
-        new, notes = raw, []
-        differs = (
-            name in COMMA_LISTS or (key, value) in VALUE_NAMES if isinstance(value, str) else False
-        )
-        is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
-        if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
-            new = escaped(quote(self.before.value(key)))
-        elif differs:
-            new = quote(normalized(name, value))  # its environment variables stay
-        if new != raw:
-            notes = [_commented(f"{name} = {raw}")] if "#" in raw and "\n" in raw else []
+        new = self._new_text(name, value, raw)
+        notes = []
+        # A comment within the lines of an old value would be lost.
+        if new != raw and "#" in raw and "\n" in raw:
+            notes.append(_commented(f"{name} = {raw}"))
         if (key, new) != (name, raw):
             self._change("rewritten", line, f"{old} -> {key} = {new}")
         return key, [*notes, f"{key.partition('.')[2]} = {new}"]
+
+    def _new_text(self, name: str, value: Any, raw: str) -> str:
+        """Return a value as titanlite writes it. raw: its text in the file."""
+        key = key_of(name)
+        is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
+        if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
+            return escaped(quote(self.before.value(key)))
+        if isinstance(value, str) and (name in COMMA_LISTS or (key, value) in VALUE_NAMES):
+            # Its environment variables stay.
+            return quote(normalized(name, value))
+        return raw
 
     def add_defaults(self) -> None:
         """Write out the later defaults that the file relied on, and take what stands behind its
