@@ -645,21 +645,20 @@ def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None
     check_weights(arguments.source)
     from titanlite.tools.hub.convert import convert
 
-    started, show = time.perf_counter(), progress(_print_progress, "")
-    source, target, ema = arguments.source, arguments.target, getattr(arguments, "ema", False)
+    started = time.perf_counter()
     written = convert(
-        source,
-        target,
+        arguments.source,
+        arguments.target,
         arguments.to,
         arguments.dtype,
-        show,
-        ema=ema,
+        progress(_print_progress, ""),
+        ema=arguments.ema,
         report=report,
         trust_code=arguments.trust_code,
     )
-    size = (
-        sum(file.st_size for file in files_in(written).values()) or written.stat().st_size
-    )  # or of one file
+    size = sum(file.st_size for file in files_in(written).values())
+    # A file holds no files.
+    size = size or written.stat().st_size
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 
 
