@@ -86,7 +86,8 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     """
     if high <= low:
         room = abs(low) * 0.1 or 1.0
-        low, high = low - room, high + room
+        low = low - room
+        high = high + room
     rough = (high - low) / count
     unit = 10.0 ** math.floor(math.log10(rough))
     step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= rough * 0.999)

@@ -29,7 +29,7 @@ from titanlite.tools import at_least, refuse_keys
 from titanlite.tools.commands import benchmark_report as report
 from titanlite.tools.commands.plots import PlotsMissing
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.processes import Stopped, last_lines, run, stoppable
+from titanlite.tools.processes import Stopped, last_lines, stoppable, train
 from titanlite.utils import atomic_write, escape, render
 
 
@@ -448,7 +448,8 @@ class Benchmark:
 
     def _make(self, level: Level, repeat: int) -> bool:
         """Make one run. Return whether it is finished."""
-        folder, number = self.folder(level, repeat), len(self.finished) + 1
+        folder = self.folder(level, repeat)
+        number = len(self.finished) + 1
         label = f"run {number} of {len(self.levels) * self.repeats}: {level.name}, repeat {repeat}"
         folder.mkdir(parents=True, exist_ok=True)
         console = folder / "console.log"
@@ -456,7 +457,7 @@ class Benchmark:
         config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
         arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
         device_type = "cuda" if self.machine.gpus else "cpu"
-        code = run(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
+        code = train(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
             why = (

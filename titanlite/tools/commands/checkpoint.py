@@ -61,7 +61,9 @@ _PATH = (
     "a run, its folder of checkpoints, a folder of runs, or a URL such as "
     "s3://bucket/run/checkpoint"
 )
-VALID, INVALID, NEWER = "valid", "invalid", "newer format"
+VALID = "valid"
+INVALID = "invalid"
+NEWER = "newer format"
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,10 @@ def inspect(path: AnyPath) -> Entry:
     """Return the state of a folder or mark, by its name, its manifest and the sizes of its
     files.
     """
-    manifest, reason, state, folder = None, "", VALID, path
+    manifest = None
+    reason = ""
+    state = VALID
+    folder = path
     if path.name.startswith((PARTIAL, DELETED)):
         state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
         folder = leftover_folder(path) or path
@@ -131,7 +136,8 @@ def inspect(path: AnyPath) -> Entry:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
+            state = NEWER if isinstance(error, NewerFormatError) else INVALID
+            reason = str(error)
     files = files_in(folder)
     times = [file.st_mtime for file in files.values()]
     if not times:
@@ -152,13 +158,13 @@ def inspect(path: AnyPath) -> Entry:
 def list_checkpoints(root: AnyPath) -> list[Entry]:
     """Return all entries of a folder of checkpoints, by step."""
     left = {leftover_folder(mark): mark for mark in leftovers(root)}
-    left.pop(None, None)  # marks of whole checkpoints
-    folders = [
-        root / name
-        for name, is_folder in entries(root).items()
-        if is_folder and NAMES.fullmatch(name)
-    ]
-    found = [*left.values(), *(folder for folder in folders if folder not in left)]
+    # Marks of whole checkpoints have no folder.
+    left.pop(None, None)
+    found = list(left.values())
+    for name, is_folder in entries(root).items():
+        folder = root / name
+        if is_folder and NAMES.fullmatch(name) and folder not in left:
+            found.append(folder)
     return sorted(map(inspect, found), key=lambda entry: (entry.step, entry.folder.name))
 
 
@@ -497,7 +503,8 @@ def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
     """Return a table of the checkpoints of a folder, and below it their faults and the newest valid
     one.
     """
-    rows, notes = [], []
+    rows = []
+    notes = []
     for entry in found:
         ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
         age = human_age(time.time() - entry.written)
@@ -530,46 +537,50 @@ def _inspect(arguments: argparse.Namespace) -> str:
         if not isinstance(config, str):
             raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
         return config.removesuffix("\n")
-    lines = [
-        str(folder),
-        *(f"  {label:<13} {text}" for label, text in _facts(manifest, inspect(folder))),
-    ]
-    files = [
-        (name, f"{size:,}", manifest.hashes.get(name, "–"))
-        for name, size in sorted(manifest.files.items())
-    ]
-    shapes = {
-        name: " x ".join(map(str, shape)) or "scalar"
-        for name, (_, shape) in manifest.tensors.items()
-    }
-    tensors = [(name, entry[0], shapes[name]) for name, entry in manifest.tensors.items()]
-    tables = (
-        Table(("file", "bytes", "hash"), files, (0, 2)),
-        Table(("tensor", "type", "shape"), tensors, (0, 1, 2)),
-    )
-    return "\n\n".join(
-        ["\n".join(lines), *(render(table, sys.stdout.isatty()) for table in tables)]
-    )
+    lines = [str(folder)]
+    for label, text in _facts(manifest, inspect(folder)):
+        lines.append(f"  {label:<13} {text}")
+    files = []
+    for name, size in sorted(manifest.files.items()):
+        files.append((name, f"{size:,}", manifest.hashes.get(name, "–")))
+    tensors = []
+    for name, (dtype, shape) in manifest.tensors.items():
+        tensors.append((name, dtype, " x ".join(map(str, shape)) or "scalar"))
+    colors = sys.stdout.isatty()
+    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)), colors)
+    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)), colors)
+    return "\n\n".join(["\n".join(lines), about_files, about_tensors])
 
 
 def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
-    git, trackers, loss = manifest.git, manifest.trackers, manifest.validation_loss
+    git = manifest.git
+    loss = manifest.validation_loss
+    written = datetime.fromtimestamp(manifest.created)
     shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
+    state = entry.description
+    if entry.reason:
+        state += f": {entry.reason}"
+    holds = ""
+    if manifest.weights_only:
+        holds = f"weights only, as {manifest.dtype}" if manifest.dtype else "weights only"
+    form = str(manifest.format)
+    if not manifest.hashes:
+        form += ", without hashes"
+    commit = git.get("commit", "")
+    if git.get("dirty"):
+        commit += " with uncommitted changes"
     found = {
-        "state": f"{entry.description}{f': {entry.reason}' if entry.reason else ''}",
+        "state": state,
         "step": f"{manifest.step:,}",
-        "written": f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} "
-        f"by {counted(manifest.world_size, 'ranks')}",
+        "written": f"{written:%Y-%m-%d %H:%M:%S} by {counted(manifest.world_size, 'ranks')}",
         "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
         "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
-        "holds": f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"
-        if manifest.weights_only
-        else "",
+        "holds": holds,
         "validation": "" if loss is None else f"loss {loss:.4f}",
-        **trackers,
-        "format": f"{manifest.format}{'' if manifest.hashes else ', without hashes'}",
+        **manifest.trackers,
+        "format": form,
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
-        "commit": git.get("commit", "") + (" with uncommitted changes" if git.get("dirty") else ""),
+        "commit": commit,
         **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
         "train": json.dumps(manifest.train),
     }
@@ -586,7 +597,8 @@ def _verify(arguments: argparse.Namespace) -> Answer:
             folders.update((step_folder(root, step), None) for step in steps_in(root))
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
-    lines, bad = [], 0
+    lines = []
+    bad = 0
     for folder in folders:
         started = time.perf_counter()
         manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))

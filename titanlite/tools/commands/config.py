@@ -469,7 +469,9 @@ def _manifests(folder: Path) -> list[Path]:
 
 def differences(left: Side, right: Side) -> list[Difference]:
     """Return the keys whose values differ in effect, in order."""
-    ours, theirs, order = dict(left.config.entries()), dict(right.config.entries()), list(keys())
+    ours = dict(left.config.entries())
+    theirs = dict(right.config.entries())
+    order = list(keys())
     names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:

@@ -219,5 +219,6 @@ def _open(arguments: argparse.Namespace, flags: list[str], validation: bool = Fa
     """Return the run that CONFIG and the flags of a command name."""
     from titanlite.tools.commands import look
 
-    file, ranks = arguments.file, arguments.world_size
+    file = arguments.file
+    ranks = arguments.world_size
     return look.open_run(file, flags, ranks, validation, arguments.trust_code)

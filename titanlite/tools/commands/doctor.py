@@ -36,7 +36,9 @@ from titanlite.utils import Style, counted, human_bytes
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
 
-OK, WARNING, ERROR = "ok", "warning", "error"
+OK = "ok"
+WARNING = "warning"
+ERROR = "error"
 #: Version of the JSON; a field may be added without a new one.
 SCHEMA = 1
 #: Longest wait for all checks, and for a program that one of them starts. Only what hangs takes so

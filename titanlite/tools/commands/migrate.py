@@ -170,7 +170,8 @@ class _Rewriter:
     """
 
     def __init__(self, before: LoadedConfig, problems: list[Problem]) -> None:
-        self.before, self.file = before, before.files[-1]
+        self.before = before
+        self.file = before.files[-1]
         #: Name → its problem, for those that become comments.
         self.problems = {_name(p): p for p in problems if self._may_go(p)}
         self.solved: list[Problem] = []
@@ -182,12 +183,10 @@ class _Rewriter:
         self.gap: list[str] = []
 
     def _may_go(self, problem: Problem) -> bool:
-        decides = (
-            _name(problem).startswith("model.") and _name(problem) not in ALIASES
-        )  # on what is trained
-        return (
-            problem.code in _NAMES and problem.where.rpartition(":")[0] == self.file and not decides
-        )
+        name = _name(problem)
+        decides_what_is_trained = name.startswith("model.") and name not in ALIASES
+        is_in_file = problem.where.rpartition(":")[0] == self.file
+        return problem.code in _NAMES and is_in_file and not decides_what_is_trained
 
     def _reason(self, name: str) -> str:
         """Return why a name, or a section around it, has no equivalent; "" if it has one."""
@@ -211,7 +210,8 @@ class _Rewriter:
         if not statement.tree:
             self.gap.append(statement.text)
             return
-        above, self.gap = self.gap, []
+        above = self.gap
+        self.gap = []
         if statement.is_header:
             self._open(statement, above)
         elif self.here.fate == "rewritten":
@@ -224,8 +224,10 @@ class _Rewriter:
 
     def _open(self, statement: Statement, above: list[str]) -> None:
         """Begin a block."""
-        name, (text, comment) = re.sub(r"\[\d+\]", "", statement.table), _cut(statement)
-        if reason := self._reason(name):
+        name = re.sub(r"\[\d+\]", "", statement.table)
+        text, comment = _cut(statement)
+        reason = self._reason(name)
+        if reason:
             self._change("without equivalent", statement.line, f"[{name}]: no equivalent: {reason}")
             note = [f"# no equivalent: {reason}", _commented(statement.text)]
             self.here = _Block(above=[*above, *note], fate="gone")
@@ -233,7 +235,8 @@ class _Rewriter:
             self.here = _Block(text, above, comment, has_keys=True, fate="kept")
         else:
             self.here = self.blocks.setdefault(name, _Block(text))
-            self.here.above, self.here.comment = [*filter(None, self.here.above), *above], comment
+            self.here.above = [*filter(None, self.here.above), *above]
+            self.here.comment = comment
             return
         self.blocks[f"line {statement.line}"] = self.here
 
@@ -257,7 +260,8 @@ class _Rewriter:
             *notes, last = lines
             block.body += [*above, *notes, *filter(None, [(last + comment).lstrip()])]
             block.has_keys |= bool(key)
-            above, comment = [], ""
+            above = []
+            comment = ""
 
     def _decide(self, name: str, value: Any, raw: str, line: int) -> tuple[str, list[str]]:
         """Return the key for a value ("" for none) and its lines; without a key these are
@@ -308,7 +312,8 @@ class _Rewriter:
         """
         self.here.body += self.gap
         for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling"):
-            source, text = self.before.source(key), quote(self.before.value(key))
+            source = self.before.source(key)
+            text = quote(self.before.value(key))
             if (source.kind, source.file) == ("dialect", self.file):
                 self._change("defaults written out", source.line or 0, f"{key} = {text}")
                 self.section(key).body.append(

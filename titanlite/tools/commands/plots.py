@@ -87,12 +87,14 @@ def _along(run: Run) -> tuple[list[float], list[float]]:
 
     The seconds are those of steps: no start, validation, save or pause is among them.
     """
-    tokens, seconds = list[float](), list[float]()
+    tokens = list[float]()
+    seconds = list[float]()
     step = spent = seen = 0.0
     for row in run.rows:
         if "loss" in row:
             steps = max(row["step"] - step, 0.0)
-            step, seen = row["step"], row.get("tokens_seen", seen)
+            step = row["step"]
+            seen = row.get("tokens_seen", seen)
             spent += steps * row.get("seconds_per_step", 0.0)
         tokens.append(seen)
         seconds.append(spent)

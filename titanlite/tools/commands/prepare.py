@@ -255,10 +255,9 @@ def _publish(
         "format": KIND,
         "version": VERSION,
         "dtype": dtype_for(tokenizer.vocab_size).str,
-        **{
-            name: sum(part[name] for part in parts)
-            for name in ("tokens", "documents", "text_bytes")
-        },
+        "tokens": sum(part["tokens"] for part in parts),
+        "documents": sum(part["documents"] for part in parts),
+        "text_bytes": sum(part["text_bytes"] for part in parts),
         "max_id": max(part["max_id"] for part in parts),
         **plan,
         "tokenizer_path": plan["options"]["tokenizer_path"],
@@ -271,9 +270,8 @@ def _publish(
     index["fingerprint"] = fingerprint_of(index)
     ours = {f"{part['name']}.{suffix}" for part in parts for suffix in part["bytes"]}
     for path in folder.glob("part-*"):
-        if (
-            path.name not in ours and path.suffix != ".json"
-        ):  # of a text that has become shorter since
+        # Other parts are of a text that has become shorter since.
+        if path.name not in ours and path.suffix != ".json":
             path.unlink()
     atomic_write(folder / INDEX, json.dumps(index))
     for path in (*folder.glob("part-*.json"), folder / PLAN):
@@ -283,7 +281,8 @@ def _publish(
 
 def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -> str:
     """Return the figures of a prepared folder. seconds: that its making took."""
-    text, tokens = index["text_bytes"], index["tokens"]
+    text = index["text_bytes"]
+    tokens = index["tokens"]
     size = sum(sum(part["bytes"].values()) for part in index["parts"])
     speed = (
         f", {human_time(seconds)}, {text / 1e6 / max(seconds, 1e-9):,.1f} MB of text per second"
@@ -342,7 +341,9 @@ def _run(
     """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")
     processes = max(1, min(workers, len(tasks)))
-    done, stop, threads = context.Array("q", 3), context.Event(), workers // processes
+    done = context.Array("q", 3)
+    stop = context.Event()
+    threads = workers // processes
     worker = _Worker(shards, folder, options, threads if threads > 1 else 0, done, stop)
     total = _text_size(tasks)
     began = reported = time.monotonic()
@@ -438,15 +439,15 @@ class _PartWriter:
     """Writes one part; `close` makes it count."""
 
     def __init__(self, worker: _Worker, name: str, task: Task) -> None:
-        self.path, self.task = worker.folder / name, task
-        self._dtype, self._has_targets = (
-            dtype_for(worker.tokenizer.vocab_size),
-            worker.options.columns.has_masks,
-        )
+        self.path = worker.folder / name
+        self.task = task
+        self._dtype = dtype_for(worker.tokenizer.vocab_size)
+        self._has_targets = worker.options.columns.has_masks
         self._at("json").unlink(missing_ok=True)
         self._file = open(self._at("tokens"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._hash = new_hash(_HASH)
-        self._offsets, self._masks = [0], list[NDArray[np.bool_]]()
+        self._offsets = [0]
+        self._masks = list[NDArray[np.bool_]]()
         self._sources: list[tuple[str, int, int]] = []
         self._text_bytes = self._max_id = 0
         self._end = (-1, 0)

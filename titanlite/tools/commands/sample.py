@@ -120,12 +120,12 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
         )
     except KeyboardInterrupt:
         return "\n" if show else "", exit_codes.INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # `head` has seen enough; Python would complain again while it shuts down
+    # `head` has seen enough. Python would complain again while it shuts down.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", exit_codes.DONE
-    seconds, tokens = time.perf_counter() - started, sum(len(row.new) for row in rows)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(row.new) for row in rows)
     speed = tokens / seconds
     if arguments.json:
         found = [
@@ -193,7 +193,8 @@ def make_rows(
     from titanlite.data.chat import encode_chat, load_template
     from titanlite.training.generate import TextStream
 
-    tokenizer, rows = loaded.tokenizer, list[Row]()
+    tokenizer = loaded.tokenizer
+    rows = list[Row]()
     jinja = (
         load_template(template or loaded.chat_template, tokenizer, "--chat-template")
         if chat
@@ -225,7 +226,8 @@ def sample(
     """Continue the rows in place, so many at once. Return the seconds until the first token."""
     from titanlite.training.generate import generate
 
-    started, first = time.perf_counter(), 0.0
+    started = time.perf_counter()
+    first = 0.0
     for begin in range(0, len(rows), batch):
         some = rows[begin : begin + batch]
         steps = generate(
@@ -263,7 +265,9 @@ class _Printer:
     """Prints the rows one after the other, each as it comes; the others wait."""
 
     def __init__(self, rows: Sequence[Row], style: Style, chat: bool) -> None:
-        self._rows, self._style, self._chat = rows, style, chat
+        self._rows = rows
+        self._style = style
+        self._chat = chat
         self._at = self._shown = 0
         self._begin()
 
@@ -275,7 +279,8 @@ class _Printer:
             if not row.finish:
                 return
             self._print("\n")
-            self._at, self._shown = self._at + 1, 0
+            self._at += 1
+            self._shown = 0
             self._begin()
 
     def _begin(self) -> None:
@@ -283,12 +288,12 @@ class _Printer:
             if self._at:
                 self._print("\n")
             row = self._rows[self._at]
-            lead = (
-                row.prompt if not self._chat else f"> {row.prompt}\n" if len(self._rows) > 1 else ""
-            )
-            print(
-                self._style.dim(escape(lead) if sys.stdout.isatty() else lead), end="", flush=True
-            )
+            lead = row.prompt
+            if self._chat:
+                lead = f"> {row.prompt}\n" if len(self._rows) > 1 else ""
+            if sys.stdout.isatty():
+                lead = escape(lead)
+            print(self._style.dim(lead), end="", flush=True)
 
     @staticmethod
     def _print(text: str) -> None:

@@ -18,8 +18,12 @@ from titanlite.models.args import FROM_FOLDER
 from titanlite.start.fit import check_config, shaped
 from titanlite.tools import refuse_keys
 
-#: Steps of a whole run, of its first half, and between saves.
-STEPS, HALF, INTERVAL = 8, 4, 2
+#: Steps of a whole run.
+STEPS = 8
+#: Steps of its first half.
+HALF = 4
+#: Steps between saves.
+INTERVAL = 2
 #: Kinds of parallelism, kept at degree 2 as far as the ranks suffice, in this order.
 _DEGREES = {
     "training.tensor_parallel_degree": "tensor_parallel",

@@ -205,7 +205,8 @@ def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
     tolerance = _TOLERANCE[work.tiny.config.training.mixed_precision_param]
     expected = {step: dict(figures) for step, *figures in records(whole, "loss")}
     for step, *figures in records(run, "loss"):
-        found, other = dict(figures), expected[step]
+        found = dict(figures)
+        other = expected[step]
         gap = abs(found["loss"] - other["loss"])
         check(gap <= tolerance * other["loss"], f"the loss of step {step} differs by {gap:.2g}")
         check(found["tokens_seen"] == other["tokens_seen"], f"tokens_seen of step {step} differs")

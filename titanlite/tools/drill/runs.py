@@ -67,7 +67,8 @@ class Workspace:
 
     def compare(self, run: Path, like: str = "whole") -> None:
         """Check that two runs have the same figures in each step, and the same last checkpoint."""
-        ours, theirs = Counter(records(run)), Counter(records(self.folder / like))
+        ours = Counter(records(run))
+        theirs = Counter(records(self.folder / like))
         unlike = sorted({step for step, *_ in (ours - theirs) + (theirs - ours)})
         check(not unlike, f"steps {unlike} differ from those of the run {like!r}")
         tensors = differing(checkpoint(run), checkpoint(self.folder / like))
