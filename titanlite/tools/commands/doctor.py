@@ -523,7 +523,7 @@ def _config(run: RunConfig) -> _Found:
     """Check whether this machine fits a config."""
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.start.preflight import compile_problems, float8_problems
+    from titanlite.start.preflight import machine_problems
     from titanlite.tools.commands.run import count_gpus
 
     ranks = run.launch.gpus_per_node
@@ -534,9 +534,8 @@ def _config(run: RunConfig) -> _Found:
     # Without a size of the vocabulary the model has no size.
     if saves_here and run.model_args().vocab_size is not None:
         yield from _checkpoint_space(run)
-    # These import torch.
-    problems = [*compile_problems(run.training, run.compile), *float8_problems(run.float8)]
-    for one in problems:
+    # It imports torch.
+    for one in machine_problems(run):
         yield ERROR, f"{one.key}: {one.message}", one.hint
     try:
         load_tokenizer(run.model.tokenizer_path, run.model.name)
