@@ -27,7 +27,7 @@ from titanlite.features.float8.report import float8_rows
 from titanlite.features.pipeline import PipelineParallel
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.plan.blocks import Repeated
+from titanlite.plan.lifetimes import Repeated
 from titanlite.plan.memory import KeptActivations
 from titanlite.start import opening, report
 from titanlite.start.report import Setup
