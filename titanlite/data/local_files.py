@@ -35,7 +35,8 @@ def list_text(place: Place) -> Listing:
         hint = ""
         if not path.is_absolute():
             name = place.key.removesuffix("_path").removesuffix(".path")
-            hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {name})"
+            where = f"looked from {Path.cwd()}"
+            hint = f" ({where}; a data set of the Hugging Face hub is named by {name})"
         raise DataError(
             f"{place.key}: {path} does not exist{hint}; give a file, a pattern or a folder of text"
         )
