@@ -453,7 +453,7 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     from titanlite.config.urls import chain_problem
     from titanlite.data.remote import open_file
     from titanlite.data.shards import url_files
-    from titanlite.data.tokenizer.files import read_url
+    from titanlite.data.tokenizer.urls import read_url
     from titanlite.tools.commands.prepare_tasks import _about
 
     references = tmp_path / "references.json"
