@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, Record
 from titanlite.data.lanes import StreamText
 from titanlite.data.loader import TrainLoader, gather_state
+from titanlite.data.records import Columns, Record
 from titanlite.data.rows import IGNORE
 from titanlite.data.shards import Shards
 from titanlite.data.stream import StreamRows, default_lanes
