@@ -86,9 +86,9 @@ def startup_report(rows: Sequence[Row]) -> list[str]:
     width = max(len(name) for name, _ in rows if name not in _LAST)
     lines = [f"{name:<{width}}  {text}" for name, text in rows if name not in _LAST]
     for kind in _LAST:
-        lines += [
-            f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)
-        ]
+        for name, text in rows:
+            if name == kind and not text.startswith(_SHOWN):
+                lines.append(f"{kind}: {text}")
     return lines
 
 
@@ -103,12 +103,10 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 def model_rows(model: Model, setup: Setup) -> list[Row]:
     total = sum(setup.parameters.values())
+    parts = ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())
     return [
         ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
-        (
-            "parameters",
-            ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items()),
-        ),
+        ("parameters", parts),
     ]
 
 
@@ -144,20 +142,19 @@ def compute_rows(
 def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
     """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
-    shown = [
-        f"{name} {degree}"
-        for name, degree in setup.degrees.items()
-        if degree > 1 or name.startswith("dp_")
-    ]
+    shown = []
+    for name, degree in setup.degrees.items():
+        if degree > 1 or name.startswith("dp_"):
+            shown.append(f"{name} {degree}")
     shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
     return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
 
 
 def pipeline_row(schedule: str, layout: StageLayout) -> Row:
-    parts = [
-        f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
-        for names, rank in zip(layout.stages, layout.ranks, strict=True)
-    ]
+    parts = []
+    for names, rank in zip(layout.stages, layout.ranks, strict=True):
+        modules = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+        parts.append(f"{modules} on {rank}")
     return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
 
 
@@ -165,7 +162,8 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
     """Return memory that sharding does not divide, and what offload moves; nothing if there is
     neither.
     """
-    parts, total = [], sum(setup.parameters.values())
+    parts = []
+    total = sum(setup.parameters.values())
     shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
     if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
         width = 4 if training.mixed_precision_reduce == "float32" else 2
@@ -283,16 +281,15 @@ def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
     """steps: length of the run; None while the text is not counted."""
-    sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
+    sequences = counted(setup.sequences, "sequences")
+    epoch = setup.tokens_per_epoch
     per_step = setup.sequences * setup.seq_len
     length = counted(epochs or 0, "epochs")
     if steps is not None:
-        passes = (
-            f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch")
-            if epoch
-            else ""
-        )
-        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens{passes}"
+        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens"
+        if epoch:
+            passes = f"{steps * per_step / epoch:.3g}"
+            length += f" = {passes} {'epoch' if passes == '1' else 'epochs'}"
     return [
         (
             "global batch",
