@@ -212,10 +212,12 @@ def _operators(products: int, of: int, attention: bool) -> str:
 def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) -> Row:
     """window: of the model, in tokens. dtype: of products. masked: attention stops at documents."""
     limited = window is not None and window < setup.seq_len
-    if setup.cpu:
-        text = "kernel flash for CPUs"
-    elif (limited or masked) and dtype != "float32":
+    # As `titanlite.models.document_attention` chooses; ranks that share sequences have masks.
+    varlen = (limited or masked) and (setup.cpu or dtype != "float32")
+    if varlen and setup.degrees["cp"] == 1:
         text = "kernel flash of variable lengths"
+    elif setup.cpu:
+        text = "kernel flash for CPUs"
     else:
         text = "the first kernel that can of cuDNN, flash, efficient, math"
     if limited:
