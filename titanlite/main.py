@@ -14,16 +14,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, load_callbacks
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
-from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
@@ -35,18 +34,19 @@ from titanlite.start.signals import (
     end_with_parent,
     exit_on_signals,
 )
-from titanlite.utils import MissingPackageError, atomic_write, escape, logger, require
+from titanlite.utils import MissingPackageError, escape, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from titanlite.assembly import TrainingComponents
-    from titanlite.checkpoint.paths import StorePath
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.launch_env import LaunchEnv
     from titanlite.start.derive import RunConfig
     from titanlite.start.run_text import Datasets
+
+T = TypeVar("T")
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes
 #: torchrun end all.
@@ -183,18 +183,35 @@ class _Rank:
         from titanlite.assembly import build
         from titanlite.parallel.dist_env import connect_store
         from titanlite.parallel.process import keep_freed_memory
-        from titanlite.parallel.rendezvous import report_failure
 
-        rank, size = self.environment.rank, self.environment.world_size
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
         self.store = connect_store()
-        with report_failure(self.store, rank, size), contextlib.ExitStack() as held:
+        with self.failure_reported(), contextlib.ExitStack() as held:
             datasets = self.prepare(held)
             with self.opened() as world:
                 if world.device.type == "cpu":
                     keep_freed_memory()
                 yield build(self.config, world, datasets, self.watchdog, callbacks)
+
+    def failure_reported(self) -> AbstractContextManager[None]:
+        """Return what tells the other ranks when this one fails before the process group exists."""
+        if self.store is None:
+            return contextlib.nullcontext()
+        from titanlite.parallel.rendezvous import report_failure
+
+        environment = self.environment
+        return report_failure(self.store, environment.rank, environment.world_size)
+
+    def share(self, name: str, make: Callable[[], T]) -> T:
+        """Return on all ranks what `make` returns on rank 0. name: of the key in the store."""
+        if self.store is None:
+            return make()
+        from titanlite.parallel.rendezvous import share_from_rank_0
+
+        rank, size = self.environment.rank, self.environment.world_size
+        patience = self.config.comm.init_timeout_seconds
+        return share_from_rank_0(self.store, rank, size, name, make, patience)
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
@@ -212,24 +229,22 @@ class _Rank:
 
         held: keeps the locks of the run's folders.
         """
-        from titanlite.parallel.rendezvous import share_from_rank_0
-        from titanlite.start.model import check_model
-        from titanlite.start.preflight import check_machine
+        from titanlite.start.folders import lock_folders, show_config
+        from titanlite.start.preflight import check_machine, check_model
         from titanlite.start.run_text import read_datasets
 
         config = self.config
-        rank, size = self.environment.rank, self.environment.world_size
-        patience = config.comm.init_timeout_seconds
-        share = partial(share_from_rank_0, self.store, rank, size, patience=patience)
-        check_machine(config.training, config.compile, config.float8)
-        locked = _lock(self.folder, config.checkpoint, lambda: self.stop.requested)
-        share("the run's folder", lambda: held.enter_context(locked))
-        if rank == 0:
-            _show_config(config.job, config.toml)
-        datasets = read_datasets(config, share)
+        check_machine(config)
+        locked = lock_folders(self.folder, config.checkpoint, lambda: self.stop.requested)
+        self.share("the run's folder", lambda: held.enter_context(locked))
+        if self.environment.rank == 0:
+            show_config(config.job, config.toml)
+        datasets = read_datasets(config, self.share)
         check_model(config, datasets.tokenizer.vocab_size)
         if config.steps is None:
-            self.config = fitted(self.asked, size, datasets.train.total_sequences)
+            self.config = fitted(
+                self.asked, self.environment.world_size, datasets.train.total_sequences
+            )
         return datasets
 
     @contextlib.contextmanager
@@ -369,77 +384,6 @@ def _log_files(files: Sequence[str]) -> None:
             "no --job.config_file is given: this run has the defaults and your flags; "
             "train_configs/ has configs to start from"
         )
-
-
-@contextlib.contextmanager
-def _lock(
-    run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """Lock the run's folder and the real path of its checkpoint folder against other runs.
-
-    ending: whether this run was asked to stop.
-
-    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the
-    checkpoints among its logs, CheckpointError where that of the checkpoints, or a store, cannot be
-    used.
-    """
-    from titanlite.checkpoint.manifest import CheckpointError
-    from titanlite.checkpoint.paths import StoreError, StorePath, to_path
-    from titanlite.runs.lock import RunLock
-    from titanlite.runs.logs import FOLDER as LOGS
-
-    folders: dict[str, Path | StorePath] = {"job.dump_folder": run_folder}
-    if section.enable_checkpoint:
-        source, checkpoints = to_path(section.initial_load_path or ""), to_path(section.folder)
-        if isinstance(checkpoints, Path):
-            checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
-            logs = run_folder / LOGS
-            if checkpoints.is_relative_to(os.path.realpath(logs)):
-                reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
-                raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
-        if checkpoints != Path(os.path.realpath(run_folder)):
-            folders["checkpoint.folder"] = checkpoints
-        folders = {"checkpoint.initial_load_path": source, **folders}
-    with contextlib.ExitStack() as stack:
-        for key, folder in folders.items():
-            try:
-                if isinstance(folder, StorePath):
-                    folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
-                if key != "checkpoint.initial_load_path":
-                    stack.enter_context(RunLock(folder, key, ending))
-            except StoreError as error:
-                raise CheckpointError(f"{key}: {error}") from None
-            except OSError as error:
-                problem = _not_writable(key, folder, error)
-                raise (
-                    CheckpointError(str(problem)) if key == "checkpoint.folder" else problem
-                ) from None
-        yield
-
-
-def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigError:
-    why = "it is a file" if os.path.isfile(str(folder)) else error.strerror
-    reason = f"cannot write to {str(folder)!r}: {why}"
-    return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
-
-
-def _show_config(job: Job, toml: str) -> None:
-    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file.
-
-    Raises ConfigError.
-    """
-    from titanlite.runs.provenance import public_config
-
-    if job.print_config:
-        print(public_config(toml), flush=True)
-    if job.save_config_file is not None:
-        path = Path(job.save_config_file)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, public_config(toml))
-        except OSError as error:
-            raise _not_writable("job.save_config_file", path, error) from None
-        logger.info(f"config written to {path}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
 from tests.processes import environment, python
-from titanlite.checkpoint.hf import open_weights
+from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.meta import args_from_meta

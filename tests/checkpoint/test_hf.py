@@ -29,8 +29,8 @@ from tests.pool import Pools
 from tests.training.grid import FSDP, PP, TP
 from tests.training.harness import TINY, Run, batches, build_tiny, full
 from tests.training.test_run import _run
-from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files
+from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
+from titanlite.checkpoint.hf_save import HFWeights, begin_folder, plan_files, save_hf, write_files
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
@@ -270,7 +270,8 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     group = torch.distributed.group.WORLD
     assert group is not None
     agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    save_hf(out, spec, None, empty, describe(empty), group, agree, dict, shard_bytes=100)
+    weights = HFWeights(spec, None, empty, describe(empty), dict)
+    save_hf(out, weights, group, agree, shard_bytes=100)
     return {
         name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
     }
@@ -418,7 +419,7 @@ def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool: Pools, tmp_pat
 def test_export_is_refused_when_the_logits_differ(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite import models
+    from titanlite.models import families
     from titanlite.tools.cli import main
 
     pool(1).run(_load, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint", 7)
@@ -436,7 +437,10 @@ def test_export_is_refused_when_the_logits_differ(
         return {**found, one: found[other], other: found[one]}
 
     wrong: ModelSpec = replace(SPEC, hf_names=swapped)
-    monkeypatch.setitem(models.SPECS, "llama3", wrong)
+    builtin = families._builtin
+    monkeypatch.setattr(
+        families, "_builtin", lambda name: wrong if name == "llama3" else builtin(name)
+    )
     assert main(["export", step, str(out / "wrong")]) == 4
     assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
     assert names(out) == ["back", "right", "wrong"] and names(out / "wrong") == []

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, Record
+from titanlite.data.lanes import StreamText
 from titanlite.data.loader import TrainLoader, gather_state
+from titanlite.data.records import Columns, Record
 from titanlite.data.rows import IGNORE
 from titanlite.data.shards import Shards
 from titanlite.data.stream import StreamRows, default_lanes
@@ -49,7 +50,10 @@ def make(names: list[str], **options) -> StreamRows:
         "lanes": 4,
         "description": "test",
     }
-    return StreamRows(Shards(tuple(names), Columns()), encode, **{**defaults, **options})
+    given = {**defaults, **options}
+    of_rows = {name: given.pop(name) for name in ("lanes", "ranks", "workers") if name in given}
+    text = StreamText(Shards(tuple(names), Columns()), encode, **given)
+    return StreamRows(text, **of_rows)
 
 
 def first_rows(rows: StreamRows, count: int) -> list[list[int]]:

@@ -17,9 +17,10 @@ from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
+from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.rows import IGNORE, FilePlace
 from titanlite.data.text import TextReader, build_dataset
-from titanlite.data.token_files import fingerprint_of, open_tokens
+from titanlite.data.token_files import open_tokens
 from titanlite.data.token_paths import INDEX, KIND, is_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
@@ -223,9 +224,8 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
     files = rows.corpus
     assert (files.documents, files.size) == (20, TOTAL)
     assert np.diff(files.offsets).tolist() == [n for part in LENGTHS for n in part]
-    assert files.place_of(14) == FilePlace("0.jsonl", 20) and files.place_of(15) == FilePlace(
-        "2.jsonl", 6
-    )
+    assert files.place_of(14) == FilePlace("0.jsonl", 20)
+    assert files.place_of(15) == FilePlace("2.jsonl", 6)
     assert files.offsets[15:17].tolist() == [sum(LENGTHS[0]), sum(LENGTHS[0]) + 40]
 
 

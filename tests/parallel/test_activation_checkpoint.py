@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from tests.parallel.block_trace import ActivationStats, trace_block
 from tests.parallel.watch import GATHER, Operators, Watch
 from tests.pool import Pools
 from tests.training.harness import (
@@ -36,11 +37,10 @@ from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,
     OTHERS,
-    ActivationStats,
     apply_ac,
     kind_of,
-    trace_block,
 )
+from titanlite.parallel.policy_check import check_policy
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")
@@ -272,4 +272,4 @@ def test_a_policy_that_saves_nothing_is_an_error() -> None:
     with torch.device("meta"):
         model = Shift()
     with pytest.raises(ParallelismError, match=r'"op" saves nothing in block.*native_layer_norm'):
-        trace_block(model, ["block"], OP, (2, 4), CPU, torch.float32)
+        check_policy(model, ["block"], (2, 4), CPU, torch.float32)

@@ -22,8 +22,8 @@ from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, full_precision, stepper, train, train_afresh
 from titanlite.config.sections import Compile
+from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum, objective_of, regularized
-from titanlite.loss_chunks import ChunkedHead, chunk_head
 from titanlite.models.layers import Llama
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss

@@ -23,7 +23,7 @@ from tests.processes import ROOT, TORCHRUN, environment, python
 from tests.tiny import EIGHT_STEPS
 from tests.training.test_run import _outcome, _trainer
 from titanlite import exit_codes
-from titanlite.checkpoint.hf import open_weights
+from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv

@@ -28,7 +28,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
 from titanlite.config import trust
 from titanlite.models.args import from_record
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
 from titanlite.runs.provenance import config_changes
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ class Chooser:
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
         """Return the weights of another program in `path`, whose config fits the model."""
-        from titanlite.checkpoint.hf import as_manifest, check_model, open_weights
+        from titanlite.checkpoint.foreign import as_manifest, check_model, open_weights
 
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())

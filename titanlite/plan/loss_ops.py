@@ -93,7 +93,7 @@ def loss_of_torch(s: Shape, loss: Loss) -> list[Op]:
 
 
 def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
-    """Return head and loss of `titanlite.loss_chunks`. x: name of the hidden states."""
+    """Return head and loss of `titanlite.features.loss_chunks`. x: name of the hidden states."""
     table = s.vocabulary * s.args.dim
     low = s.size == 2
     logits = _chunk_of_logits(s, loss)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from titanlite.features import float8_of
 from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
@@ -68,13 +69,10 @@ class RankSizes:
         )
 
     def _products(self) -> ProductMemory:
-        float8 = self.run.float8
-        if not float8.enable_float8_linear:
+        float8 = float8_of(self.run.float8)
+        if float8 is None:
             return ProductMemory()
-        from titanlite.plan.float8_memory import float8_memory
-
-        linears = linears_of(self.run.spec, self.args, self.run.mesh.tensor)
-        return float8_memory(float8, linears)
+        return float8.memory(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
 
     def _stages(self) -> list[list[str]]:
         """Return the modules of each of this rank's pipeline stages, in the order they run.

@@ -10,44 +10,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
+from titanlite.features import async_tp_of, float8_of
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
+from titanlite.models.llama import LlamaArgs
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.activation_checkpoint import is_by_op
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import tensor_problems
-from titanlite.start.preflight import (
-    async_tp_problems,
-    float8_problems,
-    fsdp_problems,
-    loss_problems,
-    mask_problems,
-    optimizer_problems,
-)
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
-
-
-def check_model(run: RunConfig, tokenizer_size: int) -> None:
-    """Check that ranks can divide this model and vocabulary, and that this machine has its
-    products.
-
-    It needs no process group. Raises ConfigError.
-    """
-    spec, args = run.spec, run.model_args(tokenizer_size)
-    problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
-    problems += mask_problems(spec, args, run.data)
-    problems += optimizer_problems(spec, args, run.optimizer)
-    problems += float8_problems(run.float8)
-    problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
-    if run.experimental.enable_async_tensor_parallel:
-        problems += async_tp_problems(run.mesh.tensor)
-    if problems:
-        raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -78,15 +53,21 @@ def build_model(
     """
     degrees = run.mesh
     args = run.model_args(tokenizer_size)
-    _prepare_compiler(run, world)
+    if run.training.compile:
+        from titanlite.parallel.compile import prepare_compile
+
+        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
     mesh = world.build_mesh(**degrees.dimensions)
     builder = _builder(run, args, mesh, world.device)
     loss = _loss(run, builder)
-    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
-        from titanlite.parallel.async_tp import enable_async
-
-        enable_async(mesh["tp"])
-    model = make(builder) if make else builder.build(run.training.seed or 0)
+    async_tp = async_tp_of(run.experimental)
+    if async_tp is not None:
+        async_tp.enable(mesh)
+    if make is None:
+        _check_policy(run, builder)
+        model = builder.build(run.training.seed or 0)
+    else:
+        model = make(builder)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
     if run.training.seed is not None:
@@ -95,17 +76,6 @@ def build_model(
     _tell_experts(run, args, model)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
-
-
-def _prepare_compiler(run: RunConfig, world: DistEnv) -> None:
-    if run.training.compile:
-        from titanlite.parallel.compile import prepare_compile
-
-        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
-    else:
-        from titanlite.parallel.lazy_dynamo import defer_dynamo
-
-        defer_dynamo()
 
 
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
@@ -137,12 +107,24 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
     return RowLosses(loss, run.batch.seq_len // run.mesh.context)
 
 
+def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
+    """Check that the per-op policy saves something in a block of a model that is not our own.
+
+    Raises ParallelismError.
+    """
+    if not is_by_op(run.activation_checkpoint) or isinstance(builder.args, LlamaArgs):
+        return
+    from titanlite.parallel.policy_check import check_policy
+
+    names = run.spec.block_names(builder.args)
+    size = run.batch.micro_batch_size // run.pipeline.microbatches, run.batch.seq_len
+    model = run.spec.build_on_meta(builder.args)
+    check_policy(model, names, size, builder.device, builder.param_dtype)
+
+
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:
     if run.mesh.pipeline == 1:
         return PlainRunner(model, loss, run.training.gradient_sync == "every")
-    from titanlite.parallel.pipeline import PipelineModel
-
-    assert isinstance(model, PipelineModel)
     return builder.pipeline(
         model,
         loss,
@@ -178,8 +160,7 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
 
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True
-    if run.float8.enable_float8_linear and run.float8.precompute_float8_dynamic_scale_for_fsdp:
-        from titanlite.parallel.float8 import ScalePrecompute
-
-        train_step.after_update = ScalePrecompute(model, parts.mesh)
+    float8 = float8_of(run.float8)
+    if float8 is not None:
+        train_step.after_update = float8.after_update(model, parts.mesh)
     return optimizer, train_step

@@ -19,13 +19,14 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
-from titanlite.data.formats import Columns, Record, iter_rows, plain_kind
+from titanlite.data.formats import iter_rows, plain_kind
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
+from titanlite.data.prepared_tokens import VERSION
+from titanlite.data.records import Columns, Record
 from titanlite.data.remote import words
 from titanlite.data.shards import Shards, hub_files, url_text
 from titanlite.data.sources import BUNDLED, columns_of
-from titanlite.data.token_files import VERSION
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 #: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.
@@ -184,7 +185,8 @@ def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
             elif kind == "parquet":
                 from pyarrow.parquet import ParquetFile
 
-                unit, metadata = "rows", ParquetFile(file).metadata
+                unit = "rows"
+                metadata = ParquetFile(file).metadata
                 groups = range(metadata.num_row_groups)
                 ends = list(itertools.accumulate(metadata.row_group(n).num_rows for n in groups))
                 wanted = range(0, metadata.num_rows, max(most * metadata.num_rows // size, 1))
@@ -204,7 +206,8 @@ class _Section(io.RawIOBase):
     """The bytes [first, end) of an open file."""
 
     def __init__(self, file: BinaryIO, first: int, end: int) -> None:
-        self._file, self._left = file, end - first
+        self._file = file
+        self._left = end - first
         file.seek(first)
 
     def readable(self) -> bool:

@@ -4,148 +4,131 @@ fetches nothing.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import accumulate, groupby
 
 from titanlite.plan.parts import GIB, PARTS, Moment
 from titanlite.plan.plan import Plan
 from titanlite.plan.text import plan_rows, verdict
 from titanlite.tools import render_page
-from titanlite.tools.commands.compare_page import ticks
-from titanlite.tools.commands.plots import COLORS
+from titanlite.tools.pictures import COLORS, Axis, Frame, ticks
 
-#: Pixels of the picture.
-_SIZES = {"width": 960, "height": 420, "top": 14, "bottom": 40, "left": 70, "right": 20}
-#: Pixels that a label at the right border takes.
-_LABEL = 80
+_FRAME = Frame(width=960, height=420, top=14, bottom=40, left=70, right=20)
 #: Most moments in the picture; of neighbours beyond that the fullest is shown.
 _MOMENTS = 800
 
 
 def plan_page(plan: Plan) -> str:
     """Return the page."""
-    picture = _Picture(plan)
+    moments = _fewer(plan.memory.moments)
     peak = plan.memory.peak
-    digits = picture.digits
+    digits = 2 if peak.total >= GIB else 4
+    names = [name for name in PARTS if any(_is_seen(m.parts.get(name, 0), digits) for m in moments)]
     room = plan.cluster.gpu.memory - plan.overhead
-    highest = max(range(len(picture.moments)), key=lambda index: picture.moments[index].total)
+    up = _FRAME.up(ticks(0.0, max(room, peak.total) / GIB, 6))
+    across = _FRAME.across([0, len(moments)])
+    fullest = max(range(len(moments)), key=lambda number: moments[number].total)
+    texts = []
+    for moment in moments:
+        sizes = [round(moment.parts.get(name, 0) / GIB, digits + 1) for name in names]
+        texts.append((f"{moment.phase} {moment.module}", sizes))
     return render_page(
         "plan.html.jinja",
-        **_SIZES,
+        **asdict(_FRAME),
         plan=plan,
         verdict=verdict(plan),
         rows=list(plan_rows(plan)),
-        areas=picture.areas(),
-        lines=[(f"{value:,.10g}", picture.y(value * GIB)) for value in picture.lines],
-        phases=picture.phases(),
-        room=(f"{room / GIB:.1f} GiB for tensors", picture.y(room)),
+        areas=_areas(moments, names, across, up),
+        lines=up.lines(),
+        phases=_phases(moments, across),
+        room=(f"{room / GIB:.1f} GiB for tensors", up.place(room / GIB)),
         top_of_step=(
             f"peak {peak.total / GIB:.{digits}f} GiB",
-            picture.x(highest + 0.5),
-            picture.y(peak.total),
+            across.place(fullest + 0.5),
+            up.place(peak.total / GIB),
         ),
         digits=digits,
-        bars=_bars(plan, picture),
+        bars=_bars(plan, names, digits),
         gib=GIB,
-        data={"across": picture.across, "moments": picture.figures()},
+        data={"across": across.pixels, "moments": texts},
     )
 
 
-class _Picture:
-    """The memory over a step, as areas by part."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.moments = _fewer(plan.memory.moments)
-        peak = plan.memory.peak.total
-        #: Of a size in GiB.
-        self.digits = 2 if peak >= GIB else 4
-        self.names = [name for name in PARTS if self._is_visible(name)]
-        self.colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(PARTS)}
-        room = plan.cluster.gpu.memory - plan.overhead
-        #: Heights of the grid in GiB.
-        self.lines = ticks(0.0, max(room, peak) / GIB, 6)
-        width = _SIZES["width"] - _SIZES["left"] - _SIZES["right"]
-        #: Pixels of a moment.
-        self.across = width / len(self.moments)
-
-    def _is_visible(self, name: str) -> bool:
-        return any(round(m.parts.get(name, 0) / GIB, self.digits) for m in self.moments)
-
-    def x(self, moment: float) -> float:
-        return round(_SIZES["left"] + self.across * moment, 1)
-
-    def y(self, size: float) -> float:
-        low = _SIZES["height"] - _SIZES["bottom"]
-        return round(low - (low - _SIZES["top"]) * size / GIB / self.lines[-1], 1)
-
-    def areas(self) -> list[tuple[str, str, str]]:
-        """Return name, color and polygon of each part; a part lies on those before it."""
-        found = []
-        below = [0] * len(self.moments)
-        for name in self.names:
-            above = [
-                size + moment.parts.get(name, 0)
-                for size, moment in zip(below, self.moments, strict=True)
-            ]
-            found.append((name, self.colors[name], self._polygon(below, above)))
-            below = above
-        return found
-
-    def _polygon(self, below: list[int], above: list[int]) -> str:
-        """Return a polygon as SVG writes it: to the right along the border above, back along that
-        below.
-        """
-        points = []
-        for index, size in enumerate(above):
-            points.append((self.x(index), self.y(size)))
-            points.append((self.x(index + 1), self.y(size)))
-        for index, size in reversed(list(enumerate(below))):
-            points.append((self.x(index + 1), self.y(size)))
-            points.append((self.x(index), self.y(size)))
-        return " ".join(f"{across},{up}" for across, up in points)
-
-    def phases(self) -> list[tuple[str, float, float, str]]:
-        """Return name and left border of each phase, with place and anchor of its label."""
-        found = []
-        start = 0
-        for phase, group in groupby(self.moments, key=lambda moment: moment.phase):
-            end = start + len(list(group))
-            # A label at the border ends there: a short last phase has no room around its middle.
-            right = _SIZES["width"] - _SIZES["right"]
-            if end == len(self.moments) and self.x(start) > right - _LABEL:
-                found.append((phase, self.x(start), self.x(end), "end"))
-            else:
-                found.append((phase, self.x(start), self.x((start + end) / 2), "middle"))
-            start = end
-        return found
-
-    def figures(self) -> list[tuple[str, list[float]]]:
-        """Return name and GiB by part of each moment."""
-        found = []
-        for moment in self.moments:
-            sizes = [moment.parts.get(name, 0) / GIB for name in self.names]
-            rounded = [round(size, self.digits + 1) for size in sizes]
-            found.append((f"{moment.phase} {moment.module}", rounded))
-        return found
+def _is_seen(size: float, digits: int) -> bool:
+    """Return whether a size in bytes is not 0 as the page writes it."""
+    return round(size / GIB, digits) != 0
 
 
-def _bars(plan: Plan, picture: _Picture) -> list[tuple[str, str, float, float]]:
-    """Return name, color, GiB and percent of each part at the peak."""
-    parts = plan.memory.peak.parts
-    sizes = {name: parts.get(name, 0) for name in picture.names}
-    sizes["allocator overhead"] = plan.overhead
+def _color(name: str) -> str:
+    return COLORS[list(PARTS).index(name) % len(COLORS)]
+
+
+def _areas(
+    moments: Sequence[Moment], names: Sequence[str], across: Axis, up: Axis
+) -> list[tuple[str, str, str]]:
+    """Return name, colour and polygon of each part; it lies on the parts before it."""
+    sums = [[0, *accumulate(moment.parts.get(name, 0) for name in names)] for moment in moments]
+    areas = []
+    for number, name in enumerate(names):
+        below = [up.place(heights[number] / GIB) for heights in sums]
+        above = [up.place(heights[number + 1] / GIB) for heights in sums]
+        areas.append((name, _color(name), _polygon(below, above, across)))
+    return areas
+
+
+def _polygon(below: Sequence[float], above: Sequence[float], across: Axis) -> str:
+    """Return a polygon as SVG writes it: to the right along the border above, back along that
+    below.
+
+    below, above: the pixel of each moment.
+    """
+    right = []
+    back = []
+    for number, (low, high) in enumerate(zip(below, above, strict=True)):
+        start = across.place(number)
+        end = across.place(number + 1)
+        right += [f"{start},{high}", f"{end},{high}"]
+        back += [f"{start},{low}", f"{end},{low}"]
+    return " ".join([*right, *reversed(back)])
+
+
+def _phases(moments: Sequence[Moment], across: Axis) -> list[tuple[str, float, float, str]]:
+    """Return each phase of the step: its name, its start, the place of its label, and what of the
+    label is there.
+    """
+    phases = []
+    start = 0
+    for phase, group in groupby(moments, key=lambda moment: moment.phase):
+        end = start + len(list(group))
+        left = across.place(start)
+        # A short last phase has no room around its middle: its label ends at the border.
+        is_at_edge = end == len(moments) and left > _FRAME.width - _FRAME.right - 80
+        if is_at_edge:
+            phases.append((phase, left, across.place(end), "end"))
+        else:
+            phases.append((phase, left, across.place((start + end) / 2), "middle"))
+        start = end
+    return phases
+
+
+def _bars(plan: Plan, names: Sequence[str], digits: int) -> list[tuple[str, str, float, float]]:
+    """Return name, colour, GiB and percent of each part at the peak."""
     whole = max(plan.cluster.gpu.memory, plan.needed)
     bars = []
-    for name, size in sizes.items():
-        if round(size / GIB, picture.digits):
-            color = picture.colors.get(name, "#888")
-            bars.append((name, color, size / GIB, 100 * size / whole))
+    for name in names:
+        size = plan.memory.peak.parts.get(name, 0)
+        if _is_seen(size, digits):
+            bars.append((name, _color(name), size / GIB, 100 * size / whole))
+    if _is_seen(plan.overhead, digits):
+        share = 100 * plan.overhead / whole
+        bars.append(("allocator overhead", "#888", plan.overhead / GIB, share))
     return bars
 
 
 def _fewer(moments: tuple[Moment, ...]) -> list[Moment]:
     """Return at most `_MOMENTS` of them: the fullest of each group of neighbours."""
     group = -(-len(moments) // _MOMENTS)
-    found = []
-    for start in range(0, len(moments), group):
-        found.append(max(moments[start : start + group], key=lambda moment: moment.total))
-    return found
+    return [
+        max(moments[i : i + group], key=lambda m: m.total) for i in range(0, len(moments), group)
+    ]

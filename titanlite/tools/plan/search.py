@@ -20,13 +20,13 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
+from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, host_memory
 from titanlite.plan.speed import predict
 from titanlite.start.fit import check_loaded
-from titanlite.tools.plan import float8_settings
 from titanlite.tools.plan.candidates import Candidate, Loser, SearchResult
 from titanlite.tools.plan.settings import (
     COMPILE,
@@ -108,7 +108,7 @@ class _Search:
         #: Changes of numerics to try.
         self.numerics: list[Changes] = [{}]
         if "float8" in allow:
-            self.numerics += float8_settings.settings(cluster.gpu)
+            self.numerics += float8.settings(cluster.gpu)
         self.limit = round(cluster.gpu.memory * (1 - MARGIN))
         #: By changes; None: not valid.
         self._found: dict[frozenset[tuple[str, Any]], Candidate | None] = {}

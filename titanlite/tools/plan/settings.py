@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from titanlite.config.rules import divisors
+from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import divisors
-from titanlite.tools.plan import float8_settings
 
 #: Models below so many parameters get no pipeline: FSDP serves them. Most ranks of one.
 PIPELINE_PARAMETERS = 20e9
@@ -49,7 +49,7 @@ SHOWN = {
     COMPILE,
     AC_OFFLOAD,
     CPU_OFFLOAD,
-    *float8_settings.SHOWN,
+    *float8.SHOWN,
 }
 
 _FULL: Changes = {MODE: "full"}

@@ -5,11 +5,12 @@ docs/plan.md derives the numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from titanlite.config.sections import Float8
-from titanlite.models.linears import Linears, kind_of
-from titanlite.parallel.float8_choice import choose_linears, converted_names
+from titanlite.features.float8.choice import Float8Choice, converted_names
+from titanlite.models.linears import kind_of
 from titanlite.plan.lifetimes import Op
 from titanlite.plan.product_memory import Product, ProductMemory
 
@@ -56,9 +57,8 @@ class Float8Memory(ProductMemory):
         return 1 if self.gathers and key in self.names else 0
 
 
-def float8_memory(section: Float8, linears: Linears) -> Float8Memory:
+def float8_memory(section: Float8, choices: Sequence[Float8Choice]) -> Float8Memory:
     """Return the products of a run. The first block stands for all."""
-    choices = choose_linears(linears.sizes, section, linears.plan, linears.tensor, linears.head)
     first = [name for name in converted_names(choices) if name.startswith("layers.0.")]
     names = frozenset(kind_of(name) for name in first)
     return Float8Memory(names, section.enable_fsdp_float8_all_gather)
