@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 from titanlite.config.dotted_names import unresolved
 
 SOURCE = '''

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather

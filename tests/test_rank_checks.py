@@ -18,9 +18,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.processes import TORCHRUN, python
-from tests.tiny import EIGHT_STEPS
+from tests.support.pool import Pools
+from tests.support.processes import TORCHRUN, python
+from tests.support.tiny import EIGHT_STEPS
 from titanlite.exit_codes import CONFIG
 from titanlite.metrics import throughput
 from titanlite.parallel.dist_env import DistEnv

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.hub_server import HubServer
-from tests.processes import python
-from tests.tiny import TWO_LAYERS
-from tests.words import listening
+from tests.support.hub_server import HubServer
+from tests.support.processes import python
+from tests.support.tiny import TWO_LAYERS
+from tests.support.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.urls import public_name
 from titanlite.data import DataError

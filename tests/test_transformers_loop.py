@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite import Checkpointer
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.parallel.dist_env import DistEnv

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint import s3
-from tests.pool import RankPool
+from tests.support import s3
+from tests.support.pool import RankPool
 from titanlite.checkpoint.paths import AnyPath, StorePath
 
 S3 = pytest.param("s3", marks=pytest.mark.slow)

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.runs import PRINTS, RUN, names, options
-from tests.pool import Pools
-from tests.training.harness import build_tiny, full, stepper
+from tests.support.checkpoints import PRINTS, RUN, names, options
+from tests.support.harness import build_tiny, full, stepper
+from tests.support.pool import Pools
 from titanlite.checkpoint import async_save, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in

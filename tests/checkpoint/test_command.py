@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN, SHARD, flip, names, train, write
-from tests.pool import Pools
+from tests.support.checkpoints import RUN, SHARD, flip, names, train, write
+from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
-from tests.pool import Pools
-from tests.processes import environment, python
+from tests.support.checkpoints import PRINTS, flip, names, options, unequal
+from tests.support.pool import Pools
+from tests.support.processes import environment, python
 from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest

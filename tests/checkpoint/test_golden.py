@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.checkpoint.golden import CONFIG, HERE, PRINTS, STEP, TRAIN, expected, make, named
-from tests.checkpoint.runs import options
-from tests.pool import Pools
+from tests.support.checkpoints import options
+from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import FORMAT, read_manifest
 from titanlite.parallel.dist_env import DistEnv

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, names, options
 from tests.models.test_hf import _train, config_flags, written
 from tests.models.test_spec import unpermute
-from tests.pool import Pools
-from tests.training.grid import FSDP, PP, TP
-from tests.training.harness import TINY, Run, batches, build_tiny, full
+from tests.support.checkpoints import PRINTS, names, options
+from tests.support.grid import FSDP, PP, TP
+from tests.support.harness import TINY, Run, batches, build_tiny, full
+from tests.support.pool import Pools
 from tests.training.test_run import _run
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
 from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.golden import HERE, PRINTS, make
-from tests.checkpoint.runs import options
 from tests.checkpoint.test_manifest import sign
-from tests.pool import Pools
+from tests.support.checkpoints import options
+from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of

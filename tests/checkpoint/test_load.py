@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, options, refusal, train
-from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import build_tiny, full, initial_weights, micro_batches
+from tests.support.checkpoints import (
+    PRINTS,
+    RUN,
+    assert_equal,
+    flip,
+    names,
+    options,
+    refusal,
+    train,
+)
+from tests.support.harness import build_tiny, full, initial_weights, micro_batches
+from tests.support.pool import Pools
+from tests.support.steps import train_step
 from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError

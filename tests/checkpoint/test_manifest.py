@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.runs import write
+from tests.support.checkpoints import write
 from titanlite.checkpoint.manifest import (
     FORMAT,
     CheckpointError,

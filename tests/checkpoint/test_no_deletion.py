@@ -10,9 +10,9 @@ from threading import Thread
 
 import pytest
 
-from tests.checkpoint import s3
-from tests.checkpoint.runs import RUN, names, train
-from tests.pool import Pools
+from tests.support import s3
+from tests.support.checkpoints import RUN, names, train
+from tests.support.pool import Pools
 from titanlite.checkpoint.manifest import find, steps_in
 from titanlite.checkpoint.paths import StoreError
 from titanlite.runs.lock import LockedError, RunLock

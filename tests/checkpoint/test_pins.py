@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
+from tests.support.checkpoints import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint.manifest import PIN, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import (

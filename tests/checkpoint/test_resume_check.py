@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.training.test_run import _losses, _run
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.resume_check import FILE, ResumeCheck

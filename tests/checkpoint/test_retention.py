@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
+from tests.support.checkpoints import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import REASON, CheckpointError, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath

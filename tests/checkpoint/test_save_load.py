@@ -19,9 +19,9 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint import s3
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import (
+from tests.support import s3
+from tests.support.checkpoints import (
     PRINTS,
     RUN,
     assert_equal,
@@ -33,9 +33,9 @@ from tests.checkpoint.runs import (
     train,
     unequal,
 )
-from tests.pool import Pools
-from tests.training.harness import build_tiny
-from tests.words import listening
+from tests.support.harness import build_tiny
+from tests.support.pool import Pools
+from tests.support.words import listening
 from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import (

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.checkpoint.runs import options, write
-from tests.pool import Pools
+from tests.support.checkpoints import options, write
+from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv

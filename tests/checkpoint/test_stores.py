@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint import s3
-from tests.pool import free_port
-from tests.processes import python
 from tests.runs.test_lock import compete
+from tests.support import s3
+from tests.support.pool import free_port
+from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import unequal
-from tests.pool import Pools
+from tests.support.checkpoints import unequal
+from tests.support.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.parallel.dist_env import DistEnv

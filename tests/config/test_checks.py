@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import free_port
-from tests.refusals import refusal, refusals
+from tests.support.pool import free_port
+from tests.support.refusals import refusal, refusals
 from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load

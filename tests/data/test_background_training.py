@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import EIGHT_STEPS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import EIGHT_STEPS
 from titanlite.assembly import build
 from titanlite.checkpoint import manager
 from titanlite.data.prefetch import THREAD

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import write_texts
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWO_LAYERS
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.parallel.dist_env import DistEnv

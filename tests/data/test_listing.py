@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.hub_server import HubServer
+from tests.support.hub_server import HubServer
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.config.toml import loads

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import python
+from tests.support.processes import python
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash

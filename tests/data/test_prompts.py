@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWO_LAYERS
 from titanlite.assembly import build
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError

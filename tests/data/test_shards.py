@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.checkpoint.s3 import new_bucket, serving
-from tests.data.hub_server import HubServer
-from tests.processes import python
+from tests.support.hub_server import HubServer
+from tests.support.processes import python
+from tests.support.s3 import new_bucket, serving
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError

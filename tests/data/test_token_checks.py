@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.data.test_token_files import TOKENIZER, write_megatron, write_prepared
-from tests.processes import python
+from tests.support.processes import python
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset

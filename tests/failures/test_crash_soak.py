@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import python
+from tests.support.processes import python
 
 
 @pytest.mark.soak

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.checkpoint.runs import RUN, train
-from tests.pool import Pools
+from tests.support.checkpoints import RUN, train
+from tests.support.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 
 

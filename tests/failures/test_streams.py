@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.hub_server import HubServer
 from tests.data.test_shards import write_c4
-from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
-from tests.pool import free_port
-from tests.processes import python
+from tests.support.hub_server import HubServer
+from tests.support.pool import free_port
+from tests.support.processes import python
+from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.data.sources import BUNDLED
 from titanlite.tools.drill.faults import Fault

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
+from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
 from titanlite.runs.record import read_entries

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.compare import DOCUMENTS, LABELS, TOKENS, WARM
-from tests.training.harness import Run, alone, train, train_afresh
+from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM
+from tests.support.harness import Run, alone, train, train_afresh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.models.document_attention import document_mask
 from titanlite.models.layers import SdpaAttention

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN as SAVED
-from tests.metrics.runs import ANY, at_step
-from tests.parallel import float8_runs
-from tests.parallel.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
-from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import (
+from tests.support import float8_runs
+from tests.support.checkpoints import RUN as SAVED
+from tests.support.compare import LABELS, TOKENS, WARM
+from tests.support.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
+from tests.support.harness import (
     MODES,
     TINY,
     Run,
@@ -28,6 +27,7 @@ from tests.training.harness import (
     train,
     train_afresh,
 )
+from tests.support.stand_ins import ANY, at_step
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training

@@ -14,11 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.runs import RUN as SAVED
-from tests.checkpoint.runs import train as train_and_save
-from tests.steps import train_step
-from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import (
+from tests.support.checkpoints import RUN as SAVED
+from tests.support.checkpoints import train as train_and_save
+from tests.support.compare import LABELS, TOKENS, WARM, relative
+from tests.support.harness import (
     Run,
     batches,
     build_tiny,
@@ -28,7 +27,8 @@ from tests.training.harness import (
     stepper,
     train,
 )
-from tests.training.reference import train_reference
+from tests.support.reference import train_reference
+from tests.support.steps import train_step
 from tests.training.test_guard import _equal, _state
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device

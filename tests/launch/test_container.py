@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.tools.launch.container import sagemaker_job

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
-from tests.tiny import TWO_LAYERS
+from tests.support.processes import ROOT
+from tests.support.tiny import TWO_LAYERS
 
 #: What only torch.compile needs takes minutes from a slow mirror; pip has to find the rest without
 #: the 3 GB of torch.

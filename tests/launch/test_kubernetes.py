@@ -18,7 +18,7 @@ import yaml
 from msgspec.structs import replace
 
 from tests.launch.examples import EXAMPLES
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.start.fit import check_config
 from titanlite.tools.launch import kubernetes as launch_kubernetes

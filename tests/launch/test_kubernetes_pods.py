@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host
-from tests.processes import ROOT
+from tests.support.processes import ROOT
+from tests.support.train_runs import rows, unequal
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines

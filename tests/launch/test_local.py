@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host
-from tests.processes import ROOT, environment, python
+from tests.support.processes import ROOT, environment, python
+from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.runs.record import read_entries
 from titanlite.tools.launch import local as launch_local

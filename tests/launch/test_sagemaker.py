@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden_run import GoldenRun
-from tests.processes import ROOT
+from tests.support.golden_run import GoldenRun
+from tests.support.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.metrics.console import aws_fsdp_line
 from titanlite.tools.cli import main

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import rows
 from tests.launch import namespaces
 from tests.launch.sagemaker_container import SDK, TOOLKIT, make_folder, python_with
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
+from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.config.toml import loads
 from titanlite.runs.record import read_entries

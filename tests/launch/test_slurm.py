@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import rows, unequal
 from tests.launch.examples import EXAMPLES
 from tests.launch.slurm_cluster import Cluster, cluster, missing
-from tests.processes import ROOT, environment, python
-from tests.tiny import TWO_LAYERS
+from tests.support.processes import ROOT, environment, python
+from tests.support.tiny import TWO_LAYERS
+from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.runs.record import read_entries

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.metrics import terminal as pseudo
-from tests.processes import python
+from tests.support.processes import python
 from tests.training.test_run import _trainer
 from titanlite.metrics.console import FIELD_COLORS, aws_fsdp_line, folded, setup_console, titan_line
 from titanlite.metrics.live import _COLUMNS

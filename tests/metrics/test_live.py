@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.metrics.terminal import Terminal, log_step, step_lines, texts
-from tests.processes import ROOT, TORCHRUN, environment
-from tests.tiny import TWO_LAYERS
+from tests.support.processes import ROOT, TORCHRUN, environment
+from tests.support.tiny import TWO_LAYERS
 from titanlite.metrics import live
 from titanlite.metrics.console import console_handler, setup_console, start_view
 from titanlite.metrics.jsonl import read_metrics

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
+from tests.support.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
+from tests.support.pool import Pools
 from tests.training.test_run import _trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import BadStepError

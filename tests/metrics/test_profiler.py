@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.golden_run import GoldenRun
-from tests.metrics.runs import ANY, at_step
-from tests.words import listening
+from tests.support.golden_run import GoldenRun
+from tests.support.stand_ins import ANY, at_step
+from tests.support.words import listening
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.words import listening
+from tests.support.words import listening
 from titanlite.metrics.boards import TAGS, TensorBoard, tags
 from titanlite.metrics.jsonl import MetricsLog, read_metrics
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.config.errors import ConfigError
 from titanlite.parallel.dist_env import DistEnv

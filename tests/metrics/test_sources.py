@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWO_LAYERS
 from titanlite.assembly import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows

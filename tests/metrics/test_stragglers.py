@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.runs import burn
-from tests.pool import Pools
+from tests.support.pool import Pools
+from tests.support.stand_ins import burn
 from tests.training.test_run import _trainer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector

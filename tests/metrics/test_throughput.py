@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.metrics.runs import burn
+from tests.support.stand_ins import burn
 from titanlite.metrics import throughput
 from titanlite.metrics.throughput import (
     Throughput,

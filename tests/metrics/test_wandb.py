@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pools
-from tests.steps import train_rows
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.words import listening
 from tests.training.test_run import TINY
-from tests.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.metrics import boards as background_writer

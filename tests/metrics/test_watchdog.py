@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.pool import Pools
-from tests.processes import TORCHRUN, python
+from tests.support.pool import Pools
+from tests.support.processes import TORCHRUN, python
+from tests.support.words import listening
 from tests.training.test_run import TINY, _trainer
-from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.guard import BadStepError

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.models.test_llama import VARIANTS, built, relative, tokens_of
-from tests.parallel.watch import Watch
+from tests.support.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pool import Pools
-from tests.refusals import refusal
-from tests.tiny import KEPT_TOKENS
+from tests.support.pool import Pools
+from tests.support.refusals import refusal
+from tests.support.tiny import KEPT_TOKENS
 from titanlite import build
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError

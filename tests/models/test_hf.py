@@ -15,9 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.models.test_llama import VARIANTS, built, tokens_of
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import KEPT_TOKENS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import KEPT_TOKENS
 from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
 from titanlite.loss import cross_entropy_sum

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import unequal
-from tests.pool import Pools
+from tests.support.checkpoints import unequal
+from tests.support.harness import full
+from tests.support.pool import Pools
 from tests.tools.test_evaluate import _evaluate
-from tests.training.harness import full
 from tests.training.test_run import _losses, _outcome, _run, _trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import unequal
-from tests.pool import Pools
-from tests.refusals import refusals
-from tests.training.harness import TINY, Run, batches, full, full_precision, stepper
+from tests.support.checkpoints import unequal
+from tests.support.harness import TINY, Run, batches, full, full_precision, stepper
+from tests.support.pool import Pools
+from tests.support.refusals import refusals
 from tests.training.test_guard_runs import _run as run_poisoned
 from tests.training.test_run import _losses
 from titanlite.checkpoint.manifest import steps_in

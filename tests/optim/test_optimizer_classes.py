@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import assert_equal, unequal
-from tests.checkpoint.runs import train as train_and_save
-from tests.pool import Pools
-from tests.training.harness import Run, batches, full_precision
+from tests.support.checkpoints import assert_equal, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.harness import Run, batches, full_precision
+from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.load import load

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import assert_equal, unequal
-from tests.checkpoint.runs import train as train_and_save
-from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, train
+from tests.support.checkpoints import assert_equal, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, train
+from tests.support.pool import Pools
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.models import get_spec

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from tests.parallel.watch import GATHER, Operators, Watch
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     EVERY_2,
     FULL,
     MODES,
@@ -28,6 +26,8 @@ from tests.training.harness import (
     full_precision,
     train,
 )
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, Operators, Watch
 from tests.training.test_step_effects import _count
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.models import get_spec

@@ -22,8 +22,7 @@ from tests.parallel.test_activation_checkpoint import (
     gradients,
     traced,
 )
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     EVERY_2,
     FULL,
     NONE,
@@ -32,6 +31,7 @@ from tests.training.harness import (
     full_precision,
     micro_batches,
 )
+from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_offload import HostMemory, offload
 from titanlite.parallel.dist_env import DistEnv

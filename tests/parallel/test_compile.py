@@ -18,11 +18,8 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
-from tests.pool import Pools
-from tests.processes import python
-from tests.steps import train_step
-from tests.training.compare import FLAT, LABELS, SEQ, TOKENS, References
-from tests.training.harness import (
+from tests.support.compare import FLAT, LABELS, SEQ, TOKENS, References
+from tests.support.harness import (
     Run,
     build_tiny,
     full_precision,
@@ -30,6 +27,9 @@ from tests.training.harness import (
     train,
     train_afresh,
 )
+from tests.support.pool import Pools
+from tests.support.processes import python
+from tests.support.steps import train_step
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8, Training

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parallel.watch import Watch
-from tests.pool import Pools
-from tests.training.compare import relative
-from tests.training.harness import TINY
+from tests.support.compare import relative
+from tests.support.harness import TINY
+from tests.support.pool import Pools
+from tests.support.watch import Watch
 from titanlite.data.loader import Batch
 from titanlite.models import get_spec
 from titanlite.models.rope import Rope

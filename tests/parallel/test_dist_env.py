@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
-from tests import processes
-from tests.pool import Pools, free_port
-from tests.processes import ROOT, python
+from tests.support import processes
+from tests.support.pool import Pools, free_port
+from tests.support.processes import ROOT, python
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.parallel.launch_env import LaunchEnv, read_launch_env

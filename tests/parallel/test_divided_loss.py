@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.allocated import peak_bytes
-from tests.pool import Pools
-from tests.training.compare import relative
+from tests.support.allocated import peak_bytes
+from tests.support.compare import relative
+from tests.support.pool import Pools
 from titanlite.loss import regularized
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoint.runs import assert_equal, hand_on, unequal
-from tests.checkpoint.runs import train as train_and_save
-from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS
-from tests.training.grid import (
+from tests.support.checkpoints import assert_equal, hand_on, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.compare import LABELS, TOKENS
+from tests.support.grid import (
     BY_OPERATION,
     CP,
     FSDP,
@@ -33,8 +32,9 @@ from tests.training.grid import (
     TP,
     run_of,
 )
-from tests.training.harness import Run, build_tiny, train, train_afresh
-from tests.training.reference import Curve
+from tests.support.harness import Run, build_tiny, train, train_afresh
+from tests.support.pool import Pools
+from tests.support.reference import Curve
 from tests.training.test_quiet_step import Calls, Operations
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file

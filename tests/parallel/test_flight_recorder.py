@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.flight_recorder import recording
 

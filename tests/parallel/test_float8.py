@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from tests.parallel.float8_runs import (
+from tests.support.float8_runs import (
     CONVERTED,
     EMULATED,
     GATHERED,
@@ -26,8 +26,7 @@ from tests.parallel.float8_runs import (
     recipe,
     watch_step,
 )
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     TINY,
     Run,
     build_tiny,
@@ -37,6 +36,7 @@ from tests.training.harness import (
     stepper,
     train,
 )
+from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.models import get_spec

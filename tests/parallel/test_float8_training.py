@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN as SAVED
-from tests.parallel.float8_runs import (
+from tests.support.checkpoints import RUN as SAVED
+from tests.support.float8_runs import (
     EMULATED,
     GATHERED,
     PRECOMPUTED,
@@ -26,8 +26,8 @@ from tests.parallel.float8_runs import (
     resumed,
     spread,
 )
-from tests.pool import Pools
-from tests.training.harness import EVERY_2, FULL, OP, TINY, changed, train
+from tests.support.harness import EVERY_2, FULL, OP, TINY, changed, train
+from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
 
 soak = pytest.mark.soak

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
-from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
+from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import assert_equal
-from tests.pool import Pools
-from tests.training.harness import TINY, Degrees, Run, initial_weights
+from tests.support.checkpoints import assert_equal
+from tests.support.harness import TINY, Degrees, Run, initial_weights
+from tests.support.pool import Pools
 from titanlite.models.spec import Init
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generators

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.watch import GATHER, REDUCE, Wire
-from tests.pool import Pools
-from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
-from tests.training.harness import (
+from tests.support.compare import LABELS, SEQ, TOKENS, WARM, relative
+from tests.support.harness import (
     TINY,
     Run,
     build_tiny,
@@ -25,7 +23,9 @@ from tests.training.harness import (
     stepper,
     train,
 )
-from tests.training.reference import Curve
+from tests.support.pool import Pools
+from tests.support.reference import Curve
+from tests.support.watch import GATHER, REDUCE, Wire
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
 from titanlite.models.counts import pipeline_costs

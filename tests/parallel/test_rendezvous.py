@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.pool import free_port
-from tests.processes import ROOT, environment
+from tests.support.pool import free_port
+from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.parallel import rendezvous
 from titanlite.parallel.rendezvous import (

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import Run, build_tiny, micro_batches, stepper
+from tests.support.compare import LABELS, TOKENS, WARM
+from tests.support.harness import Run, build_tiny, micro_batches, stepper
+from tests.support.pool import Pools
 from titanlite.config.sections import Compile
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel import ParallelismError

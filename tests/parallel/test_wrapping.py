@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.harness import TINY
+from tests.support.harness import TINY
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups, groups_by_class, groups_by_size

@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from tests.allocated import peak_bytes
-from tests.tiny import KEPT_TOKENS
+from tests.support.allocated import peak_bytes
+from tests.support.tiny import KEPT_TOKENS
 from titanlite.assembly import build
 from titanlite.data.loader import Batch, to_device
 from titanlite.parallel.dist_env import DistEnv

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import MANIFEST, options, write
+from tests.support.checkpoints import MANIFEST, options, write
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.retention import delete, prune

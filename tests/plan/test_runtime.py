@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.pool import Pools
-from tests.words import listening
+from tests.support.pool import Pools
+from tests.support.words import listening
 from titanlite.callbacks import CallbackError, Callbacks
 from titanlite.data import DataError
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, allocated, measure, planned
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import PARTS

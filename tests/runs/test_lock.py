@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.golden import PRINTS, make
-from tests.pool import Pools
-from tests.words import listening
+from tests.support.pool import Pools
+from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.runs.conftest import Start, training_row, write_metrics
-from tests.words import listening
+from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file

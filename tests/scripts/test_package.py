@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import titanlite
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
 
 LIGHT = """
 import sys

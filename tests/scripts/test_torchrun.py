@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import environment, python
+from tests.support.processes import environment, python
 from titanlite.exit_codes import CONFIG, LOST_PEER, code_of
 from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.golden_run import MORE, GoldenRun
+from tests.support.golden_run import MORE, GoldenRun
 from titanlite.checkpoint.manifest import FILE, read_manifest
 
 #: What the evil code prints when it runs.

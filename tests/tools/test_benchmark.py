@@ -17,9 +17,9 @@ import torch
 from msgspec import to_builtins
 from PIL import Image
 
-from tests.pool import Pools
 from tests.runs.conftest import training_row, write_metrics
-from tests.tiny import TWO_LAYERS, size
+from tests.support.pool import Pools
+from tests.support.tiny import TWO_LAYERS, size
 from tests.tools.stand_in import SPEEDS
 from titanlite.assembly import build
 from titanlite.config.errors import Problem

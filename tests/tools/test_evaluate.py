@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import write_texts
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.training.test_run import _run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.errors import ConfigError

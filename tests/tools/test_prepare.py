@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.data.hub_server import HubServer
 from tests.data.test_shards import TEXTS, write_c4
-from tests.processes import ended, python
+from tests.support.hub_server import HubServer
+from tests.support.processes import ended, python
 from tests.tools.conftest import Command
 from tests.tools.test_data_command import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.parallel.process import TUNABLES
 from titanlite.tools.cli import main

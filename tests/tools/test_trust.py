@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.golden_run import MORE, GoldenRun
 from tests.scripts.test_cli_docs import commands
+from tests.support.golden_run import MORE, GoldenRun
 from tests.tools.poison import (
     CODE,
     SAYS,
@@ -480,7 +480,7 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
     poisoned: Poisoned, tmp_path: Path
 ) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
-    from tests.golden_run import FLAGS
+    from tests.support.golden_run import FLAGS
     from tests.training.test_run import TINY
     from titanlite.tools.drill.ranks import train
 

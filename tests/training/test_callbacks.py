@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from tests.pool import Pools
-from tests.processes import python
+from tests.support.pool import Pools
+from tests.support.processes import python
 from tests.training.test_run import TINY, _trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks

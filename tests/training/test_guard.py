@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.harness import W2, Run, all_stages, batches, full, run_stages, stepper
+from tests.support.harness import W2, Run, all_stages, batches, full, run_stages, stepper
+from tests.support.pool import Pools
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv

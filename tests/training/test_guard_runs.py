@@ -14,10 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.data.conftest import write_texts
-from tests.golden_run import GoldenRun
 from tests.metrics.test_records import scalars
-from tests.pool import Pools
-from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
+from tests.support.golden_run import GoldenRun
+from tests.support.harness import W2, Run, batches, build_tiny, run_stages, stepper
+from tests.support.pool import Pools
 from tests.training.test_run import TINY, _losses, _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint import manager

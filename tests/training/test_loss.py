@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parallel.watch import GATHER, SUM, Sent, Watch, Wire
-from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, full_precision, stepper, train, train_afresh
+from tests.support.compare import LABELS, TOKENS, WARM, relative
+from tests.support.harness import TINY, Run, full_precision, stepper, train, train_afresh
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, SUM, Sent, Watch, Wire
 from titanlite.config.sections import Compile
 from titanlite.loss import batch_loss, cross_entropy_sum, objective_of, regularized
 from titanlite.loss_chunks import ChunkedHead, chunk_head

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tests.parallel.watch import Watch
-from tests.pool import Pools
-from tests.steps import train_rows
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.watch import Watch
 from tests.training.test_run import TINY
 from titanlite.callbacks import Callback
 from titanlite.parallel.dist_env import DistEnv

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_manifest import sign
-from tests.golden_run import GoldenRun
-from tests.pool import Pools
-from tests.processes import ROOT, TORCHRUN, python
-from tests.tiny import TWO_LAYERS, size
-from tests.training.harness import alone
-from tests.words import listening
+from tests.support.golden_run import GoldenRun
+from tests.support.harness import alone
+from tests.support.pool import Pools
+from tests.support.processes import ROOT, TORCHRUN, python
+from tests.support.tiny import TWO_LAYERS, size
+from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.assembly import build
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest

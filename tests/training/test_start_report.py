@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.golden_run import GoldenRun
+from tests.support.golden_run import GoldenRun
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics

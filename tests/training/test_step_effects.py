@@ -10,9 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, collectives
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     TINY,
     Run,
     batches,
@@ -21,6 +19,8 @@ from tests.training.harness import (
     micro_batches,
     train,
 )
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, REDUCE, SUM, collectives
 from titanlite.config.sections import Training
 from titanlite.optim.gradients import square_norm
 from titanlite.parallel.dist_env import DistEnv

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.processes import ROOT, TORCHRUN, environment, python
-from tests.tiny import EIGHT_STEPS
+from tests.support.pool import Pools
+from tests.support.processes import ROOT, TORCHRUN, environment, python
+from tests.support.tiny import EIGHT_STEPS
 from tests.training.test_run import _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint.hf import open_weights

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data.conftest import make_corpus, write_texts
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.training.test_run import _outcome, _run, _trainer
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError

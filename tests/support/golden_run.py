@@ -88,7 +88,10 @@ def golden_run(base: Path) -> GoldenRun:
             for steps in (STEPS, MORE):
                 console = aside / f"console-{steps}"
                 codes, said = train(
-                    [*flags, f"--training.steps={steps}"], 2, console, main="tests.golden_run"
+                    [*flags, f"--training.steps={steps}"],
+                    2,
+                    console,
+                    main="tests.support.golden_run",
                 )
                 check(codes == [0, 0], "the golden run failed", said)
             aside.rename(made)

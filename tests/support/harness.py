@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.steps import train_step
-from tests.training.reference import Curve
+from tests.support.reference import Curve
+from tests.support.steps import train_step
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.runs import train as train_and_save
-from tests.parallel.watch import Watch
-from tests.training.harness import (
+from tests.support.checkpoints import train as train_and_save
+from tests.support.harness import (
     TINY,
     Run,
     build_tiny,
@@ -23,6 +22,7 @@ from tests.training.harness import (
     run_stages,
     stepper,
 )
+from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
 from titanlite.metrics.float8_error import Float8Error, measure_float8_error

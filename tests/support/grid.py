@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.compare import (
+from tests.support.compare import (
     DOCUMENTS,
     FLAT,
     GLOBAL_BATCH,
@@ -24,7 +24,7 @@ from tests.training.compare import (
     WARM,
     References,
 )
-from tests.training.harness import Degrees, Run
+from tests.support.harness import Degrees, Run
 from titanlite.parallel.pipeline_split import SCHEDULES
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config

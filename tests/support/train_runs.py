@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import EIGHT_STEPS
+from tests.support.tiny import EIGHT_STEPS
 from titanlite.data.hashes import add_hashes
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.drill import ranks as drill_ranks
@@ -36,7 +36,7 @@ def train(
 
     Exit codes by rank, and the output.
     """
-    return drill_ranks.train(arguments, ranks, console, fault, main="tests.failures.logged")
+    return drill_ranks.train(arguments, ranks, console, fault, main="tests.support.logged")
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:

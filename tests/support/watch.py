@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.harness import Run, stepper
+from tests.support.harness import Run, stepper
 from titanlite.parallel.dist_env import DistEnv
 
 GATHER, REDUCE, SUM = "allgather_base", "reduce_scatter_base", "allreduce"

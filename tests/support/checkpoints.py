@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.training.harness import Run, batches, build_tiny, full, stepper
+from tests.support.harness import Run, batches, build_tiny, full, stepper
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
