@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.conftest import Storage
 from tests.support.checkpoints import PRINTS, flip, names, options, unequal
 from tests.support.pool import Pools
 from tests.support.processes import environment, python
+from tests.support.s3 import Storage
 from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest

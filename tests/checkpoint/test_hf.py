@@ -21,14 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.checkpoint.conftest import Storage
-from tests.models.test_hf import _train, config_flags, written
-from tests.models.test_spec import unpermute
 from tests.support.checkpoints import PRINTS, names, options
 from tests.support.grid import FSDP, PP, TP
 from tests.support.harness import TINY, Run, batches, build_tiny, full
+from tests.support.hf import config_flags, train_losses, unpermute, written
 from tests.support.pool import Pools
-from tests.training.test_run import _run
+from tests.support.s3 import Storage
+from tests.support.whole_runs import train_run
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
 from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files
 from titanlite.checkpoint.manager import Checkpointer
@@ -528,7 +527,7 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
     ]
     last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
     first, folder = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3-hf"
-    trained = _measured(pool(2).run(_run, str(first), *length, *last))
+    trained = _measured(pool(2).run(train_run, str(first), *length, *last))
     imported = convert(folder, tmp_path / "imported", "checkpoint")
     for i, path in enumerate((folder, imported)):
         more = [
@@ -536,7 +535,7 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
             "--validation.first",
             "--training.steps=1",
         ]
-        tuned = _measured(pool(2).run(_run, str(tmp_path / f"tuned-{i}"), *length, *more))
+        tuned = _measured(pool(2).run(train_run, str(tmp_path / f"tuned-{i}"), *length, *more))
         assert tuned[0] == trained[-1] and tuned[-1] != tuned[0]
 
     text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
@@ -592,11 +591,12 @@ def test_every_family_goes_out_of_runs_and_in(
     def train(ranks: int, name: str, *more: str) -> Path:
         if family == "hf":
             hf = [written(tmp_path, "qwen2"), f"--job.dump_folder={tmp_path / name}"]
-            pool(ranks).run(_train, config_flags(tmp_path, *hf, *flags, *more))
+            pool(ranks).run(train_losses, config_flags(tmp_path, *hf, *flags, *more))
         else:
             small = (f"--model.overrides.{one}" for one in SMALL)
             assert (
-                pool(ranks).run(_run, str(tmp_path / name), *flags, *small, *more)[0]["error"] == ""
+                pool(ranks).run(train_run, str(tmp_path / name), *flags, *small, *more)[0]["error"]
+                == ""
             )
         return tmp_path / name / "checkpoint" / "step-1-hf"
 

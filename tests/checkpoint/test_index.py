@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.golden import HERE, PRINTS, make
-from tests.checkpoint.test_manifest import sign
-from tests.support.checkpoints import options
+from tests.support.checkpoints import options, sign
 from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import write
+from tests.support.checkpoints import edit, sign, write
 from titanlite.checkpoint.manifest import (
     FORMAT,
     CheckpointError,
-    digest_of,
     find,
     is_valid,
     steps_in,
 )
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.commands.checkpoint import list_checkpoints, remove
-
-
-def _edit(folder: Path, **changes: object) -> None:
-    """Change a manifest as a bad disk would."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def sign(folder: Path, **changes: object) -> None:
-    """Change a manifest as a wrong program would: its hash is right."""
-    _edit(folder, **changes)
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    content.pop("digest")
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**content, "digest": digest_of(text.encode())}))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +27,9 @@ def sign(folder: Path, **changes: object) -> None:
         (lambda f: (f / "shard").write_bytes(b"123"), "has 3 bytes, the manifest says 4"),
         (lambda f: (f / "shard").unlink(), "shard is missing"),
         (lambda f: (f / "manifest.json").write_text("[" * 100_000), "maximum recursion depth"),
-        (lambda f: _edit(f, train={"next_sequence": 41}), "is damaged"),
-        (lambda f: _edit(f, digest=None), "is damaged"),
-        (lambda f: _edit(f, format=1), "is damaged"),
+        (lambda f: edit(f, train={"next_sequence": 41}), "is damaged"),
+        (lambda f: edit(f, digest=None), "is damaged"),
+        (lambda f: edit(f, format=1), "is damaged"),
         (lambda f: sign(f, files=None), "files"),
         (lambda f: sign(f, step=6.0), "step"),
         (lambda f: sign(f, validation_loss=float("nan")), "validation_loss = nan"),
@@ -73,7 +55,7 @@ def test_damaged_newest_is_named_and_the_one_before_is_used(
 def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
     """Otherwise its run would lose steps without a word."""
     write(tmp_path, 5, 6)
-    _edit(tmp_path / "step-6", format=FORMAT + 1)
+    edit(tmp_path / "step-6", format=FORMAT + 1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()}
     for use in (
         lambda: find(tmp_path),

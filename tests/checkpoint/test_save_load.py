@@ -19,7 +19,6 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint.conftest import Storage
 from tests.support import s3
 from tests.support.checkpoints import (
     PRINTS,
@@ -35,6 +34,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.harness import build_tiny
 from tests.support.pool import Pools
+from tests.support.s3 import Storage
 from tests.support.words import listening
 from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manager import Checkpointer

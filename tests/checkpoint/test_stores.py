@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_lock import compete
 from tests.support import s3
+from tests.support.locks import compete
 from tests.support.pool import free_port
 from tests.support.processes import python
 from titanlite import exit_codes

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.conftest import make_corpus
-from tests.data.test_stream import encode, first_rows, make, write_shards
+from tests.support.shards import encode, first_rows, make_stream, write_shards
+from tests.support.texts import make_corpus
 from titanlite.data import DataError, EndOfData, best_fit, loader
 from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.corpus import Corpus
@@ -212,7 +212,9 @@ def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(
     tmp_path: Path, shuffle: bool
 ) -> None:
     shards = write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
-    rows = make(shards, seq_len=16, best_fit=True, shuffle=shuffle, buffer=40, mask_documents=True)
+    rows = make_stream(
+        shards, seq_len=16, best_fit=True, shuffle=shuffle, buffer=40, mask_documents=True
+    )
     assert rows.settings["packing"] == "best-fit"
     seen: set[int] = set()
     for lane in range(4):
@@ -241,7 +243,7 @@ def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(
 
 def test_a_packed_stream_resumes_at_every_step_on_any_ranks(tmp_path: Path) -> None:
     def make_rows(**options: Any) -> StreamRows:
-        return make(shards, **{"seq_len": 11, "best_fit": True, "buffer": 24, **options})
+        return make_stream(shards, **{"seq_len": 11, "best_fit": True, "buffer": 24, **options})
 
     shards = write_shards(tmp_path, [13, 20, 7, 16])
     wanted = first_rows(make_rows(), 96)

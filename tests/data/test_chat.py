@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from tests.support.texts import LLAMA3
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
@@ -29,14 +30,6 @@ from titanlite.tools import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Llama 3's template, and ChatML with the marks of `transformers` around the assistant's turns.
-LLAMA3 = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 "
-    "%}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if "
-    "add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 MARKED = (
     "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ "
     "m.content }}</s>\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.conftest import write_texts
+from tests.support.texts import write_texts
 from titanlite.data import DataError
 from titanlite.data import corpus as corpus_module
 from titanlite.data.corpus import tokenize

@@ -14,10 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tests.data.test_chat import LLAMA3
-from tests.data.test_shards import LINES, TEXTS, write_c4
 from tests.support.hub_server import HubServer
 from tests.support.processes import python
+from tests.support.shards import LINES, TEXTS, write_c4
+from tests.support.texts import LLAMA3
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import write_texts
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
+from tests.support.texts import write_texts
 from tests.support.tiny import TWO_LAYERS
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer

@@ -5,7 +5,6 @@ among them.
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hub_server import HubServer
+from tests.support.texts import CLONE, write_files
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.config.toml import loads
@@ -26,20 +26,6 @@ from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()
-
-
-def make(folder: Path, *names: str) -> Path:
-    """Write files of one record each, whose text is the name."""
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".parquet"):
-            parquet = pytest.importorskip("pyarrow.parquet")
-            pyarrow = pytest.importorskip("pyarrow")
-            parquet.write_table(pyarrow.table({"text": [name]}), path)
-        else:
-            path.write_text(json.dumps({"text": name}) + "\n" if ".json" in name else name)
-    return folder
 
 
 def read(folder: Path | str, **keys: object) -> list[str]:
@@ -63,26 +49,11 @@ def refused(
     return str(caught.value).splitlines()
 
 
-CLONE = [
-    *(
-        "README.md",
-        "LICENSE.txt",
-        ".git/a.jsonl",
-        ".gitattributes",
-        "dataset_infos.json",
-        "data/_SUCCESS",
-    ),
-    *(
-        "data/train-00000-of-00002.parquet",
-        "data/train-00001-of-00002.parquet",
-        "data/test-00000-of-00001.parquet",
-    ),
-]
 TRAIN = CLONE[-3:-1]
 
 
 def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path) -> None:
-    clone = make(tmp_path / "clone", *CLONE)
+    clone = write_files(tmp_path / "clone", *CLONE)
     lines = refused(clone)
     assert lines[0] == f"training.dataset_path: the folder {clone} holds text of several splits"
     test = f"{clone}/data/test-00000-of-00001.parquet"
@@ -145,7 +116,7 @@ FOLDERS = [
 def test_each_line_of_a_refusal_reads_one_text_and_all_lines_read_all(
     tmp_path: Path, names: list[str], why: str
 ) -> None:
-    folder = make(tmp_path / "a*b's", *names)
+    folder = write_files(tmp_path / "a*b's", *names)
     lines = refused(folder, "data.source[0].path")
     assert lines[0].startswith(f"data.source[0].path: the folder {folder} holds text {why}")
     assert lines[1] == "  one of these lines in [[data.source]], number 1 says which is meant:"
@@ -195,7 +166,9 @@ def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
         "requirements.txt",
         "x.csv",
     ]
-    folder = make(tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known)
+    folder = write_files(
+        tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known
+    )
     assert read(folder) == ["history.txt", "notice of death.txt", "testament.txt"]
     assert all(why_no_text(Path(name).name) for name in known if name != "_delta_log/0.json")
     # A file that is named itself, or by a pattern, is text whatever its name.
@@ -237,7 +210,7 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
         ["data/train_sft-00000-of-00001.jsonl", "data/test_gen-00000-of-00001.jsonl"],
         ["training 1.jsonl", "evaluation 1.jsonl"],
     ):
-        folder = make(tmp_path / names[0], *names)
+        folder = write_files(tmp_path / names[0], *names)
         patterns = data_files.get_data_patterns(str(folder))
         found = data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
         expected = {
@@ -250,7 +223,7 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
 
 
 def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_path: Path) -> None:
-    folder = make(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
+    folder = write_files(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
     listing = list_text(Place(f"{folder}/*.jsonl"))
     assert read(f"{folder}/*.jsonl") == ["test.jsonl", "train.jsonl"]
     assert listing.warning() == (
@@ -262,14 +235,14 @@ def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_pat
 
 
 def test_a_format_chooses_among_kinds(tmp_path: Path) -> None:
-    folder = make(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
+    folder = write_files(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
     assert read(folder, format="parquet") == ["a.parquet"]
     assert read(folder, format="json") == ["sample.jsonl"]
 
 
 def test_stores_have_the_same_rules(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
-    make(tmp_path / "files", *CLONE, "more/train.txt")
+    write_files(tmp_path / "files", *CLONE, "more/train.txt")
     with HubServer(tmp_path) as server:
         url = f"{server.url}/files/data/"
         with pytest.raises(DataError) as caught:
@@ -296,7 +269,7 @@ def test_all_rules_on_names_of_a_store() -> None:
 
 
 def test_a_dead_link_is_an_error(tmp_path: Path) -> None:
-    folder = make(tmp_path, "a.jsonl")
+    folder = write_files(tmp_path, "a.jsonl")
     (folder / "b.jsonl").symlink_to(folder / "nowhere")
     assert "b.jsonl is a link to a file that does not exist" in refused(folder)[0]
 
@@ -304,7 +277,7 @@ def test_a_dead_link_is_an_error(tmp_path: Path) -> None:
 def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path: Path) -> None:
     """Computed by the version before these rules: a resume compares it."""
     folder = tmp_path / "text"
-    make(folder, "a.jsonl", "b.jsonl", "README.md")
+    write_files(folder, "a.jsonl", "b.jsonl", "README.md")
     training = Training(dataset_path=str(folder), seq_len=8)
     whole = build_dataset(training, Data(), TOKENIZER, TOKENIZER.vocab_size)
     stream = build_dataset(training, Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size)

@@ -9,15 +9,14 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.support.sources import Numbers
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Phases
-from titanlite.data.rows import Row, Rows
 from titanlite.data.skip_ranges import take
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
@@ -28,33 +27,6 @@ from titanlite.start.run_text import phases_of
 from titanlite.step import ReplicationFactors
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
 from titanlite.training.resume import load_text
-
-
-class Numbers(Rows):
-    """A source whose row i holds i; a stream notes the lanes that were asked for."""
-
-    seq_len, tokens_per_epoch, fingerprint = 2, None, "ab" * 32
-    total_sequences: int | None = None
-    settings: dict[str, Any] = {"shuffle": True}
-
-    def __init__(self, total: int | None = None, lanes: int | None = None) -> None:
-        self.total_sequences, self.noted_lanes = total, lanes
-        self.asked: set[int] = set()
-
-    def sequence(self, index: int) -> Row:
-        assert self.total_sequences is None or index < self.total_sequences
-        if self.noted_lanes:
-            self.asked.add(index % self.noted_lanes)
-        return Row(np.full(2, index), np.full(2, index))
-
-    def padding(self) -> Row:
-        return Row(np.zeros(2, dtype=np.int64), np.full(2, -100))
-
-    def documents_in(self, index: int) -> list[tuple[int, int]]:
-        return [(index, 2)]
-
-    def describe(self) -> str:
-        return "numbers"
 
 
 def mix(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import write_texts
+from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData, permutation

@@ -8,7 +8,6 @@ import gzip
 import importlib.util
 import json
 import os
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 from tests.support.hub_server import HubServer
 from tests.support.processes import python
 from tests.support.s3 import new_bucket, serving
+from tests.support.shards import LINES, TEXTS, write_c4
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -31,10 +31,6 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools.cli import main
 
 pytest.importorskip("aiohttp")
-_RANDOM = random.Random(1)
-#: They hardly compress: each file has more than 100 KB.
-TEXTS = [f"text {i} {_RANDOM.randbytes(_RANDOM.randrange(300)).hex()}" for i in range(1000)]
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
 @pytest.fixture
@@ -187,14 +183,6 @@ def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> 
         build_dataset(training, Data(streaming=False), load_tokenizer(), 2304)
 
 
-CARD = """---
-configs:
-- config_name: en
-  data_files:
-  - {split: train, path: "en/c4-train.*.json.gz"}
-  - {split: validation, path: "en/c4-validation.*.json.gz"}
----
-"""
 CLIENT = """
 import json, os
 from titanlite.config.text_names import HubText, hub_text
@@ -220,20 +208,6 @@ except DataError as error:
     found["secret"] = str(error)
 print(json.dumps(found))
 """
-
-
-def write_c4(root: Path, shards: int) -> None:
-    """Write `TEXTS` as a repository in the form of allenai/c4."""
-    folder = root / "datasets/allenai/c4/en"
-    folder.mkdir(parents=True)
-    (folder.parent / "README.md").write_text(CARD)
-    lines, size = LINES.splitlines(), len(TEXTS) // shards
-    for k in range(shards):
-        content = gzip.compress(b"\n".join(lines[k * size : (k + 1) * size]))
-        (folder / f"c4-train.{k:05}-of-{shards:05}.json.gz").write_bytes(content)
-    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(
-        gzip.compress(LINES[: LINES.index(b"\n")])
-    )
 
 
 def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_mixture import Numbers
-from tests.data.test_stream import SEQ, make, write_shards
+from tests.support.shards import SEQ, make_stream, write_shards
+from tests.support.sources import Numbers
 from titanlite import exit_codes
 from titanlite.data import DataError
 from titanlite.data.loader import TrainLoader
@@ -28,7 +28,7 @@ HOSTILE = (-7, "5-1", None, 1.5, math.nan, 1 << 40, True, [], {})
 def _rows(names: list[str], kind: str) -> Rows:
     if kind == "text":
         return Numbers(10_000)
-    stream = make(names, best_fit=kind == "best-fit")
+    stream = make_stream(names, best_fit=kind == "best-fit")
     if kind != "mixture":
         return stream
     other = Numbers(total=500, lanes=4)

@@ -12,48 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.shards import first_rows, make_stream, write_shards
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, Record
 from titanlite.data.loader import TrainLoader, gather_state
 from titanlite.data.rows import IGNORE
 from titanlite.data.shards import Shards
-from titanlite.data.stream import StreamRows, default_lanes
-
-SEQ = 8
-
-
-def encode(record: Record) -> tuple[np.ndarray, int]:
-    """BOS 1, five tokens of the document's number, EOS 2: each token tells its document."""
-    number = int(record.text)
-    return np.array([1, *[number + 10] * (number % 5 + 1), 2]), np.zeros(0, dtype=bool)
-
-
-def write_shards(folder: Path, sizes: list[int]) -> list[str]:
-    """Write files of so many documents; their texts count on over all files."""
-    first, names = 0, []
-    for number, size in enumerate(sizes):
-        path = folder / f"part-{number:02}.jsonl.gz"
-        lines = "".join(json.dumps({"text": str(first + i)}) + "\n" for i in range(size))
-        path.write_bytes(gzip.compress(lines.encode()))
-        names.append(str(path))
-        first += size
-    return names
-
-
-def make(names: list[str], **options) -> StreamRows:
-    defaults = {
-        "seq_len": SEQ,
-        "pad_id": 0,
-        "seed": 3,
-        "buffer": 12,
-        "lanes": 4,
-        "description": "test",
-    }
-    return StreamRows(Shards(tuple(names), Columns()), encode, **{**defaults, **options})
-
-
-def first_rows(rows: StreamRows, count: int) -> list[list[int]]:
-    return [rows.sequence(i).tokens.tolist() for i in range(count)]
+from titanlite.data.stream import default_lanes
 
 
 @pytest.fixture
@@ -68,7 +32,7 @@ def names(tmp_path: Path) -> list[str]:
 def test_each_lane_serves_each_of_its_documents_once_per_epoch(
     tmp_path, sizes, lanes, shuffle
 ) -> None:
-    rows = make(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
+    rows = make_stream(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
     seen: Counter[int] = Counter()
     for lane in range(lanes):
         epochs, tokens, count = Counter(), [], 0
@@ -85,7 +49,7 @@ def test_each_lane_serves_each_of_its_documents_once_per_epoch(
 
 
 def test_labels_are_the_next_tokens_over_windows(names) -> None:
-    rows = make(names, lanes=1)
+    rows = make_stream(names, lanes=1)
     pairs = [rows.sequence(i) for i in range(5)]
     joined = np.concatenate([row.tokens for row in pairs])
     assert np.concatenate([row.labels for row in pairs])[:-1].tolist() == joined[1:].tolist()
@@ -97,7 +61,7 @@ SIZE, STEPS = 24, 8
 
 def steps_of(names: list[str]) -> list[list[list[int]]]:
     """The sequences of each step, sorted."""
-    rows = first_rows(make(names), SIZE * STEPS)
+    rows = first_rows(make_stream(names), SIZE * STEPS)
     return [sorted(rows[n * SIZE : (n + 1) * SIZE]) for n in range(STEPS)]
 
 
@@ -112,7 +76,7 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
     wanted = steps_of(names)[:4]
     for degree in (1, 2, 3, 4, 8):
         loaders = [
-            TrainLoader(make(names, workers=workers), SIZE, 1, rank, degree)
+            TrainLoader(make_stream(names, workers=workers), SIZE, 1, rank, degree)
             for rank in range(degree)
         ]
         assert [next_steps(loaders) for _ in wanted] == wanted
@@ -125,7 +89,7 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 8)])
 def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after) -> None:
     wanted = steps_of(names)
-    loaders = [TrainLoader(make(names), SIZE, 1, rank, before) for rank in range(before)]
+    loaders = [TrainLoader(make_stream(names), SIZE, 1, rank, before) for rank in range(before)]
     for stop in range(STEPS):
         states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
         state = {
@@ -136,7 +100,8 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
             4 if stop else 0
         )  # each lane has a place, whichever rank read it
         resumed = [
-            TrainLoader(make(names, lanes=None), SIZE, 1, rank, after) for rank in range(after)
+            TrainLoader(make_stream(names, lanes=None), SIZE, 1, rank, after)
+            for rank in range(after)
         ]
         for loader in resumed:
             loader.load_state_dict(state)
@@ -145,7 +110,7 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
 
 
 def test_going_back_gives_the_same_rows(names) -> None:
-    rows = make(names)
+    rows = make_stream(names)
     wanted = first_rows(rows, 80)
     rows.close()
     assert first_rows(rows, 80) == wanted
@@ -166,23 +131,23 @@ def opened(monkeypatch) -> list[tuple[int, int]]:
 
 
 def test_a_resume_reads_no_shard_that_is_done(names, opened) -> None:
-    rows = make(names, lanes=1)
+    rows = make_stream(names, lanes=1)
     first_rows(rows, 45)
     state = rows.state_dict()
     opened.clear()
-    resumed = make(names, lanes=1)
+    resumed = make_stream(names, lanes=1)
     resumed.load_state_dict(state)
     resumed.sequence(45)
     assert state["cursors"][0][3] > 0 and state["cursors"][0][4] in [row for _, row in opened]
 
 
 def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monkeypatch) -> None:
-    rows = make(names)
+    rows = make_stream(names)
     wanted = [rows.documents_in(i) for i in range(SIZE * STEPS)]
     reads = sorted(opened)
     opened.clear()
     monkeypatch.setattr("titanlite.data.stream._KEPT_BYTES", 1)
-    late, found = make(names), []
+    late, found = make_stream(names), []
     for step in range(STEPS):  # a step is logged while those after it are prepared
         for i in range(SIZE * (step + 3 if step else 0), SIZE * min(step + 4, STEPS)):
             late.sequence(i)
@@ -191,7 +156,7 @@ def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monke
 
 
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
-    row = make(names, mask_documents=True).sequence(0)
+    row = make_stream(names, mask_documents=True).sequence(0)
     assert (
         row.documents is not None
         and row.documents[0] == 0
@@ -202,8 +167,8 @@ def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> No
 
 
 def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names) -> None:
-    state = make(names, lanes=4).state_dict()
-    other = make(names, lanes=None, ranks=6)
+    state = make_stream(names, lanes=4).state_dict()
+    other = make_stream(names, lanes=None, ranks=6)
     other.load_state_dict(state)
     assert (other.lanes, default_lanes(6, 7), default_lanes(1, 1000), default_lanes(16, 8)) == (
         4,
@@ -212,17 +177,17 @@ def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names)
         16,
     )
     with pytest.raises(DataError, match="has 4 lanes, not 5"):
-        make(names, lanes=5).load_state_dict(state)
+        make_stream(names, lanes=5).load_state_dict(state)
 
 
 def test_bad_text_is_named_and_a_lane_without_text_too(tmp_path) -> None:
     names = write_shards(tmp_path, [3, 0])
     with pytest.raises(DataError, match="part-01.*a lane of the stream is empty"):
-        first_rows(make(names, lanes=2), 4)
+        first_rows(make_stream(names, lanes=2), 4)
     (tmp_path / "part-01.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n{"txt": 2}\n'))
     with pytest.raises(DataError, match="part-01.jsonl.gz, line 2"):
-        first_rows(make(names, lanes=2), 4)
+        first_rows(make_stream(names, lanes=2), 4)
 
 
 def test_a_state_without_rows_is_left_alone(names) -> None:
-    assert gather_state({"next_sequence": 5}, make(names)) == {"next_sequence": 5}
+    assert gather_state({"next_sequence": 5}, make_stream(names)) == {"next_sequence": 5}

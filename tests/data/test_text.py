@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.conftest import write_texts
 from tests.support.hub_server import HubServer
+from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError

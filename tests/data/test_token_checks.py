@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_token_files import TOKENIZER, write_megatron, write_prepared
 from tests.support.processes import python
+from tests.support.token_folders import TOKENIZER, write_megatron, write_prepared
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset

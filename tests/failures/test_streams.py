@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_shards import write_c4
 from tests.support.hub_server import HubServer
 from tests.support.pool import free_port
 from tests.support.processes import python
+from tests.support.shards import write_c4
 from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.data.sources import BUNDLED

@@ -21,15 +21,16 @@ from tests.support.harness import (
     Run,
     batches,
     build_tiny,
+    equal_states,
     full_precision,
     initial_weights,
     micro_batches,
+    state_of,
     stepper,
     train,
 )
 from tests.support.reference import train_reference
 from tests.support.steps import train_step
-from tests.training.test_guard import _equal, _state
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard
@@ -224,12 +225,12 @@ def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
         except BadStepError as error:
             stopped.append((step, error.step))
         told += [(step, bad.step) for bad in guard.skipped()]
-        states.append(_state(model, optimizer))
-    assert _equal(states[BAD - 1], states[BAD - 2])
+        states.append(state_of(model, optimizer))
+    assert equal_states(states[BAD - 1], states[BAD - 2])
     if policy == "skip":
         assert told == [(BAD + 1, BAD)] and not stopped
-        assert not _equal(states[BAD], states[BAD - 1])
+        assert not equal_states(states[BAD], states[BAD - 1])
         guard.sync()
         assert len(guard.state_dict()["losses"]) == 4
     else:
-        assert stopped[0] == (BAD + 1, BAD) and _equal(states[4], states[BAD - 1])
+        assert stopped[0] == (BAD + 1, BAD) and equal_states(states[4], states[BAD - 1])

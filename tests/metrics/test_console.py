@@ -15,7 +15,7 @@ import pytest
 
 from tests.metrics import terminal as pseudo
 from tests.support.processes import python
-from tests.training.test_run import _trainer
+from tests.support.whole_runs import make_trainer
 from titanlite.metrics.console import FIELD_COLORS, aws_fsdp_line, folded, setup_console, titan_line
 from titanlite.metrics.live import _COLUMNS
 from titanlite.parallel.dist_env import DistEnv
@@ -76,7 +76,7 @@ def test_step_lines_are_those_that_other_tools_read() -> None:
 
 def _said(world: DistEnv, folder: str, *flags: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        _trainer(world, folder, *flags).train()
+        make_trainer(world, folder, *flags).train()
     return out.getvalue()
 
 

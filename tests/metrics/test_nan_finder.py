@@ -13,7 +13,7 @@ import torch
 
 from tests.support.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
 from tests.support.pool import Pools
-from tests.training.test_run import _trainer
+from tests.support.whole_runs import make_trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
@@ -194,7 +194,7 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 
 def _stopped(world: DistEnv, folder: str) -> str:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out

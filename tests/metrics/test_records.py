@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.whole_runs import scalars
 from tests.support.words import listening
 from titanlite.metrics.boards import TAGS, TensorBoard, tags
 from titanlite.metrics.jsonl import MetricsLog, read_metrics
@@ -85,16 +86,6 @@ def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Pa
         and str(gone) in said[1]
     )
     assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {
-        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
 
 
 def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list() -> None:

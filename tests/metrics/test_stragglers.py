@@ -11,7 +11,7 @@ import torch
 
 from tests.support.pool import Pools
 from tests.support.stand_ins import burn
-from tests.training.test_run import _trainer
+from tests.support.whole_runs import make_trainer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
@@ -24,7 +24,7 @@ SLOW = 0.3
 
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 

@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.pool import Pools
 from tests.support.steps import train_rows
+from tests.support.tiny import TWENTY_STEPS
 from tests.support.words import listening
-from tests.training.test_run import TINY
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.metrics import boards as background_writer
@@ -81,7 +81,7 @@ def offline(folder: Path) -> dict[str, Any]:
 def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
-    flags = [*TINY, f"--training.steps={steps}", "--metrics.enable_wandb"]
+    flags = [*TWENTY_STEPS, f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += [
         "--validation.freq=2",
         "--metrics.log_freq=2",

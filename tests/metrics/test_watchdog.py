@@ -25,8 +25,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support.pool import Pools
 from tests.support.processes import TORCHRUN, python
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.whole_runs import make_trainer
 from tests.support.words import listening
-from tests.training.test_run import TINY, _trainer
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.guard import BadStepError
@@ -404,7 +405,7 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 
 def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     (dog,) = (
         callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog)
     )
@@ -482,7 +483,7 @@ def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[st
     launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
     flags = [
         "--job.config_file=debug_model.toml",
-        *TINY,
+        *TWENTY_STEPS,
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=9",
     ]

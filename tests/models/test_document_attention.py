@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests.models.test_llama import VARIANTS, built, relative, tokens_of
+from tests.support.llamas import VARIANTS, built, relative, tokens_of
 from tests.support.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint

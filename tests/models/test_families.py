@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.test_llama import SCALED, relative, tokens_of
-from tests.models.test_llama import VARIANTS as LLAMAS
+from tests.support.llamas import SCALED, relative, tokens_of
+from tests.support.llamas import VARIANTS as LLAMAS
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
 from titanlite.models.mistral import MistralArgs

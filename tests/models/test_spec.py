@@ -8,18 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.hf import unpermute
 from titanlite.models import Init, LlamaArgs, get_spec, resolve_args
 from titanlite.models import llama_hf as hf
 from titanlite.models.layers import Llama
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
 TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
-
-
-def unpermute(weight: Tensor, n_heads: int) -> Tensor:
-    """Undo `hf.permute`."""
-    heads = weight.unflatten(0, (n_heads, 2, -1))
-    return heads.transpose(1, 2).flatten(0, 2)
 
 
 def test_initial_distribution_of_every_kind_of_parameter() -> None:

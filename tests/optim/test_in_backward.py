@@ -15,8 +15,8 @@ from tests.support.checkpoints import unequal
 from tests.support.harness import TINY, Run, batches, full, full_precision, stepper
 from tests.support.pool import Pools
 from tests.support.refusals import refusals
-from tests.training.test_guard_runs import _run as run_poisoned
-from tests.training.test_run import _losses
+from tests.support.whole_runs import losses_of
+from tests.support.whole_runs import poisoned_run as run_poisoned
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
@@ -120,7 +120,10 @@ def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> Non
         found = pool(2).run(
             run_poisoned, str(tmp_path / "resumed"), {}, *flags, f"--training.steps={steps}"
         )[0]
-    assert _losses(found["rows"]) == _losses(straight["rows"]) and len(_losses(found["rows"])) == 6
+    assert (
+        losses_of(found["rows"]) == losses_of(straight["rows"])
+        and len(losses_of(found["rows"])) == 6
+    )
     folders = (tmp_path / name / "checkpoint" / "step-6" for name in ("straight", "resumed"))
     assert unequal(*folders) == []
 

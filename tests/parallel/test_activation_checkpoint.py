@@ -20,55 +20,31 @@ from tests.support.harness import (
     MODES,
     NONE,
     OP,
-    TINY,
-    Run,
-    batches,
     full_precision,
     train,
 )
 from tests.support.pool import Pools
-from tests.support.watch import GATHER, Operators, Watch
-from tests.training.test_step_effects import _count
+from tests.support.recompute import (
+    BLOCKS,
+    CPU,
+    FOUR,
+    RUN,
+    TOKENS,
+    assert_equal,
+    build,
+    traced,
+)
+from tests.support.watch import GATHER, Operators, Watch, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
-from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,
     OTHERS,
-    ActivationStats,
     apply_ac,
     kind_of,
     trace_block,
 )
-
-CPU = torch.device("cpu")
-SPEC = get_spec("llama3")
-FOUR = replace(TINY, n_layers=4)
-BLOCKS = SPEC.block_names(FOUR)
-TOKENS, LABELS = batches(2, 8, 32, 192)
-RUN = Run(TOKENS, LABELS, [1e-3, 1e-3], args=FOUR)
-
-
-def build(settings: ActivationCheckpoint) -> nn.Module:
-    torch.manual_seed(3)
-    model = SPEC.build(FOUR)
-    apply_ac(model, BLOCKS, settings, CPU)
-    return model
-
-
-def traced(settings: ActivationCheckpoint, dtype: torch.dtype = torch.float32) -> ActivationStats:
-    return trace_block(SPEC.build_on_meta(FOUR), BLOCKS, settings, (4, 32), CPU, dtype)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model(TOKENS[0]).logsumexp(-1).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -201,14 +177,14 @@ def test_weights_are_gathered_no_more_often(
 ) -> None:
     """A block is gathered once for the backward, in which its recomputation lies."""
     run = replace(RUN, training=full_precision(reshard_after_forward=reshard, **groups))
-    plain = pool(2).run(_count, run)[0]
+    plain = pool(2).run(count_collectives, run)[0]
     gathers, blocks = (
         plain[GATHER, torch.float32],
         (2 if reshard == "always" else 1) * (FOUR.n_layers + 2),
     )
     assert gathers > blocks if groups else gathers == blocks
     for activations in settings:
-        assert pool(2).run(_count, replace(run, activations=activations))[0] == plain
+        assert pool(2).run(count_collectives, replace(run, activations=activations))[0] == plain
 
 
 def bytes_kept(settings: ActivationCheckpoint) -> int:

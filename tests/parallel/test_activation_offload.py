@@ -13,15 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_activation_checkpoint import (
-    FOUR,
-    RUN,
-    TOKENS,
-    assert_equal,
-    build,
-    gradients,
-    traced,
-)
 from tests.support.harness import (
     EVERY_2,
     FULL,
@@ -32,6 +23,7 @@ from tests.support.harness import (
     micro_batches,
 )
 from tests.support.pool import Pools
+from tests.support.recompute import FOUR, RUN, TOKENS, assert_equal, build, gradients, traced
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_offload import HostMemory, offload
 from titanlite.parallel.dist_env import DistEnv

@@ -35,7 +35,7 @@ from tests.support.grid import (
 from tests.support.harness import Run, build_tiny, train, train_afresh
 from tests.support.pool import Pools
 from tests.support.reference import Curve
-from tests.training.test_quiet_step import Calls, Operations
+from tests.support.watch import Calls, Operations
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.models import mixtral

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs.conftest import Start, change_start, training_row, write_metrics
+from tests.support.run_folders import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
 from titanlite.tools.commands.compare import compare, compare_json, read_runs, steady

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runs.conftest import Start, training_row, write_metrics
+from tests.support.run_folders import Start, training_row, write_metrics
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.golden import PRINTS, make
+from tests.support.locks import compete
 from tests.support.pool import Pools
 from tests.support.words import listening
 from titanlite import exit_codes
@@ -224,31 +225,6 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
         ):
             check.look()
     assert _held(place)["token"] == "other", "another's lock is not deleted"
-
-
-def compete(place: AnyPath, count: int) -> tuple[int, int]:
-    """Take a lock from so many threads at once; how many held it and how many were refused."""
-    gate, over, outcomes = threading.Barrier(count), threading.Event(), list[str]()
-
-    def attempt() -> None:
-        gate.wait()
-        try:
-            with RunLock(place):
-                outcomes.append("held")
-                over.wait(300)
-        except LockedError:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=attempt) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 300
-    while len(outcomes) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
-    over.set()
-    for thread in threads:
-        thread.join()
-    return outcomes.count("held"), outcomes.count("refused")
 
 
 def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:

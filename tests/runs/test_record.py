@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs.conftest import Start, training_row, write_metrics
+from tests.support.run_folders import Start, training_row, write_metrics
 from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError

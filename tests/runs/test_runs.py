@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.conftest import Start, change_start, training_row, write_metrics
+from tests.support.run_folders import Start, change_start, training_row, write_metrics
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import find_runs, read_run
 from titanlite.tools.cli import main

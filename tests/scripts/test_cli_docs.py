@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import commands
 from titanlite import exit_codes
 from titanlite.tools.cli import main, make_parser
 
@@ -25,19 +25,6 @@ CODES = {
 
 def codes(command: str) -> set[int]:
     return set(map(int, re.findall(r"(?:^|, )(\d+)", ROWS[command][0])))
-
-
-def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
-    """All commands that have none below them, by their words."""
-    below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    if not below:
-        return {name: parser}
-    words = {
-        p: word for word, p in reversed(below[0].choices.items())
-    }  # the first word of each, not its other names
-    return {
-        k: v for p, word in words.items() for k, v in commands(p, f"{name} {word}".strip()).items()
-    }
 
 
 def test_the_table_has_every_command_and_which_has_json() -> None:

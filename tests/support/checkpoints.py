@@ -4,14 +4,20 @@ written.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support.harness import Run, batches, build_tiny, full, stepper
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    digest_of,
+)
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint
@@ -154,3 +160,19 @@ def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:
     except CheckpointError as error:
         return str(error)
     raise AssertionError("it was not refused")
+
+
+def edit(folder: Path, **changes: object) -> None:
+    """Change a manifest as a bad disk would."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def sign(folder: Path, **changes: object) -> None:
+    """Change a manifest as a wrong program would: its hash is right."""
+    edit(folder, **changes)
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**content, "digest": digest_of(text.encode())}))

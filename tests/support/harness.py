@@ -323,3 +323,15 @@ def batches(
     lengths[:, 0] = 1
     labels[torch.arange(seq_len) >= lengths[..., None]] = -100
     return tokens, labels
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights, moments and the optimizer's count of steps."""
+    state = {name: full(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        state.update({f"{name}.{key}": full(value) for key, value in optimizer.state[p].items()})
+    return all_stages(model, state)
+
+
+def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

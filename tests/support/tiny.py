@@ -53,3 +53,26 @@ EIGHT_STEPS = [
         "--training.mixed_precision_param=float32",
     ],
 ]
+
+
+TWENTY_STEPS = [
+    *TWO_LAYERS,
+    *[
+        "--training.batch_size=2",
+        "--training.global_batch_size=8",
+        "--training.warmup_steps=3",
+        "--optimizer.lr=1e-2",
+    ],
+    *[
+        "--lr_scheduler.total_steps=20",
+        "--metrics.log_freq=1",
+        "--training.mixed_precision_param=float32",
+    ],
+    *[
+        "--validation.freq=10",
+        "--validation.steps=2",
+        "--validation.batch_size=4",
+        "--validation.seq_len=32",
+    ],
+    "--checkpoint.enable_checkpoint",
+]

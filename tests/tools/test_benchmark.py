@@ -17,8 +17,8 @@ import torch
 from msgspec import to_builtins
 from PIL import Image
 
-from tests.runs.conftest import training_row, write_metrics
 from tests.support.pool import Pools
+from tests.support.run_folders import training_row, write_metrics
 from tests.support.tiny import TWO_LAYERS, size
 from tests.tools.stand_in import SPEEDS
 from titanlite.assembly import build

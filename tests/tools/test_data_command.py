@@ -9,43 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tools.conftest import Command
+from tests.support.commands import Command
+from tests.support.texts import TOKENIZER, rows_of, write_records
 from titanlite.config.data_sections import Data
-from titanlite.config.sections import Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
-from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.sources import iter_records, list_files
-from titanlite.data.text import build_dataset
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runs.record import Start, begin
 from titanlite.tools.commands.look import Run, State, _history, sequences_of
-
-TOKENIZER = load_tokenizer()
-
-
-def write_records(folder: Path, files: int = 3, records: int = 20) -> Path:
-    folder.mkdir()
-    for n in range(files):
-        texts = [f"file {n} record {i} " + "word " * (i % 7) for i in range(records)]
-        (folder / f"{n}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def rows_of(
-    path: Path, seq_len: int = 8, epochs: int | None = None, data: Any = None
-) -> PackedDataset:
-    training = Training(dataset_path=str(path), seq_len=seq_len, epochs=epochs)
-    found = build_dataset(training, Data(**(data or {})), TOKENIZER, 2304)
-    assert isinstance(found, PackedDataset)
-    return found
 
 
 class Numbered(Rows):

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import write_texts
+from tests.support.commands import evaluate_run
 from tests.support.pool import Pools
-from tests.training.test_run import _run
+from tests.support.texts import write_texts
+from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.errors import ConfigError
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
 from titanlite.tools.commands.checkpoint import checkpoint_of
-from titanlite.tools.commands.evaluate import config_of, evaluate, read_texts
+from titanlite.tools.commands.evaluate import config_of, read_texts
 from titanlite.training.validation import ValidationResult
 
 LAYOUTS = {
@@ -46,16 +46,9 @@ def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
         f"--training.dataset_path={text}",
         "--optimizer.lr=0.1",
     ]
-    rows = pool(2).run(_run, str(folder / "run"), *own, *flags)[0]["rows"]
+    rows = pool(2).run(train_run, str(folder / "run"), *own, *flags)[0]["rows"]
     text.unlink()
     return next(row for row in reversed(rows) if "validation_loss" in row)
-
-
-def _evaluate(world: DistEnv, folder: Path, *flags: str) -> ValidationResult:
-    step = checkpoint_of(folder)
-    manifest = read_manifest(step)
-    run = config_of(step, manifest, None, flags, world.size)
-    return evaluate(run, world, *read_texts(run, step, manifest))
 
 
 def _contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -86,9 +79,11 @@ def test_it_equals_the_figures_of_the_run_to_the_last_bit(
         else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
     )
     before = _contents(folder)
-    assert all(_equal(result, row) for result in pool(2).run(_evaluate, folder))
+    assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
     assert _contents(folder) == before
-    on_one = pool(1).run(_evaluate, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[0]
+    on_one = pool(1).run(evaluate_run, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[
+        0
+    ]
     if layout == "fsdp":  # one rank reads half as many sequences in so many steps
         assert on_one.all.tokens == row["validation_tokens"] / 2
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_sample import hf_folder
+from tests.support.hf import hf_folder
 from titanlite import exit_codes
 from titanlite.tools.cli import main
 

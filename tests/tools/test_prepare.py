@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.test_shards import TEXTS, write_c4
+from tests.support.commands import Command
 from tests.support.hub_server import HubServer
 from tests.support.processes import ended, python
-from tests.tools.conftest import Command
-from tests.tools.test_data_command import TOKENIZER, contents, rows_of, write_records
+from tests.support.shards import TEXTS, write_c4
+from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
 from titanlite.data.sources import BUNDLED, iter_records, list_files

@@ -10,45 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.data.test_chat import LLAMA3
 from tests.support.golden_run import GoldenRun
+from tests.support.hf import hf_folder
 from titanlite import exit_codes
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 from titanlite.tools.cli import main
 from titanlite.tools.hub.convert import convert
-
-
-def hf_folder(folder: Path) -> Path:
-    """A random Llama with the bundled tokenizer and a chat template, as `transformers` saves it."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=2304,
-        max_position_embeddings=96,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    made = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER),
-        pattern=SPLIT_PATTERN,
-        extra_special_tokens=list(SPECIAL_TOKENS),
-    ).converted()
-    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=LLAMA3, **names).save_pretrained(
-        folder
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.test_listing import CLONE, TOKENIZER, make
-from tests.tools.conftest import Command
+from tests.support.commands import Command
+from tests.support.texts import CLONE, TOKENIZER, write_files
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
 from titanlite.data.text import TextReader
@@ -23,7 +23,7 @@ from titanlite.tools.cli import main
 def test_configs_and_commands_refuse_before_any_work(
     tmp_path: Path, command: Command, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    clone = make(tmp_path / "clone", *CLONE)
+    clone = write_files(tmp_path / "clone", *CLONE)
     keys = [
         f"--training.dataset_path={clone}",
         "--validation.enable=true",
@@ -69,7 +69,7 @@ def test_configs_and_commands_refuse_before_any_work(
 def test_peek_and_stats_say_what_was_found_and_passed_over(
     tmp_path: Path, command: Command
 ) -> None:
-    clone = make(tmp_path / "clone", *CLONE)
+    clone = write_files(tmp_path / "clone", *CLONE)
     words = ["--training.dataset_path", clone, "--data.split", "train", "--training.seq_len", 8]
     found = json.loads(command("stats", "--json", *words)[1])
     assert found["files"] == {"parquet": 2} and found["documents"] == 2
@@ -89,7 +89,7 @@ def test_peek_and_stats_say_what_was_found_and_passed_over(
 
 
 def test_more_than_eight_passes_are_a_warning(tmp_path: Path, command: Command) -> None:
-    text = make(tmp_path / "text", *(f"{n}.jsonl" for n in range(9)))
+    text = write_files(tmp_path / "text", *(f"{n}.jsonl" for n in range(9)))
     keys = [f"--training.dataset_path={text}", "--training.seq_len=8"]
 
     def warned(*more: str) -> list[str]:
@@ -120,7 +120,7 @@ def test_more_than_eight_passes_are_a_warning(tmp_path: Path, command: Command) 
 
 
 def test_the_start_report_names_files_and_warns(tmp_path: Path) -> None:
-    clone = make(tmp_path / "clone", *CLONE)
+    clone = write_files(tmp_path / "clone", *CLONE)
     keys = [
         f"--training.dataset_path={clone}/data/*.parquet",
         "--training.seq_len=8",

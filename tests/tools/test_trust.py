@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.scripts.test_cli_docs import commands
+from tests.support.commands import commands
 from tests.support.golden_run import MORE, GoldenRun
 from tests.tools.poison import (
     CODE,
@@ -376,7 +376,7 @@ def test_a_torch_file_with_an_object_is_refused(poisoned: Poisoned, tmp_path: Pa
 
 
 def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    from tests.tools.test_sample import hf_folder
+    from tests.support.hf import hf_folder
 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
@@ -395,7 +395,7 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
 
 
 def test_a_config_json_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    from tests.tools.test_sample import hf_folder
+    from tests.support.hf import hf_folder
 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
@@ -481,12 +481,12 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 ) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
     from tests.support.golden_run import FLAGS
-    from tests.training.test_run import TINY
+    from tests.support.tiny import TWENTY_STEPS
     from titanlite.tools.drill.ranks import train
 
     values = code_config(poisoned.evil, "beside")
     poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
-    flags = ["--job.config_file=debug_model.toml", *TINY, *FLAGS]
+    flags = ["--job.config_file=debug_model.toml", *TWENTY_STEPS, *FLAGS]
     resumed = [*flags, f"--training.steps={MORE + 1}", f"--job.dump_folder={poisoned.run}"]
     codes, said = train(resumed, 2, tmp_path / "console")
     assert codes == [0, 0] and f"resumed from step {MORE}" in said, said

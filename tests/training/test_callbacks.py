@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d
 
 from tests.support.pool import Pools
 from tests.support.processes import python
-from tests.training.test_run import TINY, _trainer
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.whole_runs import make_trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
 from titanlite.checkpoint.manifest import read_manifest
@@ -72,7 +73,7 @@ class Note(Callback):
 
 
 def _noted(world: DistEnv, folder: str, *flags: str) -> list[Any]:
-    trainer = _trainer(world, folder, *FLAGS, *flags)
+    trainer = make_trainer(world, folder, *FLAGS, *flags)
     note = Note()
     # First in the list: titanlite's own show what they do after it.
     trainer.callbacks = Callbacks([*trainer.parts.callbacks, note])
@@ -114,7 +115,7 @@ class RaisesAtALog(Callback):
 
 
 def _raised(world: DistEnv, folder: str, kind: type[Callback]) -> str:
-    trainer = _trainer(world, folder, *FLAGS)
+    trainer = make_trainer(world, folder, *FLAGS)
     trainer.callbacks = Callbacks([*trainer.parts.callbacks, kind()])
     with pytest.raises(CallbackError) as caught:
         trainer.train()
@@ -279,7 +280,7 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, t
             )
 
     try:
-        trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
+        trainer = make_trainer(world, folder, "--training.steps=1", "--debug.deterministic")
         trainer.callbacks = Callbacks([*trainer.parts.callbacks, Look()])
         trainer.train()
     finally:
@@ -306,7 +307,7 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
         return real(*args, **more)
 
     with patch.object(distributed_c10d, "_new_process_group_helper", make):
-        trainer = _trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
+        trainer = make_trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
         trainer.train()
     return made
 
@@ -398,7 +399,7 @@ def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
     """One process. A scheduler takes 0 for done; a process that hangs keeps the folder locked."""
     (tmp_path / "mine.py").write_text(_ENDINGS)
     flags = [
-        *TINY,
+        *TWENTY_STEPS,
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
         f"--job.callbacks={tmp_path}/mine.py:{kind}",

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.harness import W2, Run, all_stages, batches, full, run_stages, stepper
+from tests.support.harness import (
+    W2,
+    Run,
+    batches,
+    equal_states,
+    run_stages,
+    state_of,
+    stepper,
+)
 from tests.support.pool import Pools
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.loss import cross_entropy_sum
@@ -26,18 +34,6 @@ TOKENS, LABELS = batches(6, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 6)
 BAD = 3
 NAN, INF = float("nan"), float("inf")
-
-
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights, moments and the optimizer's count of steps."""
-    state = {name: full(p) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        state.update({f"{name}.{key}": full(value) for key, value in optimizer.state[p].items()})
-    return all_stages(model, state)
-
-
-def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def _train(
@@ -79,7 +75,7 @@ def _train(
             continue
         poison = value is not None and step == BAD and world.rank == world.size - 1
         take(step, 3e-3, step - 1, pipeline=run_stages(model, run, world, loss))
-        states.append(_state(model, optimizer))
+        states.append(state_of(model, optimizer))
         try:
             if error is None:
                 guard.poll()
@@ -100,8 +96,8 @@ def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
     results = pool(2).run(_train, replace(RUN, implementation=implementation), "stop", where, value)
     for result in results:
         states = result["states"]
-        assert not _equal(states[0], states[1]), "healthy steps must train"
-        assert all(_equal(state, states[BAD - 2]) for state in states[BAD - 1 :]), (
+        assert not equal_states(states[0], states[1]), "healthy steps must train"
+        assert all(equal_states(state, states[BAD - 2]) for state in states[BAD - 1 :]), (
             "the bad step, and all after it"
         )
         assert result["error"] == results[0]["error"], "all ranks stop alike"
@@ -129,11 +125,11 @@ def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> 
     ):
         states = found["states"]
         assert [step for step, _ in found["skipped"]] == [BAD]
-        assert _equal(states[BAD - 1], states[BAD - 2]), (
+        assert equal_states(states[BAD - 1], states[BAD - 2]), (
             "weights, moments and step count stay bit for bit"
         )
-        assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
-        assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
+        assert not equal_states(states[BAD], states[BAD - 1]), "the step after it trains"
+        assert equal_states(states[-1], other["states"][-1]), "as if the batch had never been there"
 
 
 def _zero_probability(world: DistEnv) -> tuple[bool, int]:

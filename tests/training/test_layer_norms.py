@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.metrics.test_records import scalars
 from tests.support.golden_run import GoldenRun
 from tests.support.harness import Run, batches, full, stepper
 from tests.support.pool import Pools
+from tests.support.whole_runs import scalars
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.optim.gradients import layer_of, square_norms
 from titanlite.parallel.dist_env import DistEnv

@@ -21,7 +21,7 @@ import torch
 from tests.support.pool import Pools
 from tests.support.processes import ROOT, TORCHRUN, environment, python
 from tests.support.tiny import EIGHT_STEPS
-from tests.training.test_run import _outcome, _trainer
+from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
 from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manager import Checkpointer
@@ -61,7 +61,7 @@ def _run(
     world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str
 ) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
-    trainer = _trainer(world, folder, *TINY, *flags)
+    trainer = make_trainer(world, folder, *TINY, *flags)
     struck: list[int] = []
 
     def strike() -> None:
@@ -76,7 +76,7 @@ def _run(
         signal.SIGINT, signal.default_int_handler
     )  # a shell ignores it for what runs in its background
     handlers = [signal.getsignal(n) for n in SIGNALS]
-    found = _outcome(trainer, folder)
+    found = outcome_of(trainer, folder)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
     assert not [
         t.name
