@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.gpu_bench import ROOT, Bench, Failed, Result, last_line, out_of_memory
 from titanlite.config.errors import ConfigError
 from titanlite.metrics.jsonl import json_value
-from titanlite.models import count_parameters, flops_per_token
+from titanlite.models.counts import count_parameters, flops_per_token
 from titanlite.start.fit import load_config
 
 CONFIGS = ROOT / "benchmarks" / "gpu"

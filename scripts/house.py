@@ -53,6 +53,7 @@ MAY_TAKE_ALL = (
     "main",
     "assembly",
     "start.",
+    "features",
     "plan.",
     "tools.",
 )

@@ -28,7 +28,8 @@ from titanlite.parallel.init import fix_workspace, use_deterministic
 from titanlite.start.callbacks import build_callbacks, prompt_sampler
 from titanlite.start.derive import RunConfig
 from titanlite.start.loaders import LoaderParts, build_loaders
-from titanlite.start.model import ModelParts, build_model, build_step, check_model
+from titanlite.start.model import ModelParts, build_model, build_step
+from titanlite.start.preflight import check_model
 from titanlite.start.run_text import Datasets, read_datasets
 from titanlite.step import TrainStep
 from titanlite.training.anomalies import AnomalyLog

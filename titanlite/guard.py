@@ -52,15 +52,14 @@ class BadStepError(RuntimeError):
         applied: bool = False,
         updated: int | None = None,
     ) -> None:
-        self.step, self.norm, self.loss, self.kind, self.ranks, self.done = (
-            step,
-            norm,
-            loss,
-            kind,
-            ranks,
-            step - 1,
-        )
-        self.applied, self.updated = applied, step - 1 if updated is None else updated
+        self.step = step
+        self.norm = norm
+        self.loss = loss
+        self.kind = kind
+        self.ranks = ranks
+        self.done = step - 1
+        self.applied = applied
+        self.updated = step - 1 if updated is None else updated
         then = f"The update was not applied: the weights are those after step {self.updated}"
         if applied:
             then = (
@@ -90,7 +89,8 @@ class WeightsError(BadStepError):
 
 def check_statistics(state: dict[str, Any]) -> None:
     """Raise ValueError unless `state` can be from `FiniteGuard.state_dict`."""
-    steps, losses = state.get("bad_steps", []), state.get("losses", [])
+    steps = state.get("bad_steps", [])
+    losses = state.get("losses", [])
     if not isinstance(steps, list) or any(type(step) is not int or step < 1 for step in steps):
         raise ValueError(
             f"the guard's bad_steps in its train state are {steps!r:.60}, and should be steps"
@@ -122,12 +122,10 @@ class FiniteGuard:
     ) -> None:
         #: Updates are in the weights before the guard decides (`titanlite.optim.gradients`).
         self.applied = False
-        self.policy, self.max_skips, self.spike_sigmas, self.window = (
-            policy,
-            max_skips,
-            spike_sigmas,
-            window,
-        )
+        self.policy = policy
+        self.max_skips = max_skips
+        self.spike_sigmas = spike_sigmas
+        self.window = window
         #: `poll` reports the step before the latest: where the host runs ahead of the device.
         self.late = device.type == "cuda"
         #: Nothing updates any more. Never set where bad steps are skipped.
@@ -168,15 +166,16 @@ class FiniteGuard:
         if self._losses is not None:
             spike, mean, deviation = self._losses.judge(loss)
             spike = spike & good
-            kind, good = kind + spike.double() * _SPIKE, good & ~spike
+            kind = kind + spike.double() * _SPIKE
+            good = good & ~spike
         ok = good & ~self._tripped
         if self._losses is not None:
             self._losses.add(loss, ok)
-        stop = torch.zeros_like(ok) if stop is None else stop
+        if stop is None:
+            stop = torch.zeros_like(ok)
         number = torch.full_like(self._zero, step)
-        now = torch.stack(
-            [t.double() for t in (number, norm, loss, share, kind, stop, mean, deviation)]
-        )
+        figures = [number, norm, loss, share, kind, stop, mean, deviation]
+        now = torch.stack([figure.double() for figure in figures])
         self._record = torch.where(self._tripped, self._record, now)
         if self.policy != "skip":
             self._tripped = self._tripped | ~good
@@ -192,7 +191,8 @@ class FiniteGuard:
         ends the run. Call it once a step, after the step's work was issued.
         """
         self._read(unread=int(self.late))
-        stop, self._stop = self._stop, False
+        stop = self._stop
+        self._stop = False
         return stop
 
     def sync(self) -> None:
@@ -203,7 +203,8 @@ class FiniteGuard:
         """Return the steps skipped since the last call, as errors that were not raised; equal on
         all ranks.
         """
-        skipped, self._skipped = self._skipped, []
+        skipped = self._skipped
+        self._skipped = []
         return skipped
 
     def consume_budget(self, bad: BadStepError) -> None:
@@ -224,11 +225,13 @@ class FiniteGuard:
 
         Waits for the device.
         """
+        state: dict[str, Any] = {}
         losses = [] if self._losses is None else self._losses.values()
-        return {
-            **({"losses": losses} if losses else {}),
-            **({"bad_steps": list(self._spent)} if self._spent else {}),
-        }
+        if losses:
+            state["losses"] = losses
+        if self._spent:
+            state["bad_steps"] = list(self._spent)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the weights and the statistics of a checkpoint: updates are on again.
@@ -248,10 +251,8 @@ class FiniteGuard:
         if self._record.device.type != "cuda":
             self._copies.append((self._record, None))
             return
-        copy, event = (
-            torch.empty(len(self._record), dtype=torch.float64, pin_memory=True),
-            torch.cuda.Event(),
-        )
+        copy = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True)
+        event = torch.cuda.Event()
         copy.copy_(self._record, non_blocking=True)
         event.record()
         self._copies.append((copy, event))
@@ -266,32 +267,29 @@ class FiniteGuard:
             self._stop = self._stop or bool(stop)
             if kind == _FINE:
                 continue
-            bad = self._error(int(step), norm, loss, share, kind == _SPIKE, mean, deviation)
+            if kind == _SPIKE:
+                bad = self._spike(int(step), norm, loss, mean, deviation)
+            else:
+                bad = self._not_finite(int(step), norm, loss, share)
             if self.policy != "skip":
                 raise bad
             self.consume_budget(bad)
             self._skipped.append(bad)
 
-    def _error(
-        self,
-        step: int,
-        norm: float,
-        loss: float,
-        share: float,
-        spike: bool,
-        mean: float,
-        deviation: float,
+    def _spike(
+        self, step: int, norm: float, loss: float, mean: float, deviation: float
     ) -> BadStepError:
-        """Return the fault of a step. All ranks call it together."""
-        if spike:
-            limit = (
-                f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} "
-                f"* {deviation:.3g}"
-            )
-            why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
-            return BadStepError(
-                step, norm, loss, why, applied=self.applied, updated=self._updated_before(step)
-            )
+        """Return the fault of a step whose loss jumped."""
+        limit = mean + self.spike_sigmas * deviation
+        why = (
+            f"the loss jumped over {limit:.6g} = {mean:.6g} + {self.spike_sigmas:g} * "
+            f"{deviation:.3g}, mean and deviation of the good steps before it"
+        )
+        updated = self._updated_before(step)
+        return BadStepError(step, norm, loss, why, applied=self.applied, updated=updated)
+
+    def _not_finite(self, step: int, norm: float, loss: float, share: float) -> BadStepError:
+        """Return the fault of a step that is not finite. All ranks call it together."""
         # Gradients are summed over ranks before their norm is known, so only a loss can show the
         # rank.
         losses: list[float] = [share] * dist.get_world_size()

@@ -1,7 +1,7 @@
 """The training loss: cross-entropy summed over tokens, divided by the global number of valid
 tokens.
 
-`titanlite.loss_chunks` computes it piece by piece.
+`titanlite.features.loss_chunks` computes it piece by piece.
 """
 
 from __future__ import annotations

@@ -213,15 +213,14 @@ class _Rank:
         held: keeps the locks of the run's folders.
         """
         from titanlite.parallel.rendezvous import share_from_rank_0
-        from titanlite.start.model import check_model
-        from titanlite.start.preflight import check_machine
+        from titanlite.start.preflight import check_machine, check_model
         from titanlite.start.run_text import read_datasets
 
         config = self.config
         rank, size = self.environment.rank, self.environment.world_size
         patience = config.comm.init_timeout_seconds
         share = partial(share_from_rank_0, self.store, rank, size, patience=patience)
-        check_machine(config.training, config.compile, config.float8)
+        check_machine(config)
         locked = _lock(self.folder, config.checkpoint, lambda: self.stop.requested)
         share("the run's folder", lambda: held.enter_context(locked))
         if rank == 0:

@@ -125,7 +125,7 @@ class TrainStep:
             ranks alike.
         before_update: is called before weights and moments change.
         after_update: is called when the weights are new
-            (`titanlite.parallel.float8.ScalePrecompute`).
+            (`titanlite.features.float8.gathered.ScalePrecompute`).
         phase: is told what begins, for the hang watchdog.
         in_backward: updates parameters during the backward pass; then no gradient is clipped or
             held back.
@@ -160,7 +160,8 @@ class TrainStep:
         # stay bit-exact.
         counts = torch.stack([local_tokens, torch.full_like(local_tokens, stop)])
         dist.all_reduce(counts)
-        tokens, stops = counts[0], counts[1] > 0
+        tokens = counts[0]
+        stops = counts[1] > 0
         tokens.div_(self.factors.tokens, rounding_mode="floor")
         tokens.clamp_(min=1)  # a step of padding alone has loss zero, not NaN
 
@@ -169,25 +170,26 @@ class TrainStep:
             share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
         layers = square_norms(self.model, share.device) if self.layer_norms else {}
-        square = (
-            early.square_norm(share.device)
-            if early
-            else square_norm(self.model.parameters(), share.device)
-        )
+        square = self._square_norm(share.device)
         sums = torch.stack([share / self.factors.loss, square, *layers.values()])
         dist.all_reduce(sums)
-        loss, norm = sums[0], sums[1].sqrt()
+        loss = sums[0]
+        norm = sums[1].sqrt()
 
-        ok = self.guard.check(
-            step, norm, loss, share, stops
-        )  # a flag on the device: nothing waits for it
+        # A flag on the device: nothing waits for it.
+        ok = self.guard.check(step, norm, loss, share, stops)
         if early is None:
             self._update(norm, ok, lr)
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
-        return StepResult(
-            loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)), ok
-        )
+        layer_norms = dict(zip(layers, sums[2:].sqrt(), strict=True))
+        return StepResult(loss, local_loss, norm, layer_norms, ok)
+
+    def _square_norm(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's share of the squared gradient norm."""
+        if self.in_backward:
+            return self.in_backward.square_norm(device)
+        return square_norm(self.model.parameters(), device)
 
     def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
         """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""
@@ -196,9 +198,8 @@ class TrainStep:
         # `before_update` is promised clipped gradients.
         inside = norm.device.type == "cuda" and self.before_update is do_nothing
         if norm.device.type != next(self.model.parameters()).device.type:
-            norm, ok = to_host(
-                norm, ok
-            )  # an update in host memory begins when the norm over all ranks is known
+            # An update in host memory begins when the norm over all ranks is known.
+            norm, ok = to_host(norm, ok)
         if inside and divides_gradients(self.optimizer):
             divisor = clip_divisor(norm, self.max_norm)
         else:

@@ -417,7 +417,7 @@ def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool: Pools, tmp_pat
 def test_export_is_refused_when_the_logits_differ(
     pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite import models
+    from titanlite.models import families
     from titanlite.tools.cli import main
 
     pool(1).run(_load, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint", 7)
@@ -435,7 +435,10 @@ def test_export_is_refused_when_the_logits_differ(
         return {**found, one: found[other], other: found[one]}
 
     wrong: ModelSpec = replace(SPEC, hf_names=swapped)
-    monkeypatch.setitem(models.SPECS, "llama3", wrong)
+    builtin = families._builtin
+    monkeypatch.setattr(
+        families, "_builtin", lambda name: wrong if name == "llama3" else builtin(name)
+    )
     assert main(["export", step, str(out / "wrong")]) == 4
     assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
     assert names(out) == ["back", "right", "wrong"] and names(out / "wrong") == []

@@ -14,7 +14,8 @@ from tests.support.refusals import refusal, refusals
 from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
-from titanlite.start.fit import check_config, divisors, fitted, load_config
+from titanlite.config.rules import divisors
+from titanlite.start.fit import check_config, fitted, load_config
 
 RUN = """\
 [training]

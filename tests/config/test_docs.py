@@ -40,8 +40,11 @@ def test_every_code_of_a_problem_is_listed():
     codes = {
         code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)
     }
-    for name in ("config/checks.py", "start/fit.py"):  # tuples (code, key, message, hint)
-        for node in ast.walk(ast.parse((package / name).read_text(encoding="utf-8"))):
+    found = [package / "config/checks.py", package / "config/rules.py", package / "start/fit.py"]
+    found.append(package / "start/misfits.py")
+    for path in [*found, *package.glob("features/**/*.py")]:
+        # Tuples (code, key, message, hint).
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if (
                 isinstance(node, ast.Tuple)
                 and len(node.elts) in (3, 4)

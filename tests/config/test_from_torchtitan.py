@@ -16,7 +16,8 @@ import pytest
 from titanlite.config.aliases import LATER_FLAVORS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, read_text
-from titanlite.models import SHAPES, LlamaArgs
+from titanlite.models import LlamaArgs
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.optim.schedule import learning_rate
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config, fitted

@@ -9,7 +9,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import fitted
-from titanlite.start.model import check_model
+from titanlite.start.preflight import check_model
 
 
 def run_of(*flags: str) -> RunConfig:

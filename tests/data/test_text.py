@@ -94,7 +94,7 @@ def test_only_one_rank_lists_files_and_the_others_read_the_same(folder: Path) ->
     first = read(Data(streaming=True), training, share=share)
     write_texts(folder / "9.jsonl", ["too late"])
     second = read(Data(streaming=True), training, share=share)
-    assert first.shards.names == second.shards.names and len(shared) == 1
+    assert first.text.shards.names == second.text.shards.names and len(shared) == 1
     assert read(Data(streaming=True), training).fingerprint != first.fingerprint
 
 

@@ -19,7 +19,8 @@ from tests.support.token_folders import TOKENIZER, write_megatron, write_prepare
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
-from titanlite.data.token_files import TokenFiles, fingerprint_of, open_tokens
+from titanlite.data.prepared_tokens import fingerprint_of
+from titanlite.data.token_files import TokenFiles, open_tokens
 from titanlite.data.token_paths import INDEX
 from titanlite.start.signals import StopSignal
 from titanlite.tools.cli import main

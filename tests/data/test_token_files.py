@@ -145,9 +145,8 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
     files = rows.corpus
     assert (files.documents, files.size) == (20, TOTAL)
     assert np.diff(files.offsets).tolist() == [n for part in LENGTHS for n in part]
-    assert files.place_of(14) == FilePlace("0.jsonl", 20) and files.place_of(15) == FilePlace(
-        "2.jsonl", 6
-    )
+    assert files.place_of(14) == FilePlace("0.jsonl", 20)
+    assert files.place_of(15) == FilePlace("2.jsonl", 6)
     assert files.offsets[15:17].tolist() == [sum(LENGTHS[0]), sum(LENGTHS[0]) + 40]
 
 

@@ -32,8 +32,8 @@ from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
+from titanlite.features.loss_chunks.head import _chunked
 from titanlite.loss import cross_entropy_sum
-from titanlite.loss_chunks import _chunked
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.hub.tensors import Contents, compare

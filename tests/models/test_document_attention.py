@@ -20,7 +20,8 @@ from tests.support.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
-from titanlite.models.layers import SdpaAttention, document_positions
+from titanlite.models.attention import document_positions
+from titanlite.models.layers import SdpaAttention
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
 from titanlite.start.preflight import mask_problems
@@ -181,5 +182,5 @@ def test_a_model_without_documents_is_refused() -> None:
     assert (
         problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
     )
-    assert not mask_problems(spec, args, Data())
-    assert not mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True))
+    assert not list(mask_problems(spec, args, Data()))
+    assert not list(mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True)))

@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from titanlite.config.model_sections import Model
-from titanlite.models import (
-    SHAPES,
-    RopeScaling,
-    count_parameters,
-    flops_per_token,
-    get_spec,
-    resolve_args,
-)
+from titanlite.models import RopeScaling, get_spec, resolve_args
 from titanlite.models.args import model_args
+from titanlite.models.counts import count_parameters, flops_per_token
 from titanlite.models.llama import NORM_TYPES
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import ShapeError
 
 PUBLISHED = {

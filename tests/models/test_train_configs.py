@@ -9,7 +9,8 @@ import pytest
 
 from titanlite.config.load import load_file
 from titanlite.config.not_implemented import not_implemented
-from titanlite.models import LlamaArgs, count_parameters
+from titanlite.models import LlamaArgs
+from titanlite.models.counts import count_parameters
 from titanlite.plan.plan import kept_at_once
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import fitted

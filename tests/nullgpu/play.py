@@ -83,7 +83,7 @@ def play(argv: Sequence[str], counting: Counting) -> dict[str, Any]:
             counting.end(trainer.step)
 
     run = check_config(argv, int(os.environ["WORLD_SIZE"]))[1]
-    check_machine(run.training, run.compile, run.float8)
+    check_machine(run)
     callbacks = [*load_callbacks(run.job.callbacks), Counter()]
     with nobody_else(), no_waiting(), DistEnv.open() as world, contextlib.suppress(Counted):
         Trainer(build(run, world, read_datasets(run), callbacks=callbacks)).train()

@@ -43,8 +43,8 @@ from titanlite.parallel.activation_checkpoint import (
     OTHERS,
     apply_ac,
     kind_of,
-    trace_block,
 )
+from titanlite.parallel.activation_trace import trace_block
 
 
 @pytest.mark.parametrize(

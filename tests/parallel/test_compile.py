@@ -32,7 +32,7 @@ from tests.support.processes import python
 from tests.support.steps import train_step
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Compile, Float8, Training
+from titanlite.config.sections import Compile, Float8
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.parallel import ParallelismError
@@ -45,6 +45,8 @@ from titanlite.parallel.compile import (
     use_cache_folder,
 )
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import load_config
 from titanlite.start.preflight import check_machine
 from titanlite.step import PlainRunner
 from titanlite.training.validation import validate
@@ -227,6 +229,11 @@ def test_unknown_backend_ends_before_any_work_and_names_those_there_are(
     assert "nearest: inductor" in error and "there are cudagraphs, inductor" in error
 
 
+def _compiled(cache_dir: str) -> RunConfig:
+    flags = ["--training.compile=true", f"--compile.cache_dir={cache_dir}"]
+    return load_config("debug_model.toml", 1, flags)
+
+
 def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     check_backend("inductor", "cpu")
     monkeypatch.setenv("CXX", "/nowhere/g++")
@@ -237,7 +244,7 @@ def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigError, match=rf"compile\.backend.*{missing}[^$]*training\.compile = false"
     ):
-        check_machine(Training(compile=True), Compile(cache_dir="unused"), Float8())
+        check_machine(_compiled("unused"))
 
 
 def test_cache_folder_is_the_keys_the_environments_or_the_users(
@@ -256,7 +263,7 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     assert os.environ[CACHE_VARIABLE] == str(tmp_path / "key") and (tmp_path / "key").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="compile.cache_dir: cannot write to"):
-        check_machine(Training(compile=True), Compile(cache_dir=str(tmp_path / "file")), Float8())
+        check_machine(_compiled(str(tmp_path / "file")))
     # A user without a cache folder: torch's own stays.
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

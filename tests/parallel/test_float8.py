@@ -39,12 +39,16 @@ from tests.support.harness import (
 from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.features.float8.choice import choose_linears, converted_names, too_small
+from titanlite.features.float8.convert import apply_float8
+from titanlite.features.float8.gathered import ScalePrecompute
+from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
+from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
-from titanlite.parallel.activation_checkpoint import trace_block
+from titanlite.parallel.activation_trace import trace_block
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales
-from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small
+from titanlite.parallel.own_linear import weights_replaced
 
 SPEC = get_spec("llama3")
 NEVER = Training(reshard_after_forward="never")
@@ -155,7 +159,7 @@ def _scales(world: DistEnv, run: Run) -> tuple[list[float], list[float]]:
     precompute()
     wrappers = [linear.weight._local_tensor for linear in float8_linears(model)]
     ours = [w._precomputed_scale.item() for w in wrappers]
-    forget_scales(model)
+    weights_replaced(model)
     shards = mesh["dp_shard"]
     return ours, [w.fsdp_pre_all_gather(shards)[1][0].item() for w in wrappers]
 
@@ -197,7 +201,7 @@ def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) 
     model = SPEC.build_on_meta(TINY)
     apply_float8(
         model,
-        converted_names(choose_linears(SPEC.linears(TINY), recipe(name))),
+        converted_names(choose_linears(linears_of(SPEC, TINY), recipe(name))),
         name,
         emulate=emulate,
     )

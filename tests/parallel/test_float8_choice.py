@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Compile, Float8, Training
-from titanlite.models import SHAPES, get_spec, resolve_args
+from titanlite.config.sections import Float8
+from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
+from titanlite.models import get_spec, resolve_args
+from titanlite.models.linears import linears_of
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Size
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
+from titanlite.start.derive import RunConfig
+from titanlite.start.fit import load_config
 from titanlite.start.preflight import check_machine
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
@@ -23,9 +27,13 @@ LLAMA = get_spec("llama3")
 ARGS = resolve_args("llama3", "8B")
 
 
+def _run(*flags: str) -> RunConfig:
+    return load_config("debug_model.toml", 1, flags)
+
+
 def choices(args: Any = ARGS, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
     float8 = Float8(enable_float8_linear=True, **settings)
-    found = choose_linears(LLAMA.linears(args), float8, LLAMA.tensor_plan(args), tp)
+    found = choose_linears(linears_of(LLAMA, args, tp), float8)
     return {choice.kind: choice for choice in found}
 
 
@@ -61,7 +69,7 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
         and found["attention.wq"].converted
     )
     one_layer = Float8(enable_float8_linear=True, filter_fqns=["layers.1"])
-    reasons = {(c.kind, c.reason) for c in choose_linears(LLAMA.linears(ARGS), one_layer)}
+    reasons = {(c.kind, c.reason) for c in choose_linears(linears_of(LLAMA, ARGS), one_layer)}
     assert {("attention.wq", "filter_fqns: layers.1"), ("attention.wq", "")} < reasons
     odd = choices(args=resolve_args("llama3", "8B", {"ffn_dim": 1000}))
     assert odd["feed_forward.w1"].reason == "N = 1000 is not a multiple of 16"
@@ -102,13 +110,14 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     versions: dict[str, str],
     refused: str,
 ) -> None:
+    off, on, emulated = _run(), _run(ON), _run(ON, "--float8.emulate")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")
     if versions:
         monkeypatch.setattr("importlib.metadata.version", versions.get)
-    check_machine(Training(), Compile(), Float8())
+    check_machine(off)
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        check_machine(Training(), Compile(), Float8(enable_float8_linear=True))
+        check_machine(on)
     if not versions:
-        check_machine(Training(), Compile(), Float8(enable_float8_linear=True, emulate=True))
+        check_machine(emulated)

@@ -27,8 +27,9 @@ from tests.support.pool import Pools
 from tests.support.reference import Curve
 from tests.support.watch import GATHER, REDUCE, Wire
 from titanlite.loss import cross_entropy_sum
-from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
-from titanlite.models.counts import pipeline_costs
+from titanlite.models import LlamaArgs
+from titanlite.models.counts import count_parameters, flops_per_token, pipeline_costs
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Cost
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv

@@ -15,9 +15,9 @@ from tests.support.compare import LABELS, TOKENS, WARM
 from tests.support.harness import Run, build_tiny, micro_batches, stepper
 from tests.support.pool import Pools
 from titanlite.config.sections import Compile
+from titanlite.features.async_tp.memory import check_async
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.async_tp import check_async
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors

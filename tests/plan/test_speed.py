@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.nullgpu import traffic
 from titanlite.config.errors import ConfigError
-from titanlite.parallel.float8 import apply_float8
-from titanlite.plan import computing, float8_speed, rates
+from titanlite.features.float8 import plan_speed
+from titanlite.features.float8.convert import apply_float8
+from titanlite.plan import computing, rates
 from titanlite.plan.computing import block_backward, block_forward, recomputation, update
 from titanlite.plan.hardware import (
     GPUS,
@@ -262,9 +263,9 @@ def test_the_bytes_of_eager_casts_are_those_of_torchao(rows: int, k: int, n: int
             y.backward(gradient)
     # It does not see the copies to the other order, of 2 bytes for each number of the backward.
     numbers = rows * k + k * n
-    assert forward.moved == pytest.approx((float8_speed.CAST_EAGER - 1) * numbers, rel=0.001)
+    assert forward.moved == pytest.approx((plan_speed.CAST_EAGER - 1) * numbers, rel=0.001)
     assert backward.moved == pytest.approx(
-        (float8_speed.CAST_EAGER - 1) * (numbers + 2 * rows * n), rel=0.001
+        (plan_speed.CAST_EAGER - 1) * (numbers + 2 * rows * n), rel=0.001
     )
     run = make(8, "float8.enable_float8_linear", "activation_checkpoint.mode=none")
     step = StepSizes(run, cluster(8), IDEAL)

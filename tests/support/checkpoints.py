@@ -21,8 +21,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint
+from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.tools.hub.tensors import Contents, compare
 
 STEPS = 20

@@ -25,9 +25,9 @@ from tests.support.harness import (
 from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
-from titanlite.metrics.float8_error import Float8Error, measure_float8_error
+from titanlite.features.float8.error import Float8Error, measure_float8_error
+from titanlite.features.float8.gathered import ScalePrecompute
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -21,12 +21,12 @@ from tests.support.steps import train_step
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
+from titanlite.features.float8.gathered import ScalePrecompute, plain
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.float8 import ScalePrecompute, plain
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
 from titanlite.start.loaders import data_parallel_rank
@@ -258,8 +258,10 @@ def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
     """Tensors of this rank's layers, with those of the ranks that have the others."""
     if not isinstance(model, PipelineModel):
         return tensors
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(model.group))]
-    dist.all_gather_object(parts, tensors, model.group)
+    parts: list[dict[str, torch.Tensor]] = [
+        {} for _ in range(dist.get_world_size(model.pipeline_group))
+    ]
+    dist.all_gather_object(parts, tensors, model.pipeline_group)
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 

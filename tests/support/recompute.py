@@ -14,11 +14,8 @@ from tests.support.harness import (
 )
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
-from titanlite.parallel.activation_checkpoint import (
-    ActivationStats,
-    apply_ac,
-    trace_block,
-)
+from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.activation_trace import ActivationStats, trace_block
 
 CPU = torch.device("cpu")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.formats import Columns, Record
+from titanlite.data.lanes import StreamText
 from titanlite.data.shards import Shards
 from titanlite.data.stream import StreamRows
 
@@ -77,7 +78,10 @@ def make_stream(names: list[str], **options) -> StreamRows:
         "lanes": 4,
         "description": "test",
     }
-    return StreamRows(Shards(tuple(names), Columns()), encode, **{**defaults, **options})
+    given = {**defaults, **options}
+    of_rows = {name: given.pop(name) for name in ("lanes", "ranks", "workers") if name in given}
+    text = StreamText(Shards(tuple(names), Columns()), encode, **given)
+    return StreamRows(text, **of_rows)
 
 
 def first_rows(rows: StreamRows, count: int) -> list[list[int]]:

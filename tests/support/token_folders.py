@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.data.token_files import fingerprint_of
+from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.token_paths import INDEX, KIND
 from titanlite.data.tokenizer import load_tokenizer
 

@@ -22,8 +22,8 @@ from tests.support.harness import TINY, Run, full_precision, stepper, train, tra
 from tests.support.pool import Pools
 from tests.support.watch import GATHER, SUM, Sent, Watch, Wire
 from titanlite.config.sections import Compile
+from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum, objective_of, regularized
-from titanlite.loss_chunks import ChunkedHead, chunk_head
 from titanlite.models.layers import Llama
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss

@@ -16,6 +16,7 @@ from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
+from titanlite.features.float8.report import float8_rows
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
 from titanlite.start import opening, report
@@ -65,12 +66,9 @@ def test_derived_numbers_and_the_singular() -> None:
 def _compute(
     device: str, peak: float | None, given: bool = False, float8: bool = False
 ) -> dict[str, str]:
-    metrics, config = (
-        Metrics(peak_tflops=989.0 if given else None),
-        Float8(enable_float8_linear=float8),
-    )
+    metrics = Metrics(peak_tflops=989.0 if given else None)
     return dict(
-        report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3)
+        report.compute_rows(metrics, float8, _setup(device), 2, 42_000_000, peak, 2 * 1024**3)
     )
 
 
@@ -102,7 +100,7 @@ LINEARS = [
 
 def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, str]:
     config = Float8(enable_float8_linear=True, **keys)
-    return dict(report.float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
+    return dict(float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
 
 
 def test_float8_has_a_row_for_each_kind_of_linear() -> None:

@@ -28,7 +28,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
 from titanlite.config import trust
 from titanlite.models.args import from_record
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
 from titanlite.runs.provenance import config_changes
 
 if TYPE_CHECKING:

@@ -37,8 +37,9 @@ from titanlite.checkpoint.hf_files import holds_weights as holds_weights
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.source_model import differences, read_json, read_model, remedy
-from titanlite.models.hf_names import HF_HEAD, as_names, entry_of, family_of, is_derived
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import family_of, get_spec
+from titanlite.models.hf_names import HF_HEAD, as_names, entry_of, is_derived
+from titanlite.models.spec import ModelSpec
 
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

@@ -16,10 +16,10 @@ from titanlite.checkpoint.hf import Part, Slices, Weights
 from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.source_model import meta_args, read_json
+from titanlite.models.families import get_spec
 from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.llama_hf import hf_names, permute
-from titanlite.models.spec import get_spec
 
 
 def open_meta(path: Path, args: LlamaArgs | None) -> Weights:

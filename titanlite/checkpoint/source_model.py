@@ -26,8 +26,9 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.toml import quote
-from titanlite.models.args import checked_fields
-from titanlite.models.hf_names import builtin_family, entry_of
+from titanlite.models.families import builtin_family
+from titanlite.models.fields import checked_fields
+from titanlite.models.hf_names import entry_of
 from titanlite.models.llama import LlamaArgs, RopeScaling
 from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import ModelSpec
@@ -201,7 +202,7 @@ def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | 
 
 def _is_decoder(spec: ModelSpec) -> bool:
     """Return whether it is a built-in family that takes files of one model_type alone."""
-    from titanlite.models import SPECS
+    from titanlite.models.families import SPECS
 
     return spec.name != "hf" and SPECS.get(spec.name) is spec
 
@@ -210,7 +211,7 @@ def is_alike(family: str, spec: ModelSpec) -> bool:
     """Return whether a built-in family has the same modules as `spec`: Llama 2 and 3 differ in
     their sizes alone.
     """
-    from titanlite.models import SPECS
+    from titanlite.models.families import SPECS
 
     return family in SPECS and SPECS[family].args_class is spec.args_class
 

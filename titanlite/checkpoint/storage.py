@@ -57,8 +57,8 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv, meet
-from titanlite.parallel.float8 import forget_scales, plain
-from titanlite.parallel.pipeline import PipelineModel
+from titanlite.parallel.local import pipeline_group
+from titanlite.parallel.own_linear import weights_replaced
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     something to load into.
     """
     weights = cast(Tensors, state_dicts.get_model_state_dict(model))
-    if "torchao" in sys.modules:  # float8 may have wrapped some
+    if "torchao" in sys.modules:
+        # float8 wraps weights that are gathered in it; a checkpoint holds plain ones.
+        from titanlite.features.float8.gathered import plain
+
         weights = {name: plain(tensor) for name, tensor in weights.items()}
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
     if optimizer is None:
@@ -116,7 +119,7 @@ def scatter(
     as configured.
     """
     state_dicts.set_model_state_dict(model, _strip(tensors, "model."))
-    forget_scales(model)
+    weights_replaced(model)
     if optimizer is None:
         return
     state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
@@ -158,10 +161,11 @@ def describe(
     together.
     """
     mine = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
-    if not isinstance(model, PipelineModel):
+    group = pipeline_group(model)
+    if group is None:
         return mine
-    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
-    dist.all_gather_object(parts, mine, model.group)
+    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(parts, mine, group)
     return {name: entry for part in parts for name, entry in part.items()}
 
 

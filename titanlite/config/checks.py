@@ -22,14 +22,12 @@ from titanlite.config.data_sections import DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.rules import Finding, Rule, broken_rules, is_set, several
+from titanlite.config.sections import Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.urls import is_url, login_problem, url_problem
-from titanlite.utils import counted, is_dotted, is_hidden
-
-#: (code, key, message, what to do about it)
-Finding = tuple[str, str, str, str]
+from titanlite.utils import is_dotted, is_hidden
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
@@ -58,24 +56,12 @@ def _place(config: LoadedConfig, key: str, message: str) -> str:
 # Stage 2: contradictions
 
 
-def _is_set(value: Any) -> bool:
-    return value is not None
+def _has_model(components: list[str]) -> bool:
+    return "model" in components
 
 
 def _is_huge(norm: float) -> bool:
     return norm >= 1e9
-
-
-def _several(degree: int) -> bool:
-    return degree > 1
-
-
-def _not_tensorwise(recipe: str) -> bool:
-    return recipe != "tensorwise"
-
-
-def _has_auto(filters: list[str]) -> bool:
-    return AUTO_FILTER in filters
 
 
 _MODE = "activation_checkpoint.mode"
@@ -84,155 +70,118 @@ _COMPILE = "training.compile"
 _LOAD = "checkpoint.initial_load_path"
 _START = "checkpoint.start"
 _SAVES = "checkpoint.enable_checkpoint"
-_GATHER, _PRECOMPUTE = (
-    "float8.enable_fsdp_float8_all_gather",
-    "float8.precompute_float8_dynamic_scale_for_fsdp",
-)
-_ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_parallel_degree"
+_TP = "training.tensor_parallel_degree"
 _PP = "experimental.pipeline_parallel_degree"
-_RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
 _HELD_OUT = "validation.dataset"
 _SOURCES = "validation.sources"
 _ADVICE = "make it one of the sources"
 _TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
 _EARLY = "optimizer.early_step_in_backward"
-_COMPONENTS = (
-    "compile.components",
-    lambda components: "model" in components,
-    '"model" must be among them',
-)
 
-#: Key, its value, and another key with the value that it needs then; what to do. A function matches
-#: values for which it is true: `bool` any but none, 0, false and empty ones. Rules of float8.* hold
-#: when it is on.
-NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
-    (_START, "from", _LOAD, _is_set, ""),
-    (_START, "resume", _SAVES, True, ""),
-    ("checkpoint.initial_load_in_hf", True, _LOAD, _is_set, ""),
-    (_LOAD, bool, _SAVES, True, ""),
-    ("checkpoint.create_seed_checkpoint", True, _SAVES, True, ""),
-    ("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True, ""),
-    ("checkpoint.keep_best", bool, "validation.enable", True, ""),
-    ("checkpoint.export_ema", True, "optimizer.ema_decay", bool, ""),
-    ("validation.ema", True, "optimizer.ema_decay", bool, ""),
-    ("guard.policy", "rollback", _SAVES, True, ""),
-    ("data.prompt_key", bool, "data.completion_key", _is_set, ""),
-    ("data.completion_key", bool, "data.prompt_key", _is_set, ""),
-    ("debug.deterministic_warn_only", True, "debug.deterministic", True, ""),
-    (f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", _is_set, ""),
-    (_MODE, "budget", _COMPILE, True, ""),
-    (
+#: A value of a key needs one of another.
+NEEDS: tuple[Rule, ...] = (
+    Rule(_START, "from", _LOAD, is_set),
+    Rule(_START, "resume", _SAVES, True),
+    Rule("checkpoint.initial_load_in_hf", True, _LOAD, is_set),
+    Rule(_LOAD, bool, _SAVES, True),
+    Rule("checkpoint.create_seed_checkpoint", True, _SAVES, True),
+    Rule("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True),
+    Rule("checkpoint.keep_best", bool, "validation.enable", True),
+    Rule("checkpoint.export_ema", True, "optimizer.ema_decay", bool),
+    Rule("validation.ema", True, "optimizer.ema_decay", bool),
+    Rule("guard.policy", "rollback", _SAVES, True),
+    Rule("data.prompt_key", bool, "data.completion_key", is_set),
+    Rule("data.completion_key", bool, "data.prompt_key", is_set),
+    Rule("debug.deterministic_warn_only", True, "debug.deterministic", True),
+    Rule(f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", is_set),
+    Rule(_MODE, "budget", _COMPILE, True),
+    Rule(
         _EARLY,
         True,
         "training.max_norm",
         _is_huge,
         "1e9 turns clipping off: its norm comes after the last update",
     ),
-    (_MODE, "budget", *_COMPONENTS),
-    (_ASYNC, True, _COMPILE, True, ""),
-    (_ASYNC, True, *_COMPONENTS),
-    (_ASYNC, True, "compile.backend", "inductor", ""),
-    (_PRECOMPUTE, True, _GATHER, True, "other weights get their scales after the gathering"),
+    Rule(_MODE, "budget", "compile.components", _has_model, '"model" must be among them'),
 )
-#: Key, its value, and another key with the value that excludes it; the reason, or what to do.
-CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
-    (_LOAD, bool, _START, "fresh", '"from" starts there'),
-    ("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
+#: A value of a key excludes one of another.
+CONFLICTS: tuple[Rule, ...] = (
+    Rule(_LOAD, bool, _START, "fresh", '"from" starts there'),
+    Rule("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
     *(
-        ("data.messages_key", bool, f"data.{name}", bool, "it names the text")
+        Rule("data.messages_key", bool, f"data.{name}", bool, "it names the text")
         for name in _TEXT_KEYS
     ),
-    ("training.dataset_path", bool, "data.source", bool, _ADVICE),
-    ("training.epochs", bool, "data.source", bool, "give epochs of each source"),
-    ("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
-    ("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
-    ("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
-    (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
+    Rule("training.dataset_path", bool, "data.source", bool, _ADVICE),
+    Rule("training.epochs", bool, "data.source", bool, "give epochs of each source"),
+    Rule("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
+    Rule("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
+    Rule("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
+    Rule(_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
     *(
-        (f"training.{n}", bool, "training.loss", is_dotted, "add it there")
+        Rule(f"training.{n}", bool, "training.loss", is_dotted, "add it there")
         for n in ("z_loss", "label_smoothing")
     ),
-    (
+    Rule(
         "training.data_parallel_shard_degree",
-        _several,
+        several,
         "training.data_parallel_type",
         "ddp",
         "it shards nothing",
     ),
-    ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
-    (
+    Rule("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
+    Rule(
         "optimizer.name",
         "Muon",
         "training.dtype",
         "bfloat16",
         "its updates would round away; AnyPrecisionAdamW keeps them",
     ),
-    (
+    Rule(
         "optimizer.name",
         "AdamW8bit",
         _TP,
         lambda ranks: ranks % 16 == 0,
         "it quantizes rows in blocks, which 8 ranks fit",
     ),
-    (_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
-    (_EARLY, True, _PP, _several, "a pipeline accumulates gradients"),
-    (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
-    (_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
-    (
+    Rule(_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
+    Rule(_EARLY, True, _PP, several, "a pipeline accumulates gradients"),
+    Rule(_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
+    Rule(_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
+    Rule(
         _EARLY,
         True,
         "optimizer.name",
         lambda name: name == "Muon" or is_dotted(name),
         "it may need all gradients",
     ),
-    ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
-    (
+    Rule(
+        "sample.prompts", bool, _PP, several, "no rank of a pipeline computes the next token alone"
+    ),
+    Rule(
         "training.gradient_sync",
         "every",
         _PP,
-        _several,
+        several,
         "a pipeline reduces gradients once, after the last micro-batch",
     ),
     *(
-        (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
+        Rule(f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
         for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
     ),
-    (
+    Rule(
         f"{_RATE}decay_ratio",
         bool,
         f"{_RATE}style",
         "fsdp",
         "its decay runs over the whole schedule",
     ),
-    (
+    Rule(
         f"{_RATE}decay_steps",
         bool,
         f"{_RATE}style",
         "fsdp",
         "its decay runs over the whole schedule",
-    ),
-    (_RECIPE, _not_tensorwise, _TP, _several, 'torchao divides products of "tensorwise" only'),
-    (_GATHER, True, _RECIPE, _not_tensorwise, "it needs one scale for each weight: tensorwise"),
-    (
-        _GATHER,
-        True,
-        _RESHARD,
-        lambda ranks: isinstance(ranks, int),
-        "torch gathers float8 weights from all ranks only",
-    ),
-    (
-        _PRECOMPUTE,
-        True,
-        "training.enable_cpu_offload",
-        True,
-        "weights in host memory lose their scales",
-    ),
-    (
-        "float8.filter_fqns",
-        _has_auto,
-        _RECIPE,
-        "rowwise_with_gw_hp",
-        "torchao has no sizes: set float8.min_features",
     ),
 )
 
@@ -241,7 +190,8 @@ def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
     found = [
-        *_broken_rules(config),
+        *broken_rules(config, NEEDS, CONFLICTS),
+        *_of_features(config),
         *_numbers(d),
         *_text_names(d),
         *_held_out_sources(d),
@@ -254,34 +204,11 @@ def contradictions(config: LoadedConfig) -> list[Problem]:
     return placed(config, found)
 
 
-def _matches(value: Any, pattern: Any) -> bool:
-    return bool(pattern(value)) if callable(pattern) else value == pattern
+def _of_features(config: LoadedConfig) -> Iterator[Finding]:
+    from titanlite.features import features_of
 
-
-def _broken_rules(config: LoadedConfig) -> Iterator[Finding]:
-    for key, pattern, other, wanted, why in NEEDS:
-        value = config.value(key)
-        holds = _matches(config.value(other), wanted)
-        if _applies(config, key, pattern) and not holds:
-            shown = "" if callable(wanted) else _assigned(wanted)
-            yield "needs", key, f"is {quote(value)} and needs {other}{shown}", why
-    for key, pattern, other, excluded, why in CONFLICTS:
-        value, there = config.value(key), config.value(other)
-        if _applies(config, key, pattern) and _matches(there, excluded):
-            message = f"is {quote(value)}, which excludes {other}{_assigned(there)}"
-            yield "conflict", key, message, why
-
-
-def _applies(config: LoadedConfig, key: str, pattern: Any) -> bool:
-    """Return whether the value of a rule's first key is one that the rule is about."""
-    if key.startswith("float8.") and not config.sections.float8.enable_float8_linear:
-        return False
-    return _matches(config.value(key), pattern)
-
-
-def _assigned(value: Any) -> str:
-    """Return ` = value`; nothing for a list, or none."""
-    return "" if value is None or isinstance(value, list) else f" = {quote(value)}"
+    for feature in features_of(config.sections).on:
+        yield from feature.contradictions(config)
 
 
 # Stage 2: values against each other
@@ -290,7 +217,6 @@ def _assigned(value: Any) -> str:
 def _numbers(d: Config) -> Iterator[Finding]:
     yield from _learning_rates(d)
     yield from _offload(d)
-    yield from _loss_chunks(d)
     yield from _skips(d)
     yield from _stalls(d)
     yield from _profiles(d)
@@ -317,21 +243,6 @@ def _offload(d: Config) -> Iterator[Finding]:
         )
         hint = 'take mode = "full", or selective_ac_option = "N"'
         yield "conflict", "activation_checkpoint.offload", message, hint
-
-
-def _loss_chunks(d: Config) -> Iterator[Finding]:
-    training, experimental = d.training, d.experimental
-    pieces = experimental.pipeline_parallel_microbatches or experimental.pipeline_parallel_degree
-    rows = max(training.batch_size // pieces, 1)
-    length = max(training.seq_len // experimental.context_parallel_degree, 1)
-    tokens = rows * length
-    if training.loss_chunks > tokens:
-        product = f"{counted(rows, 'sequences')} x {counted(length, 'tokens')}"
-        message = (
-            f"is {training.loss_chunks}, but a rank computes the loss of "
-            f"{counted(tokens, 'tokens')} ({product}) at once"
-        )
-        yield "conflict", "training.loss_chunks", message, f"take {tokens} at most"
 
 
 def _skips(d: Config) -> Iterator[Finding]:

@@ -6,15 +6,12 @@ Specs, arguments and counts need no torch.
 
 from __future__ import annotations
 
-from titanlite.models import hf, mistral, mixtral, qwen3
 from titanlite.models.args import resolve_args
-from titanlite.models.counts import count_parameters, flops_per_token
-from titanlite.models.llama import LlamaArgs, RopeScaling, decoder_spec
-from titanlite.models.llama_shapes import SHAPES
-from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
+from titanlite.models.families import SPECS, get_spec
+from titanlite.models.llama_args import LlamaArgs, RopeScaling
+from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size
 
 __all__ = [
-    "SHAPES",
     "SPECS",
     "Cost",
     "Init",
@@ -23,17 +20,6 @@ __all__ = [
     "RopeScaling",
     "ShapeError",
     "Size",
-    "count_parameters",
-    "flops_per_token",
     "get_spec",
     "resolve_args",
 ]
-
-#: The built-in models by `model.name`.
-SPECS: dict[str, ModelSpec] = {
-    **{family: decoder_spec(family, flavors) for family, flavors in SHAPES.items()},
-    "mistral": mistral.SPEC,
-    "mixtral": mixtral.SPEC,
-    "qwen3": qwen3.SPEC,
-    "hf": hf.SPEC,
-}

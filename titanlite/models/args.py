@@ -5,18 +5,17 @@ No torch here.
 
 from __future__ import annotations
 
-import math
-import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.trust import Origin, admit, code_claim
-from titanlite.models.hf import read_args
-from titanlite.models.spec import Misfit, ModelSpec, ShapeError, get_spec, names_like, shown
+from titanlite.models.families import get_spec
+from titanlite.models.fields import checked_fields
+from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
 from titanlite.utils import is_dotted
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
     from titanlite.config.model_sections import Model
 
 
@@ -47,7 +46,8 @@ def resolve_args(
     Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
     """
     spec = get_spec(family)
-    if (base := base or spec.flavors.get(flavor)) is None:
+    base = base or spec.flavors.get(flavor)
+    if base is None:
         raise unknown_flavor(spec, flavor)
     changes = checked_fields(spec.args_class, overrides or {}, "overrides")
     if vocab_size is not None:
@@ -82,7 +82,8 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
     """Return the arguments of the model that section `[model]` describes; the rest is as for
     `resolve_args`.
     """
-    overrides, base = dict(model.overrides), None
+    overrides = dict(model.overrides)
+    base = None
     known = {field.name for field in fields(get_spec(model.name).args_class)}
     for name, value in {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}.items():
         if name in known and value is not None:
@@ -96,7 +97,10 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
             raise ShapeError(
                 Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it")
             )
-        base, overrides = read_args(model.hf_config, overrides), {}
+        from titanlite.models.hf import read_args
+
+        base = read_args(model.hf_config, overrides)
+        overrides = {}
     elif model.flavor == FROM_FOLDER:
         base = shape_of(model)
     elif model.hf_config is not None:
@@ -122,13 +126,11 @@ def shape_of(model: Model) -> Any:
     """
     cls = get_spec(model.name).args_class
     given = checked_fields(cls, model.overrides, "overrides")
-    if missing := missing_fields(model):
+    missing = missing_fields(model)
+    if missing:
         message = f'"{FROM_FOLDER}" needs the folder to take {", ".join(missing)} from'
-        raise ShapeError(
-            Misfit(
-                message, "flavor", "name it as checkpoint.initial_load_path, or as model.hf_config"
-            )
-        )
+        advice = "name it as checkpoint.initial_load_path, or as model.hf_config"
+        raise ShapeError(Misfit(message, "flavor", advice))
     return _made(lambda: cls(**given))
 
 
@@ -138,12 +140,9 @@ def missing_fields(model: Model) -> list[str]:
     """
     found = []
     for field in fields(get_spec(model.name).args_class):
-        has_none = field.default is None or field.name == "max_seq_len"
-        if not (
-            has_none
-            or field.name in model.overrides
-            or getattr(model, field.name, None) is not None
-        ):
+        can_lack = field.default is None or field.name == "max_seq_len"
+        is_given = field.name in model.overrides or getattr(model, field.name, None) is not None
+        if not can_lack and not is_given:
             found.append(field.name)
     return found
 
@@ -172,10 +171,12 @@ def from_record(
         admit([code_claim(place, key, family)], origin)
     cls = get_spec(family).args_class
     checked = checked_fields(cls, values, "")
-    required = [
-        field.name for field in fields(cls) if field.default is field.default_factory is MISSING
-    ]
-    if missing := [name for name in required if name not in checked]:
+    missing = []
+    for field in fields(cls):
+        is_required = field.default is MISSING and field.default_factory is MISSING
+        if is_required and field.name not in checked:
+            missing.append(field.name)
+    if missing:
         raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
     return family, _made(lambda: cls(**checked))
 
@@ -188,36 +189,3 @@ def _made(make: Callable[[], Any]) -> Any:
         raise
     except ValueError as error:
         raise ShapeError(Misfit(str(error))) from error
-
-
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-
-
-def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, Any]:
-    """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
-
-    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages.
-    Raises ShapeError with all that do not fit.
-    """
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
-    checked: dict[str, Any] = {}
-    wrong: list[Misfit] = []
-    for name, value in values.items():
-        where = f"{table}.{name}".removeprefix(".")
-        allowed = typing.get_args(hints.get(name)) or (hints.get(name),)
-        parse = next((kind.parse for kind in allowed if hasattr(kind, "parse")), None)
-        if name not in names:
-            wrong.append(Misfit(f"no argument {shown(name)}", where, names_like(name, names)))
-        elif parse is not None:
-            checked[name] = parse(value)
-        elif type(value) in allowed and (not isinstance(value, float) or math.isfinite(value)):
-            checked[name] = value
-        elif type(value) is int and float in allowed:
-            checked[name] = float(value)
-        else:
-            expected = " or ".join(_NAMES[kind] for kind in allowed if kind in _NAMES)
-            wrong.append(Misfit(f"expected {expected}, got {shown(value)}", where))
-    if wrong:
-        raise ShapeError(*wrong)
-    return checked

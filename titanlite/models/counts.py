@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.models.llama import LlamaArgs, block_names
+from titanlite.models.llama_args import LlamaArgs, block_names
 from titanlite.models.spec import Cost
 
 

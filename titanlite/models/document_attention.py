@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.data.rows import max_documents
-from titanlite.models.layers import attend, band, document_begins
+from titanlite.models.attention import attend, band, document_begins
 
 
 class DocumentMask(NamedTuple):

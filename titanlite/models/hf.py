@@ -87,11 +87,12 @@ class HFArgs:
         """Return the entries of config.json that decide tensors or logits, nested ones by dotted
         names.
         """
+        left_out = set(_UNDECIDING)
+        if "rope_parameters" in self.skeleton.config.to_dict():
+            left_out.add("rope_theta")
         found: dict[str, Any] = {}
         for name, value in hf_config(self).items():
-            if name in _UNDECIDING or (
-                name == "rope_theta" and "rope_parameters" in self.skeleton.config.to_dict()
-            ):
+            if name in left_out:
                 continue
             if isinstance(value, dict):
                 found.update({f"{name}.{inner}": item for inner, item in value.items()})
@@ -125,38 +126,56 @@ def _skeleton(content: str, vocab_size: int) -> Skeleton:
         with torch.device("meta"), _recorded() as operations:
             model = _causal_model(config)
             model.initialize_weights()
-    except Exception as error:  # whatever a constructor of `transformers` raises for wrong values
+    except Exception as error:  # a constructor of `transformers` raises any class for wrong values
         raise _refused(
             f"transformers makes no model of this config: {type(error).__name__}: {error}"
         ) from error
+    _check_buffers(model, operations)
+    _check_causal(model, config)
     names: dict[Tensor, str] = {}
-    every = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-    tied = {name: names[p] for name, p in every.items() if names.setdefault(p, name) != name}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(parameter, name)
+        if first != name:
+            tied[name] = first
+    rules = {}
+    for parameter, name in names.items():
+        operation, arguments, _ = operations.get(id(parameter), ("nothing", (), parameter))
+        rules[name] = _rule(name, operation, arguments)
+    paths = {module: name for name, module in model.named_modules()}
+    return Skeleton(
+        config,
+        model,
+        _blocks(model),
+        rules,
+        tied,
+        embedding=paths[model.get_input_embeddings()],
+        head=paths.get(model.get_output_embeddings(), ""),
+    )
+
+
+def _check_buffers(model: Any, operations: Mapping[int, Any]) -> None:
+    """Raise ShapeError for a buffer that the model does not compute with its initial weights."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta and id(buffer) not in operations:
             raise _refused(
                 f"{type(model).__name__} does not compute its buffer {name} with its initial "
                 "weights"
             )
+
+
+def _check_causal(model: Any, config: Any) -> None:
+    """Raise ShapeError if a token sees those after it."""
     # Attention of BERT's family says so; others name `is_decoder` in the config alone, and do not
     # read it.
-    if any(getattr(module, "is_decoder", True) is False for module in model.modules()):
-        message = (
-            f"each token of this {config.model_type} sees those after it: it would learn to copy "
-            "the next one"
-        )
-        raise _refused(
-            message,
-            "set model.overrides.is_decoder = true" if hasattr(config, "is_decoder") else "",
-        )
-    rules = {
-        name: _rule(name, *operations.get(id(p), ("nothing", ()))[:2]) for p, name in names.items()
-    }
-    paths = {module: name for name, module in model.named_modules()}
-    head = paths.get(model.get_output_embeddings(), "")
-    return Skeleton(
-        config, model, _blocks(model), rules, tied, paths[model.get_input_embeddings()], head
+    if all(getattr(module, "is_decoder", True) is not False for module in model.modules()):
+        return
+    message = (
+        f"each token of this {config.model_type} sees those after it: it would learn to copy "
+        "the next one"
     )
+    has_switch = hasattr(config, "is_decoder")
+    raise _refused(message, "set model.overrides.is_decoder = true" if has_switch else "")
 
 
 def _refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
@@ -181,10 +200,8 @@ def _without_code(value: Any) -> Any:
 
 def read_config(content: Mapping[str, Any]) -> Any:
     """Return the `transformers` config of a config.json, which names no code. Raises ShapeError."""
-    for name in (
-        "torchao",
-        "torch.utils._pytree",
-    ):  # their lines are about kernels for other devices
+    # Their lines are about kernels for other devices.
+    for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         from transformers import CONFIG_MAPPING
@@ -233,10 +250,8 @@ def _logits_class(cls: Any) -> Any:
 
             # It asks the device whether a row holds several sequences, and waits for the answer:
             # here it never does.
-            plain, masks.find_packed_sequence_indices = (
-                masks.find_packed_sequence_indices,
-                lambda position_ids: None,
-            )
+            plain = masks.find_packed_sequence_indices
+            masks.find_packed_sequence_indices = lambda position_ids: None
             try:
                 logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             finally:
@@ -253,11 +268,9 @@ def _logits_class(cls: Any) -> Any:
                 module.__dict__.pop("_is_hf_initialized", None)
             self.initialize_weights()
 
-    Causal.__name__, Causal.__qualname__, Causal.__module__ = (
-        cls.__name__,
-        cls.__qualname__,
-        cls.__module__,
-    )
+    Causal.__name__ = cls.__name__
+    Causal.__qualname__ = cls.__qualname__
+    Causal.__module__ = cls.__module__
     return Causal
 
 
@@ -275,7 +288,8 @@ def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            out, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+            out = func(*args, **(kwargs or {}))
+            name = func._schema.name.removeprefix("aten::")
             if name.endswith("_"):
                 found[id(args[0])] = (name, args[1:], args[0])
             return out
@@ -283,14 +297,12 @@ def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
     def trunc_normal_(
         tensor: Any, mean: Any = 0.0, std: Any = 1.0, a: Any = -2.0, b: Any = 2.0, **_: Any
     ) -> Any:
-        found[id(tensor)] = (
-            "trunc_normal_",
-            (mean, std, a, b),
-            tensor,
-        )  # torch's reads values, and there are none
+        # torch's reads values, and there are none.
+        found[id(tensor)] = ("trunc_normal_", (mean, std, a, b), tensor)
         return tensor
 
-    plain, FUNCTIONS["trunc_normal_"] = FUNCTIONS["trunc_normal_"], trunc_normal_
+    plain = FUNCTIONS["trunc_normal_"]
+    FUNCTIONS["trunc_normal_"] = trunc_normal_
     try:
         with Mode():
             yield found
@@ -321,14 +333,16 @@ def _blocks(model: Any) -> list[str]:
     """
     from torch import nn
 
-    whole, longest = set(model._no_split_modules or ()), [""] * 0
+    whole = set(model._no_split_modules or ())
+    longest: list[str] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             classes = {type(block).__name__ for block in module}
             names = [f"{path}.{i}" for i in range(len(module))]
             if classes & whole:
                 return names
-            longest = names if len(classes) == 1 and len(names) > len(longest) else longest
+            if len(classes) == 1 and len(names) > len(longest):
+                longest = names
     if not longest:
         raise _refused(f"{type(model).__name__} has no list of blocks to shard by")
     return longest
@@ -367,17 +381,19 @@ def flops_per_token(args: HFArgs, seq_len: int) -> int:
     """
     from torch import nn
 
-    known, config = args.skeleton, args.skeleton.config
+    known = args.skeleton
+    config = known.config
     tables = {module.weight for module in known.model.modules() if isinstance(module, nn.Embedding)}
     tables -= {known.model.get_parameter(name) for name in known.tied.values()}
-    products = sum(
-        parameter.numel() for parameter in known.model.parameters() if parameter not in tables
-    )
+    multiplied = [weight for weight in known.model.parameters() if weight not in tables]
+    weights = sum(weight.numel() for weight in multiplied)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    both = sum(getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
+    key_width = getattr(config, "qk_head_dim", None) or width
+    value_width = getattr(config, "v_head_dim", None) or width
     kinds = getattr(config, "layer_types", None) or [""] * len(known.blocks)
     attending = sum(not re.search("linear|conv", kind) for kind in kinds)
-    return 6 * products + 6 * attending * config.num_attention_heads * both * seq_len
+    per_layer = config.num_attention_heads * (key_width + value_width) * seq_len
+    return 6 * weights + 6 * attending * per_layer
 
 
 def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
@@ -423,13 +439,16 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
     """Return the arguments that a config.json describes. Raises ShapeError, a ValueError."""
     kept = {key: value for key, value in content.items() if key not in _IGNORED}
     config = read_config(kept)
-    if unknown := next((key for key in overrides or {} if not hasattr(config, key)), None):
-        near = names_like(unknown, config.to_dict()).partition("; there are")[0]
-        raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{unknown}")
-    config = read_config(kept := {**kept, **(overrides or {})})
+    for key in overrides or {}:
+        if not hasattr(config, key):
+            near = names_like(key, config.to_dict()).partition("; there are")[0]
+            raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{key}")
+    kept = {**kept, **(overrides or {})}
+    config = read_config(kept)
     kept.pop("vocab_size", None)
     names = ("max_position_embeddings", "seq_length", "n_positions")
-    positions = next((n for name in names if (n := getattr(config, name, None))), 2048)
+    given = [getattr(config, name, None) for name in names]
+    positions = next((number for number in given if number), 2048)
     return HFArgs(json.dumps(kept, sort_keys=True), config.vocab_size, positions)
 
 
@@ -438,10 +457,9 @@ def hf_config(args: HFArgs) -> dict[str, Any]:
 
     The tokenizer's ids are not the model's.
     """
-    left_out = {*_IGNORED, "bos_token_id", "eos_token_id"}
-    entries = {
-        key: value for key, value in args.skeleton.config.to_dict().items() if key not in left_out
-    }
+    entries = dict(args.skeleton.config.to_dict())
+    for name in (*_IGNORED, "bos_token_id", "eos_token_id"):
+        entries.pop(name, None)
     return {**entries, "architectures": [type(args.skeleton.model).__name__]}
 
 

@@ -1,13 +1,10 @@
-"""Names of Hugging Face's tensors, and their families."""
+"""Names of Hugging Face's tensors, and entries of its JSON files."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import re
 from collections.abc import Mapping, Set
-from dataclasses import replace
 from typing import Any
 
 #: The head's name in Hugging Face's files; those of a tied model may leave it out.
@@ -80,48 +77,3 @@ def texts_of(config: Mapping[str, Any], name: str) -> list[str]:
     if not all(isinstance(item, str) for item in found):
         raise ValueError(f"{name} is {found!r:.80}, expected a list of strings")
     return found
-
-
-@functools.cache
-def _model_types() -> dict[str, str]:
-    """Return `model_type` of Hugging Face's → the built-in family; of those with the same, the
-    last.
-    """
-    from titanlite.models import SPECS
-
-    known: dict[str, str] = {}
-    for name, spec in SPECS.items():
-        with contextlib.suppress(
-            ValueError, StopIteration
-        ):  # a model without this format, or without flavors
-            args = replace(next(iter(spec.flavors.values())), vocab_size=1)
-            known[spec.hf_config(args)["model_type"]] = name
-    return known
-
-
-def builtin_family(config: Mapping[str, Any]) -> str | None:
-    """Return the built-in family of a config.json, by its `model_type`; None: there is none."""
-    return _model_types().get(str(config.get("model_type")))
-
-
-def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging
-    Face describes.
-
-    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that
-    titanlite lacks.
-    """
-    from titanlite.models import SPECS
-
-    builtin = builtin_family(config)
-    family = builtin or "hf"
-    try:
-        return family, SPECS[family].args_from_hf(config)
-    except ValueError as error:
-        if builtin:
-            raise
-        names = ", ".join(sorted(_model_types()))
-        kind = config.get("model_type")
-        raise ValueError(
-            f"model_type is {kind!r}, and there is no such model here: {names}; {error}"
-        ) from error

@@ -7,32 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.models.attention import attend, document_positions
 from titanlite.models.autograd import RMSNorm, silu_mul
-from titanlite.models.llama import LlamaArgs
+from titanlite.models.llama_args import LlamaArgs
 from titanlite.models.rope import Rope, Rotation
 
 if TYPE_CHECKING:
     from titanlite.models.document_attention import DocumentMask
-
-
-def document_begins(doc_ids: Tensor) -> Tensor:
-    """Return where a document begins, [batch, seq] bool, for doc_ids: [batch, seq] int.
-
-    A row begins with one.
-    """
-    return torch.cat(
-        [torch.ones_like(doc_ids[:, :1], dtype=torch.bool), doc_ids[:, 1:] != doc_ids[:, :-1]], 1
-    )
-
-
-def document_positions(doc_ids: Tensor) -> Tensor:
-    """Return each token's place in its document, [batch, seq] int64."""
-    index = torch.arange(doc_ids.size(1), device=doc_ids.device)
-    return index - (index * document_begins(doc_ids)).cummax(1).values
 
 
 def build_norm(args: LlamaArgs) -> nn.Module:
@@ -47,34 +30,6 @@ def build_norm(args: LlamaArgs) -> nn.Module:
     if args.norm_type == "np_layernorm":
         return nn.LayerNorm(args.dim, eps=args.norm_eps, elementwise_affine=False)
     raise ValueError(f"unknown norm_type {args.norm_type!r}")
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return attention by `scaled_dot_product_attention`: q's shape.
-
-    q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]. mask: [seq, keys]
-    bool, also with leading [batch, 1]; or torch's `CausalBias`; None: causal. `DistEnv` sets the
-    order in which kernels are tried.
-    """
-    groups = q.size(1) // k.size(1)
-    if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
-        # In fp32 only a kernel without grouped queries is left, or one that holds all scores, [seq,
-        # keys] per head.
-        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-    # enable_gqa only where it is needed: it rules some CUDA kernels out.
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1
-    )
-
-
-def band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [queries, keys] bool: which of the keys each query may see.
-
-    The last query is at the last key.
-    """
-    first = keys - queries
-    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(first)
-    return causal if window is None else causal.triu(first - window + 1)
 
 
 class SdpaAttention(nn.Module):
@@ -213,8 +168,7 @@ class Llama(nn.Module):
         the beginning of each document.
         doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None:
         one document. labels, loss: for a head that computes the loss itself
-        (`titanlite.loss_chunks.chunk_head`), which is
-            then returned.
+        (`titanlite.features.loss_chunks`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
         A pipeline stage is a model whose other modules are None or gone: without an embedding it

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from titanlite.models.hf_names import entry_of
-from titanlite.models.llama import LlamaArgs, RopeScaling, block_names
+from titanlite.models.llama_args import LlamaArgs, RopeScaling, block_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,11 +59,10 @@ def hf_names(
     parts = {**_ATTENTION, **(_QK_NORM if args.qk_norm else {}), **feed_forward, **_NORMS}
     for block in block_names(args):
         for ours, theirs in parts.items():
-            found = tuple(
-                f"model.{block}.{name}"
-                for name in ([theirs] if isinstance(theirs, str) else theirs)
-            )
-            names[f"{block}.{ours}"] = found[0] if isinstance(theirs, str) else found
+            if isinstance(theirs, str):
+                names[f"{block}.{ours}"] = f"model.{block}.{theirs}"
+            else:
+                names[f"{block}.{ours}"] = tuple(f"model.{block}.{name}" for name in theirs)
     if not args.tied:
         names["output.weight"] = "lm_head.weight"
     return names
@@ -89,11 +88,10 @@ def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
     """
     _needs_rmsnorm(args)
     scaling: dict[str, Any] = {"rope_type": "default"}
-    if (ours := args.rope_scaling) is not None:
-        scaling = {
-            "rope_type": "llama3",
-            **{theirs: getattr(ours, name) for theirs, name in _SCALING.items()},
-        }
+    if args.rope_scaling is not None:
+        scaling = {"rope_type": "llama3"}
+        for theirs, ours in _SCALING.items():
+            scaling[theirs] = getattr(args.rope_scaling, ours)
     return {
         "model_type": model_type,
         "architectures": [f"{model_type.capitalize()}ForCausalLM"],
@@ -175,13 +173,11 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; there is 'default' and 'llama3' here")
-    types = {"original_max_position_embeddings": int}
-    return RopeScaling(
-        **{
-            name: entry_of(rope, theirs, types.get(theirs, float))
-            for theirs, name in _SCALING.items()
-        }
-    )
+    found: dict[str, Any] = {}
+    for theirs, ours in _SCALING.items():
+        kind_of_entry = int if theirs == "original_max_position_embeddings" else float
+        found[ours] = entry_of(rope, theirs, kind_of_entry)
+    return RopeScaling(**found)
 
 
 def _needs_rmsnorm(args: LlamaArgs) -> None:

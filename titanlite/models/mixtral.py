@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models import llama, llama_hf
-from titanlite.models.hf_names import entry_of
+from titanlite.models import llama
 from titanlite.models.llama import LlamaArgs, decoder_spec, linear_init
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
 
@@ -111,6 +110,8 @@ def hf_names(args: MixtralArgs) -> dict[str, Any]:
     matrices.
     """
 
+    from titanlite.models import llama_hf
+
     def each(name: str) -> tuple[str, ...]:
         return tuple(f"block_sparse_moe.experts.{i}.{name}.weight" for i in range(args.n_experts))
 
@@ -122,6 +123,8 @@ def hf_names(args: MixtralArgs) -> dict[str, Any]:
 
 def hf_config(args: MixtralArgs) -> dict[str, Any]:
     """Return the content of config.json, see `llama_hf.hf_config`. `transformers` has no z-loss."""
+    from titanlite.models import llama_hf
+
     return llama_hf.hf_config(args, "mixtral") | {
         "num_local_experts": args.n_experts,
         "num_experts_per_tok": args.top_k,
@@ -135,6 +138,9 @@ def args_from_hf(config: Mapping[str, Any]) -> MixtralArgs:
 
     Raises ValueError for one that this family does not do.
     """
+    from titanlite.models import llama_hf
+    from titanlite.models.hf_names import entry_of
+
     for name in ("sliding_window", "router_jitter_noise"):
         if config.get(name):
             raise ValueError(f"{name} is {config[name]!r}; the family mixtral here has none")

@@ -10,7 +10,7 @@ order, so results repeat to the last bit.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.models.autograd import silu_mul
 from titanlite.models.layers import Block, Llama
-from titanlite.models.mixtral import MixtralArgs
+
+if TYPE_CHECKING:
+    from titanlite.models.mixtral import MixtralArgs
 
 
 class _Dispatch(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from titanlite.models.llama import RopeScaling
+from titanlite.models.llama_args import RopeScaling
 
 
 class Rotation:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.errors import nearest
-from titanlite.models.hf_names import HF_HEAD, HFName, as_names, compare_names, is_derived
-from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from titanlite.models.hf_names import HFName
 
 
 class Misfit(NamedTuple):
@@ -27,6 +27,11 @@ class Misfit(NamedTuple):
     field: str = ""
     advice: str = ""
 
+    def __str__(self) -> str:
+        key = f"model.{self.field}" if self.field else "model"
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{key}: {self.message}{advice}"
+
 
 class ShapeError(ValueError):
     """Numbers that make no model, or a name that no model has; `misfits` says which."""
@@ -35,11 +40,7 @@ class ShapeError(ValueError):
 
     def __init__(self, *misfits: Misfit) -> None:
         self.misfits = misfits
-        lines = [
-            f"model{m.field and '.'}{m.field}: {m.message}{m.advice and '; '}{m.advice}"
-            for m in misfits
-        ]
-        super().__init__("; ".join(lines))
+        super().__init__("; ".join(map(str, misfits)))
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,9 @@ class ModelSpec:
 
     def fsdp_groups(self, args: Any) -> list[tuple[str, ...]]:
         """Return the modules that are sharded together: `fsdp_units`, or each block."""
-        return (
-            self.fsdp_units(args)
-            if self.fsdp_units
-            else [(name,) for name in self.block_names(args)]
-        )
+        if self.fsdp_units:
+            return self.fsdp_units(args)
+        return [(name,) for name in self.block_names(args)]
 
     def to_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
         """Return a full state dictionary under Hugging Face's names; the tensors are shared, not
@@ -170,15 +169,16 @@ class ModelSpec:
 
         Raises ValueError if a parameter is missing or unknown.
         """
+        from titanlite.models.hf_names import compare_names
+
         names = self.hf_names(args)
         compare_names(names.keys(), state.keys() - self.tied(args).keys())
         found: dict[str, Tensor] = {}
         for ours, theirs in names.items():
-            found.update(
-                {theirs: state[ours]}
-                if isinstance(theirs, str)
-                else zip(theirs, state[ours], strict=True)
-            )
+            if isinstance(theirs, str):
+                found[theirs] = state[ours]
+            else:
+                found.update(zip(theirs, state[ours], strict=True))
         return found
 
     def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
@@ -189,14 +189,15 @@ class ModelSpec:
         """
         import torch
 
+        from titanlite.models.hf_names import HF_HEAD
+
         self.names_from_hf(state, args)
         found: dict[str, Tensor] = {}
         for ours, theirs in self.hf_names(args).items():
-            found[ours] = (
-                state[theirs]
-                if isinstance(theirs, str)
-                else torch.stack([state[name] for name in theirs])
-            )
+            if isinstance(theirs, str):
+                found[ours] = state[theirs]
+            else:
+                found[ours] = torch.stack([state[name] for name in theirs])
         for name, other in self.tied(args).items():
             if HF_HEAD in state and not state[HF_HEAD].equal(found[other]):
                 raise ValueError(f"{HF_HEAD} differs from {other}, but the model ties them")
@@ -210,34 +211,16 @@ class ModelSpec:
         Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing
         or unknown.
         """
-        names = {
-            name: ours for ours, theirs in self.hf_names(args).items() for name in as_names(theirs)
-        }
-        known = {name for name in given if not is_derived(name)} - (
-            {HF_HEAD} if self.tied(args) else set()
-        )
+        from titanlite.models.hf_names import HF_HEAD, as_names, compare_names, is_derived
+
+        names: dict[str, str] = {}
+        for ours, theirs in self.hf_names(args).items():
+            names.update((name, ours) for name in as_names(theirs))
+        known = {name for name in given if not is_derived(name)}
+        if self.tied(args):
+            known.discard(HF_HEAD)
         compare_names(names.keys(), known)
         return names
-
-
-def get_spec(name: str) -> ModelSpec:
-    """Return the spec of a built-in model, or of a dotted path.
-
-    Raises ShapeError for any other name.
-    """
-    from titanlite.models import SPECS
-
-    if is_dotted(name):
-        try:
-            return resolve_as(
-                name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec"
-            )
-        except ValueError as error:
-            hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
-            raise ShapeError(Misfit(str(error), "name", hint)) from error
-    if name not in SPECS:
-        raise ShapeError(Misfit(f"no model {shown(name)}", "name", names_like(name, SPECS)))
-    return SPECS[name]
 
 
 def shown(value: object) -> str:
@@ -248,7 +231,6 @@ def shown(value: object) -> str:
 def names_like(word: str, known: Iterable[str]) -> str:
     """Return the names that exist, those nearest to `word` first."""
     known = list(known)
+    every = f"there are {', '.join(known)}"
     close = nearest(word, known, 3)
-    return "; ".join(
-        [*(["nearest: " + ", ".join(close)] if close else []), "there are " + ", ".join(known)]
-    )
+    return f"nearest: {', '.join(close)}; {every}" if close else every

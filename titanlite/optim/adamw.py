@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from titanlite.optim.gated import GatedOptimizer, local
+from titanlite.optim.gated import GatedOptimizer
+from titanlite.parallel.local import local
 
 
 class AnyPrecisionAdamW(GatedOptimizer):

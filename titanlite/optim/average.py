@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from titanlite.callbacks import Callback
-from titanlite.optim.gated import local
-from titanlite.parallel.float8 import forget_scales
 from titanlite.parallel.fsdp import free_gathered
-from titanlite.parallel.pipeline import PipelineModel
+from titanlite.parallel.local import local, parts_of
+from titanlite.parallel.own_linear import weights_replaced
 
 if TYPE_CHECKING:
     from titanlite.step import StepResult
@@ -79,8 +78,6 @@ class WeightAverage(Callback):
     def _put(self, values: list[torch.Tensor]) -> None:
         for (_, weight), value in zip(self._pairs, values, strict=True):
             weight.copy_(value)
-        forget_scales(self._model)
-        for part in (
-            self._model.stages.values() if isinstance(self._model, PipelineModel) else [self._model]
-        ):
+        weights_replaced(self._model)
+        for part in parts_of(self._model):
             free_gathered(part)

@@ -10,10 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor; in-place changes of it change the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from titanlite.parallel.local import local
 
 
 class GatedOptimizer(torch.optim.Optimizer):

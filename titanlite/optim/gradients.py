@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.optim.optimizer import set_rates
+from titanlite.parallel.local import local
 
 #: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares
 #: get lost.
@@ -21,8 +22,8 @@ _NORM_CHUNK = 2**16
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return this rank's part of every gradient, as plain tensors."""
-    gradients = (p.grad for p in parameters)
-    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+    gradients = (parameter.grad for parameter in parameters)
+    return [local(gradient) for gradient in gradients if gradient is not None]
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -67,18 +68,18 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
     for parameter in parameters:
         by_copies.setdefault(_copies(parameter), []).append(parameter)
     gradients = {copies: local_gradients(group) for copies, group in by_copies.items()}
-    shares = [
-        total_norm(pieces).square() / copies for copies, pieces in gradients.items() if pieces
-    ]
-    total = (
-        torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
-    )
-    # That of offloaded gradients is in host memory. A fill does not wait for the GPU; a copy would.
-    return (
-        total
-        if total.device.type == device.type
-        else torch.full_like(total, total.item(), device=device)
-    )
+    shares = []
+    for copies, pieces in gradients.items():
+        if pieces:
+            shares.append(total_norm(pieces).square() / copies)
+    if not shares:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.stack(shares).sum()
+    if total.device.type != device.type:
+        # That of offloaded gradients is in host memory. A fill does not wait for the GPU; a copy
+        # would.
+        total = torch.full_like(total, total.item(), device=device)
+    return total
 
 
 def _copies(parameter: nn.Parameter) -> int:
@@ -93,10 +94,12 @@ def layer_of(name: str) -> str:
     """Return the layer of a parameter or module: `layers.3` inside of a numbered one, else the
     top-level module.
     """
-    parts = [
-        part for part in name.split(".") if not part.startswith("_")
-    ]  # wrappers' names begin with one
-    return ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdigit()), 0) + 1])
+    # Names of wrappers begin with "_".
+    parts = [part for part in name.split(".") if not part.startswith("_")]
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:1])
 
 
 def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
@@ -104,7 +107,9 @@ def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
     pipeline.
     """
     layers: dict[str, list[nn.Parameter]] = {}
-    if (layout := getattr(model, "layout", None)) is not None:  # of a `PipelineModel`
+    # Of a `PipelineModel`.
+    layout = getattr(model, "layout", None)
+    if layout is not None:
         layers = {layer_of(name): [] for name in layout.trained}
     for name, parameter in model.named_parameters():
         layers.setdefault(layer_of(name), []).append(parameter)
@@ -122,12 +127,13 @@ class StepInBackward:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._active = optimizer, False
+        self._optimizer = optimizer
+        self._active = False
         self._squares: list[torch.Tensor] = []
         #: By its place: a load of the optimizer's state makes new groups.
-        self._group_of = {
-            id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]
-        }
+        self._group_of: dict[int, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            self._group_of.update((id(parameter), index) for parameter in group["params"])
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._step)
 
@@ -139,7 +145,8 @@ class StepInBackward:
         """
         before_update()
         set_rates(self._optimizer, lr)
-        self._squares, self._active = [], True
+        self._squares = []
+        self._active = True
         try:
             yield
         finally:
@@ -157,7 +164,8 @@ class StepInBackward:
         assert isinstance(parameter, nn.Parameter)
         self._squares.append(square_norm([parameter], parameter.device))
         groups = self._optimizer.param_groups
-        if (index := self._group_of.get(id(parameter))) is not None:
+        index = self._group_of.get(id(parameter))
+        if index is not None:
             self._optimizer.param_groups = [{**groups[index], "params": [parameter]}]
             try:
                 self._optimizer.step()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +14,7 @@ from torch import nn
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_optimizer
 from titanlite.config.model_sections import Optimizer
-from titanlite.optim.adamw import AdamW8bit, AnyPrecisionAdamW, block_of
-from titanlite.optim.gated import local
+from titanlite.parallel.local import local
 from titanlite.utils import is_dotted
 
 
@@ -67,7 +66,14 @@ def build_optimizer(
                 "optimizer"
             )
         return keep_ratios(optimizer, settings.peak_lr)
-    groups = parameter_groups(parameters, settings, blocks)
+    optimizer = _built_in(parameter_groups(parameters, settings, blocks), settings, device)
+    return keep_ratios(optimizer, settings.peak_lr)
+
+
+def _built_in(
+    groups: list[dict[str, Any]], settings: Optimizer, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the optimizer of a name that is no dotted path."""
     common: dict[str, Any] = {
         "lr": settings.lr,
         "betas": (settings.beta1, settings.beta2),
@@ -75,25 +81,22 @@ def build_optimizer(
         "weight_decay": settings.weight_decay,
     }
     if settings.name == "AdamW8bit":
+        from titanlite.optim.adamw import AdamW8bit
+
         dtype = getattr(torch, settings.compensation_dtype)
-        ours: torch.optim.Optimizer = AdamW8bit(
-            groups, **common, kahan=settings.kahan, compensation_dtype=dtype
-        )
-        return keep_ratios(ours, settings.peak_lr)
+        return AdamW8bit(groups, **common, kahan=settings.kahan, compensation_dtype=dtype)
     if settings.name == "AnyPrecisionAdamW":
+        from titanlite.optim.adamw import AnyPrecisionAdamW
+
         dtypes = {name: getattr(torch, getattr(settings, name)) for name in _STATE_DTYPES}
-        return keep_ratios(
-            AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.peak_lr
-        )
+        return AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes)
     if settings.name == "Muon":
         from titanlite.optim.muon import Muon
 
-        return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.peak_lr)
+        return Muon(groups, **common, momentum=settings.momentum)
     kind = {"AdamW": AdamW, "Adam": Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
-    return keep_ratios(
-        kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr
-    )
+    return kind(groups, **common, fused=how == "fused", foreach=how == "foreach")
 
 
 def _of_class(
@@ -104,18 +107,18 @@ def _of_class(
     Arrays of the config become tuples, which is what torch's own classes take.
     Raises ConfigError where it refuses its arguments, or lacks an option that a group sets.
     """
-    args = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in settings.args.items()
-    }
+    args = dict(settings.args)
+    for name, value in args.items():
+        if isinstance(value, list):
+            args[name] = tuple(value)
     try:
         optimizer = maker(groups, lr=settings.lr, **args)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            [Problem("", "optimizer.args", f"{settings.name!r} refuses them: {error}")]
-        ) from error
+        message = f"{settings.name!r} refuses them: {error}"
+        raise ConfigError([Problem("", "optimizer.args", message)]) from error
     for group in groups:
-        if unknown := [name for name in group if name not in ("params", *optimizer.defaults)]:
+        unknown = [name for name in group if name not in ("params", *optimizer.defaults)]
+        if unknown:
             message = (
                 f"{settings.name!r} knows no {' and no '.join(unknown)}, which a group of "
                 "parameters sets"
@@ -134,26 +137,39 @@ def state_bytes(
     """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for a dotted
     path.
 
-    dtype: of the weights, whatever that of `parameters`.
+    dtype: of the weights; `parameters` may have another one.
     """
     if is_dotted(settings.name):
         return None
-    momentum, variance, rest = (
+    groups = parameter_groups(parameters, settings, blocks)
+    state = 0.0
+    for group in groups:
+        for parameter in group["params"]:
+            each = _bytes_each(parameter, settings, dtype, is_muon="muon" in group)
+            state += parameter.numel() * each
+    return state / sum(parameter.numel() for parameter in parameters.values())
+
+
+def _bytes_each(
+    parameter: nn.Parameter, settings: Optimizer, dtype: torch.dtype, is_muon: bool
+) -> float:
+    """Return bytes of state for each number of a parameter."""
+    if settings.name == "Muon":
+        return 4 if is_muon else 8
+    if settings.name not in ("AnyPrecisionAdamW", "AdamW8bit"):
+        return 2 * dtype.itemsize
+    momentum, variance, compensation = (
         getattr(torch, getattr(settings, name)).itemsize for name in _STATE_DTYPES
     )
-    rest *= settings.kahan
+    if not settings.kahan:
+        compensation = 0
+    if settings.name == "AnyPrecisionAdamW":
+        return float(momentum + variance + compensation)
+    from titanlite.optim.adamw import block_of
 
-    def each(parameter: nn.Parameter, muon: bool) -> float:
-        block = block_of(parameter.shape)
-        return {
-            "AnyPrecisionAdamW": momentum + variance + rest,
-            "AdamW8bit": (2 + 8 / block if block else 8) + rest,
-            "Muon": 4 if muon else 8,
-        }.get(settings.name, 2 * dtype.itemsize)
-
-    groups = parameter_groups(parameters, settings, blocks)
-    total = sum(p.numel() * each(p, "muon" in group) for group in groups for p in group["params"])
-    return total / sum(p.numel() for p in parameters.values())
+    block = block_of(parameter.shape)
+    moments = 2 + 8 / block if block else 8
+    return float(moments + compensation)
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -169,40 +185,59 @@ def parameter_groups(
     The first pattern that is found in a name decides. Groups without parameters on this rank are
     left out.
     """
-    found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
+    found: dict[_Kind, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        plain = plain_name(name)
-        index = next(
-            (i for i, g in enumerate(settings.groups) if re.search(g.pattern, plain)),
-            len(settings.groups),
-        )
-        vector = settings.no_decay_on_norms and parameter.ndim < 2
-        matrix = (
-            settings.name == "Muon"
-            and parameter.ndim > 1
-            and plain.startswith(tuple(f"{b}." for b in blocks))
-        )
-        found.setdefault((index, vector, matrix), []).append(parameter)
-    return [
-        {"params": members} | _options(settings, index, vector) | ({"muon": True} if matrix else {})
-        for (index, vector, matrix), members in found.items()
-    ]
+        kind = _kind_of(plain_name(name), parameter, settings, blocks)
+        found.setdefault(kind, []).append(parameter)
+    groups = []
+    for kind, members in found.items():
+        group: dict[str, Any] = {"params": members, **_options(settings, kind)}
+        if kind.is_muon:
+            group["muon"] = True
+        groups.append(group)
+    return groups
 
 
-def _options(settings: Optimizer, index: int, vector: bool) -> dict[str, Any]:
+class _Kind(NamedTuple):
+    """What decides to which group a parameter belongs."""
+
+    #: Of the first pattern that is found in its name; one further for a parameter without any.
+    pattern: int
+    without_decay: bool
+    is_muon: bool
+
+
+def _kind_of(
+    name: str, parameter: nn.Parameter, settings: Optimizer, blocks: Collection[str]
+) -> _Kind:
+    pattern = len(settings.groups)
+    for index, group in enumerate(settings.groups):
+        if re.search(group.pattern, name):
+            pattern = index
+            break
+    in_block = name.startswith(tuple(f"{block}." for block in blocks))
+    return _Kind(
+        pattern,
+        without_decay=settings.no_decay_on_norms and parameter.ndim < 2,
+        is_muon=settings.name == "Muon" and parameter.ndim > 1 and in_block,
+    )
+
+
+def _options(settings: Optimizer, kind: _Kind) -> dict[str, Any]:
     """Return the options of a group that differ from the section's."""
     options: dict[str, Any] = {}
-    if index < len(settings.groups):
-        group = settings.groups[index]
-        options |= {
-            key: v
-            for key in ("lr", "weight_decay", "eps")
-            if (v := getattr(group, key)) is not None
-        }
+    if kind.pattern < len(settings.groups):
+        group = settings.groups[kind.pattern]
+        for key in ("lr", "weight_decay", "eps"):
+            if getattr(group, key) is not None:
+                options[key] = getattr(group, key)
         if group.beta1 is not None or group.beta2 is not None:
             beta1 = settings.beta1 if group.beta1 is None else group.beta1
-            options["betas"] = (beta1, settings.beta2 if group.beta2 is None else group.beta2)
-    return {**options, "weight_decay": 0.0} if vector else options
+            beta2 = settings.beta2 if group.beta2 is None else group.beta2
+            options["betas"] = (beta1, beta2)
+    if kind.without_decay:
+        options["weight_decay"] = 0.0
+    return options
 
 
 def plain_name(name: str) -> str:
@@ -243,7 +278,8 @@ def _selects(optimizer: torch.optim.Optimizer) -> bool:
 
 def to_host(norm: torch.Tensor, ok: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two 0-dim tensors of a GPU, float32 and bool, in host memory; waits once for both."""
-    copy, event = torch.empty(2, pin_memory=True), torch.cuda.Event()
+    copy = torch.empty(2, pin_memory=True)
+    event = torch.cuda.Event()
     copy.copy_(torch.stack([norm, ok]), non_blocking=True)
     event.record()
     event.synchronize()

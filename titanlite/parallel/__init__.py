@@ -1,11 +1,16 @@
 """Divide one training run over ranks and over memory: meshes, FSDP, TP, CP, PP, checkpointing,
-compilation, float8.
+compilation.
 """
 
-from importlib.metadata import version
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from titanlite import exit_codes
-from titanlite.config.sections import ActivationCheckpoint, Experimental, Float8
+
+if TYPE_CHECKING:
+    from titanlite.models.spec import ModelSpec
 
 
 class ParallelismError(ValueError):
@@ -16,10 +21,14 @@ class ParallelismError(ValueError):
     exit_code = exit_codes.CONFIG
 
 
-def compiles_halves(ac: ActivationCheckpoint, float8: Float8, experimental: Experimental) -> bool:
-    """Whether `torch.compile` needs halves of tensor-parallel blocks: always before torch 2.13."""
-    by_op = ac.mode == "selective" and ac.selective_ac_option == "op"
-    untested = (
-        ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
-    )
-    return untested or not (by_op or ac.mode == "none") or version("torch") < "2.13"
+def offered(spec: ModelSpec, field: str) -> Callable[..., Any]:
+    """Return a function of a model's spec, by its field.
+
+    Raises ParallelismError if the model does not offer it.
+    """
+    found = getattr(spec, field)
+    if found is None:
+        raise ParallelismError(
+            f"the model {spec.name} does not offer this: its ModelSpec has no {field}"
+        )
+    return cast("Callable[..., Any]", found)

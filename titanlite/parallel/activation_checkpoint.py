@@ -3,8 +3,6 @@ are recomputed.
 
     # before compile and FSDP
     apply_ac(model, spec.block_names(args), ActivationCheckpoint(mode="full"), device)
-    stats = trace_block(model_on_meta, spec.block_names(args), activation_checkpoint, (batch, seq),
-        device, dtype)
 
 A block gets a subclass of its own class, as with `fully_shard`, instead of a wrapper around it. No
 module is added, so names of parameters and keys of state dictionaries are the same in every mode.
@@ -15,27 +13,18 @@ Blocks of one class stay one class to `torch.compile`, which compiles them once.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.activation_offload import HostMemory, offload
 
 if TYPE_CHECKING:
     from titanlite.config.sections import ActivationCheckpoint
@@ -74,10 +63,11 @@ OTHERS = (
 )
 
 
-_KINDS = {
-    name: kind
-    for kind, names in (("matmul", MATMULS), ("attention", ATTENTION), ("other", OTHERS))
-    for name in names
+#: Operator → its kind, for all that the policy knows.
+KINDS = {
+    **dict.fromkeys(MATMULS, "matmul"),
+    **dict.fromkeys(ATTENTION, "attention"),
+    **dict.fromkeys(OTHERS, "other"),
 }
 
 
@@ -86,9 +76,9 @@ def kind_of(op: Any) -> str:
     """Return "matmul", "attention" or "other" for the operators of the policy; "" for every other
     operator.
     """
-    return _KINDS.get(
-        str(op) if isinstance(op, torch._ops.OpOverload) else f"higher_order.{op.name()}", ""
-    )
+    is_overload = isinstance(op, torch._ops.OpOverload)
+    name = str(op) if is_overload else f"higher_order.{op.name()}"
+    return KINDS.get(name, "")
 
 
 class OpPolicy:
@@ -132,15 +122,18 @@ def apply_ac(
     """
     modules = dict(model.named_modules())
     chosen = {name for name in recomputed_blocks(names, settings) if name in modules}
-    host = HostMemory(device) if settings.offload and device.type == "cuda" else None
-    for name in filter(modules.__contains__, names):
-        block = modules[name]
+    blocks = {name: modules[name] for name in names if name in modules}
+    for name, block in blocks.items():
         if name in chosen:
-            _checkpoint(block, is_by_op(settings))
+            checkpoint_block(block, is_by_op(settings))
         if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
-        if host is not None:
+    if settings.offload and device.type == "cuda":
+        from titanlite.parallel.activation_offload import HostMemory, offload
+
+        host = HostMemory(device)
+        for block in blocks.values():
             offload(block, host, model)
     return [name for name in names if name in chosen]
 
@@ -154,13 +147,14 @@ def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> l
     """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them."""
     if settings.mode in ("none", "budget"):
         return []
-    every = (
-        1 if settings.mode == "full" or is_by_op(settings) else int(settings.selective_ac_option)
-    )
+    if settings.mode == "full" or is_by_op(settings):
+        return list(names)
+    every = int(settings.selective_ac_option)
     return list(names[every - 1 :: every])
 
 
-def _checkpoint(block: nn.Module, by_op: bool) -> None:
+def checkpoint_block(block: nn.Module, by_op: bool) -> None:
+    """Let a block recompute, in place. by_op: all but what `OpPolicy` saves."""
     # To draw the same numbers again, each forward copies the generators' states; a block that draws
     # none needs no copy.
     draws = any(map(_draws, block.modules()))
@@ -176,19 +170,17 @@ def _draws(module: nn.Module) -> bool:
     """Whether a module may draw: as a dropout layer, by a rate that it hands to a function, or in
     code of others.
     """
-    rates = (
-        value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)
-    )
-    known = all(cls.__module__.partition(".")[0] in _KNOWN for cls in type(module).mro())
-    return (
-        isinstance(module, _DropoutNd)
-        and module.p > 0
-        or any(rate > 0 for rate in rates)
-        or not known
-    )
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        return True
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float) and value > 0:
+            return True
+    packages = {cls.__module__.partition(".")[0] for cls in type(module).mro()}
+    return not packages.issubset(_KNOWN)
 
 
-@functools.cache  # one class for all blocks: torch.compile would compile each class anew
+# One class for all blocks: torch.compile compiles each class by itself.
+@functools.cache
 def _checkpointed(cls: type[nn.Module], by_op: bool, preserve_rng_state: bool) -> type:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if by_op:
@@ -222,164 +214,3 @@ def _budgeted(cls: type[nn.Module], budget: float) -> type:
 
     Budgeted.__name__ = Budgeted.__qualname__ = f"Budgeted{cls.__name__}"
     return Budgeted
-
-
-@dataclass(frozen=True)
-class ActivationStats:
-    """What a block keeps for its backward, by a trace of one block; bytes are per rank and
-    micro-batch.
-    """
-
-    #: Blocks of the model, and those that recompute.
-    blocks: int
-    recomputing: int
-    #: In one recomputing block by kind ("matmul", "attention"): operators of the forward, those
-    #: that the policy saves, and those that run again in the backward.
-    forward: dict[str, int]
-    saved: dict[str, int]
-    recomputed: dict[str, int]
-    #: A recomputing block, and one that keeps everything.
-    block_bytes: int
-    plain_bytes: int
-    #: Names of the attention operators of a forward: the kernels of this device.
-    kernels: tuple[str, ...] = ()
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that all blocks keep."""
-        return (
-            self.recomputing * self.block_bytes
-            + (self.blocks - self.recomputing) * self.plain_bytes
-        )
-
-
-def trace_block(
-    model: nn.Module,
-    names: Sequence[str],
-    settings: ActivationCheckpoint,
-    tokens: tuple[int, int],
-    device: torch.device,
-    dtype: torch.dtype,
-    masked_len: int | None = None,
-) -> ActivationStats:
-    """Run one block forward, and backward if blocks recompute, on tensors without data, and measure
-    it.
-
-    model: on the meta device, without checkpointing; do not use it afterwards. tokens: (batch, seq)
-    of a micro-batch. device, dtype: of the real run, since both decide which attention kernel runs.
-    masked_len: tokens of a whole sequence whose documents are masked; None: no masks.
-
-    Raises ParallelismError when the per-op policy saves nothing in a block.
-    """
-    chosen = recomputed_blocks(names, settings)
-    model.to(dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        # Like `to_empty`, which would load a part of the compiler for meta tensors.
-        model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-        block = model.get_submodule(names[0])
-        one = (
-            {}
-            if masked_len is None
-            else {"doc_ids": torch.zeros(tokens[0], masked_len, dtype=torch.int32, device=device)}
-        )
-        args, kwargs = _arguments_of(
-            block, model, torch.zeros(tokens, dtype=torch.int64, device=device), **one
-        )
-        plain = traced = _Recorder().run(block, args, kwargs, backward=bool(chosen))
-        if chosen:
-            _checkpoint(block, is_by_op(settings))
-            traced = _Recorder().run(block, args, kwargs)
-    if is_by_op(settings) and not any(plain.forward[kind] for kind in _KINDS.values()):
-        seen = ", ".join(sorted(traced.names))
-        raise ParallelismError(
-            f'"op" saves nothing in {names[0]}: none of its operators is in the policy ({seen})'
-        )
-    matmuls, attention = plain.forward["matmul"], plain.forward["attention"]
-    return ActivationStats(
-        blocks=len(names),
-        recomputing=len(chosen),
-        forward={"matmul": matmuls, "attention": attention},
-        saved={"matmul": (matmuls + 1) // 2, "attention": attention} if is_by_op(settings) else {},
-        recomputed={
-            kind: traced.backward[kind] - plain.backward[kind] for kind in ("matmul", "attention")
-        },
-        block_bytes=traced.kept_bytes,
-        plain_bytes=plain.kept_bytes,
-        kernels=tuple(sorted(name for name in plain.names if name in ATTENTION)),
-    )
-
-
-class _Found(Exception):
-    pass
-
-
-def _arguments_of(
-    block: nn.Module, model: nn.Module, tokens: Tensor, **more: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the model calls that block."""
-    caught: list[Any] = []
-
-    def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
-        caught.append((args, kwargs))
-        raise _Found
-
-    handle = block.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
-        model(tokens, **more)
-    except _Found:
-        pass
-    finally:
-        handle.remove()
-    args, kwargs = caught[0]
-    return tuple(
-        a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args
-    ), kwargs
-
-
-class _Recorder(TorchDispatchMode):
-    """Counts operators by kind in a block's forward and backward, and measures the tensors that
-    live in between.
-    """
-
-    supports_higher_order_operators = True  # flex_attention is one
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward: Counter[str] = Counter()
-        self.backward: Counter[str] = Counter()
-        self.names: set[str] = set()
-        self.kept_bytes = 0
-        self._phase = self.forward
-        self._made: dict[StorageWeakRef, int] = {}
-
-    def run(
-        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backward: bool = True
-    ) -> _Recorder:
-        with self:
-            output = block(*args, **kwargs)
-        output = output[0] if isinstance(output, tuple) else output
-        # This block keeps its input, though another block made it; the next block keeps the output.
-        others = {StorageWeakRef(t.untyped_storage()) for t in (output, *block.parameters())}
-        made = {
-            ref: size for ref, size in self._made.items() if not ref.expired() and ref not in others
-        }
-        hidden = args[0].untyped_storage()
-        made[StorageWeakRef(hidden)] = hidden.nbytes()
-        self.kept_bytes = sum(made.values())
-        if backward:
-            self._phase = self.backward
-            with self:
-                output.backward(torch.empty_like(output))
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._phase[kind_of(func)] += 1
-        self.names.add(str(func))
-        for tensor in tree_leaves(out):
-            # A tensor made of others (float8's) holds storages that were counted when those were
-            # made.
-            if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor):
-                storage = tensor.untyped_storage()
-                self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
-        return out

@@ -114,7 +114,6 @@ class Farewell:
             while self._serves and left < self._machines and time.monotonic() < end:
                 time.sleep(_POLL_SECONDS)
                 left = self._store.add(_KEY, 0)
-        except (
-            RuntimeError
-        ):  # torch's DistError: the other machine is gone, and there is nothing to wait for
+        except RuntimeError:
+            # torch's DistError: the other machine is gone, and there is nothing to wait for.
             return

@@ -62,7 +62,8 @@ def check_backend(backend: str, device_type: str | None = None) -> None:
     """
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
-        close = f"nearest: {', '.join(found)}; " if (found := nearest(backend, known, 3)) else ""
+        found = nearest(backend, known, 3)
+        close = f"nearest: {', '.join(found)}; " if found else ""
         usual = ", ".join(torch._dynamo.list_backends())
         raise ParallelismError(
             f'torch has no backend "{backend}"; {close}there are {usual}; for debugging eager and '
@@ -80,9 +81,12 @@ def _missing_tool(cuda: bool) -> str | None:
     """Return what inductor lacks here, and how to get it."""
     if cuda and importlib.util.find_spec("triton") is None:
         return "the package triton, which builds it for GPUs, is not installed: install triton"
-    variable, names = ("CC", ["gcc", "clang"]) if cuda else ("CXX", ["g++"])
-    given = f" (environment variable {variable})" if variable in os.environ else ""
-    names = [os.environ[variable]] if given else names
+    variable = "CC" if cuda else "CXX"
+    names = ["gcc", "clang"] if cuda else ["g++"]
+    given = ""
+    if variable in os.environ:
+        names = [os.environ[variable]]
+        given = f" (environment variable {variable})"
     if not any(map(shutil.which, names)):
         advice = f"install one (Debian and Ubuntu: apt-get install g++) or name yours in {variable}"
         return f"there is no compiler {' or '.join(names)}{given}: {advice}"
@@ -137,11 +141,10 @@ def separate_cache(mesh: DeviceMesh, device: torch.device) -> None:
     188390). So a rank of tensor parallelism would run another rank's graph after a restart, and get
     a wrong loss without an error.
     """
-    given = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
-    apart = mesh["tp"].size() > 1
-    torch.compiler.config.cache_key_tag = (
-        f"{given} {device} of tp {mesh.get_local_rank('tp')}" if apart else given
-    )
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    if mesh["tp"].size() > 1:
+        tag = f"{tag} {device} of tp {mesh.get_local_rank('tp')}"
+    torch.compiler.config.cache_key_tag = tag
 
 
 def apply_compile(
@@ -188,12 +191,9 @@ def _with_name(name: str, compiled: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
         except exc.TorchDynamoException as error:
-            failed = isinstance(error, exc.BackendCompilerFailed)
-            what = (
-                f"the backend failed to compile {name}"
-                if failed
-                else f"{name} cannot be compiled as one graph"
-            )
+            what = f"{name} cannot be compiled as one graph"
+            if isinstance(error, exc.BackendCompilerFailed):
+                what = f"the backend failed to compile {name}"
             raise CompileError(f"{what}: {_why_not(error)}") from error
 
     return call
@@ -241,19 +241,12 @@ class CompileWatch:
         self, modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str
     ) -> None:
         """modules, functions: the arguments of `apply_compile` and `compile_loss`."""
-        named: list[tuple[str, Any]] = [
-            (type(m).__name__.removeprefix("FSDP"), m.forward) for m in modules
-        ]
-        named += [(function.__name__, function) for function in functions]
         #: Where a function begins → its name in messages.
         self._names: dict[tuple[str, int], str] = {}
-        for name, function in named:
-            code = inspect.unwrap(function).__code__
-            place = code.co_filename, code.co_firstlineno
-            # Modules of several classes may run the same code, as under tensor parallelism.
-            self._names[place] = "/".join(
-                dict.fromkeys([*self._names.get(place, name).split("/"), name])
-            )
+        for module in modules:
+            self._name(type(module).__name__.removeprefix("FSDP"), module.forward)
+        for function in functions:
+            self._name(function.__name__, function)
         self._backend = backend
         self._warm: set[str] = set()
         self._reported: set[tuple[str, str]] = set()
@@ -262,6 +255,15 @@ class CompileWatch:
         #: Guards of each function that had failed so far.
         self._failed: dict[CodeType, int] = {}
         self._new_failures()
+
+    def _name(self, name: str, function: Callable[..., Any]) -> None:
+        code: CodeType = inspect.unwrap(function).__code__
+        place = code.co_filename, code.co_firstlineno
+        # Modules of several classes may run the same code, as under tensor parallelism.
+        names = self._names.get(place, name).split("/")
+        if name not in names:
+            names.append(name)
+        self._names[place] = "/".join(names)
 
     def start(self) -> None:
         """Log what the first step compiles."""
@@ -278,38 +280,43 @@ class CompileWatch:
 
         It warns of a recompilation, once per function and failed guard.
         """
-        entries = [
-            m
-            for m in torch._dynamo.utils.get_compilation_metrics()
-            if (m.start_time_us or 0) >= self._since
-        ]
+        entries = []
+        for entry in torch._dynamo.utils.get_compilation_metrics():
+            if (entry.start_time_us or 0) >= self._since:
+                entries.append(entry)
         self._since = time.time_ns() // 1000
         failures = self._new_failures()
         # Entries without a function are backward passes, which are compiled later; their time
         # counts.
-        graphs = [m for m in entries if m.co_name is not None]
-        if phase not in self._warm:
-            self._warm.add(phase)
-            seconds = sum(m.duration_us or 0 for m in entries) / 1e6
-            cached = sum(bool(m.inductor_fx_local_cache_hit_count) for m in graphs)
-            found = f", {cached} of them found in the cache" if self._backend == "inductor" else ""
-            count = counted(len(graphs), "graphs")
-            logger.info(f"torch.compile made {count} for {phase} in {seconds:.1f} s{found}")
+        graphs = [entry for entry in entries if entry.co_name is not None]
+        if phase in self._warm:
+            for graph in graphs:
+                self._warn_again(step, graph, failures)
             return
-        for m in graphs:
-            place = (m.co_filename or "", m.co_firstlineno or 0)
-            name = self._names.get(place, f"{m.co_name} ({place[0]}:{place[1]})")
-            reason = _reason(failures.get(place, []))
-            if (name, reason) not in self._reported:
-                self._reported.add((name, reason))
-                seconds = (m.duration_us or 0) / 1e6
-                # Ranks compile alike: the others write to their own log only.
-                first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-                log = logger.warning if first else logger.info
-                log(
-                    f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: "
-                    f"{reason}"
-                )
+        self._warm.add(phase)
+        seconds = sum(entry.duration_us or 0 for entry in entries) / 1e6
+        found = ""
+        if self._backend == "inductor":
+            cached = sum(bool(graph.inductor_fx_local_cache_hit_count) for graph in graphs)
+            found = f", {cached} of them found in the cache"
+        count = counted(len(graphs), "graphs")
+        logger.info(f"torch.compile made {count} for {phase} in {seconds:.1f} s{found}")
+
+    def _warn_again(
+        self, step: int, graph: Any, failures: Mapping[tuple[str, int], list[str]]
+    ) -> None:
+        """Warn of a recompilation, once per function and failed guard."""
+        place = (graph.co_filename or "", graph.co_firstlineno or 0)
+        name = self._names.get(place, f"{graph.co_name} ({place[0]}:{place[1]})")
+        reason = _reason(failures.get(place, []))
+        if (name, reason) in self._reported:
+            return
+        self._reported.add((name, reason))
+        seconds = (graph.duration_us or 0) / 1e6
+        # Ranks compile alike: the others write to their own log only.
+        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        log = logger.warning if first else logger.info
+        log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
 
     def _new_failures(self) -> dict[tuple[str, int], list[str]]:
         """Return by function why, since the last call, none of its graphs could be used."""
@@ -328,7 +335,5 @@ def _reason(failures: list[str]) -> str:
     """
     # "0/1: tensor 'x' size mismatch …": drop the number of the graph.
     reasons = list(dict.fromkeys(text.split(": ", 1)[-1].strip() for text in failures))
-    return (
-        "; ".join([r for r in reasons if "grad_mode" not in r] or reasons)
-        or "it had not run before"
-    )
+    shown = [reason for reason in reasons if "grad_mode" not in reason] or reasons
+    return "; ".join(shown) or "it had not run before"

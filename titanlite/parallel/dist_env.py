@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.launch_env import this_rank
+from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS, LaunchEnv, this_rank
 from titanlite.parallel.process import allow_files, kernel_order
 from titanlite.utils import logger
 
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 #: Description of a process group that keeps its own timeout, since nothing waits for it.
 KEEPS_TIMEOUT = "titanlite_keeps_timeout"
-#: Longest wait at the start for the processes of the other ranks, and for connections to them.
-RENDEZVOUS_SECONDS = 60.0
 
 #: Variables with which a user sets up torch's allocator.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -128,20 +126,8 @@ class DistEnv:
 
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         env = this_rank()
-        rank, size, device = env.rank, env.world_size, torch.device("cpu")
-        if device_type == "cuda":
-            gpus = torch.cuda.device_count()
-            if env.local_world_size > gpus:
-                raise ParallelismError(
-                    f"{env.local_world_size} ranks on {socket.gethostname()}, which shows {gpus} "
-                    "GPUs: each rank needs one of its own. Start fewer ranks per node"
-                )
-            device = torch.device("cuda", env.local_rank)
-            torch.cuda.set_device(device)
-            if not any(name in os.environ for name in ALLOCATOR):
-                # Segments of fixed sizes do not fit the next tensors: it frees and allocates them
-                # again in each step.
-                torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        rank, size = env.rank, env.world_size
+        device = _take_gpu(env) if device_type == "cuda" else torch.device("cpu")
         if dist.is_initialized():
             with kernel_order(device_type):
                 yield cls(rank, env.local_rank, size, device)
@@ -179,12 +165,9 @@ class DistEnv:
 
         degrees = (pp, dp_replicate, dp_shard, cp, tp)
         if math.prod(degrees) != self.size:
-            parts = [
-                f"{name} {degree}"
-                for name, degree in zip(MESH_DIMS, degrees, strict=True)
-                if degree != 1
-            ]
-            equation = " x ".join(parts or ["all degrees 1"])
+            named = zip(MESH_DIMS, degrees, strict=True)
+            parts = [f"{name} {degree}" for name, degree in named if degree != 1]
+            equation = " x ".join(parts) or "all degrees 1"
             raise ParallelismError(
                 f"{equation} = {math.prod(degrees)}, but there are {self.size} ranks"
             )
@@ -210,6 +193,25 @@ class DistEnv:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
+
+
+def _take_gpu(env: LaunchEnv) -> torch.device:
+    """Let this process work on its own GPU, and return it."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if env.local_world_size > gpus:
+        raise ParallelismError(
+            f"{env.local_world_size} ranks on {socket.gethostname()}, which shows {gpus} "
+            "GPUs: each rank needs one of its own. Start fewer ranks per node"
+        )
+    device = torch.device("cuda", env.local_rank)
+    torch.cuda.set_device(device)
+    if not any(name in os.environ for name in ALLOCATOR):
+        # Segments of fixed sizes do not fit the next tensors: it frees and allocates them again in
+        # each step.
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return device
 
 
 class _LeftAtExit(AbstractContextManager[DistEnv]):

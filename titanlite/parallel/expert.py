@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.fsdp import fsdp_mesh
+from titanlite.parallel.meshes import fsdp_mesh
 
 
 def expert_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:

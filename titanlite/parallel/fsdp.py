@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.one_rank import avoid_copies, reduce_in_place
+from titanlite.parallel.meshes import fsdp_mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,6 +58,7 @@ def apply_fsdp(
         raise ParallelismError(
             "gradients of experts that ranks share are summed, and average = True asks for a mean"
         )
+    dp_mesh = fsdp_mesh(mesh)
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -65,69 +66,66 @@ def apply_fsdp(
         # input would round the fp32 RoPE tables that blocks receive.
         cast_forward_inputs=False,
     )
-    dp_mesh = fsdp_mesh(mesh)
-    place = _stack_placement(dp_mesh.size(-1))
-    if experts:
-        from titanlite.parallel.expert import expert_placement  # it imports this module
-
-        place = expert_placement(experts)
-    wrapped = [[model.get_submodule(name) for name in group] for group in groups]
-    in_groups = {
-        parameter for group in wrapped for module in group for parameter in module.parameters()
-    }
-    if any(parameter not in in_groups for parameter in model.parameters()):
-        wrapped.append([model])
-    for index, group in enumerate(wrapped):
-        # The backward needs the last block and the head first: to free them only to gather them
-        # again at once would cost two all-gathers and save nothing at the memory peak.
-        default = index < len(wrapped) - 2
+    offloading = offloads(cpu_offload, mesh.device_type)
+    placement = _placement(dp_mesh, experts)
+    modules = _modules_of(model, groups)
+    for index, group in enumerate(modules):
+        reshard = reshard_after_forward
+        if reshard is None:
+            # The backward needs the last block and the head first: to free them only to gather
+            # them again at once would cost two all-gathers and save nothing at the memory peak.
+            reshard = index < len(modules) - 2
         fully_shard(
             group if len(group) > 1 else group[0],
             mesh=dp_mesh,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy()
-            if offloads(cpu_offload, mesh.device_type)
-            else OffloadPolicy(),
-            reshard_after_forward=default
-            if reshard_after_forward is None
-            else reshard_after_forward,
-            shard_placement_fn=place,
+            offload_policy=CPUOffloadPolicy() if offloading else OffloadPolicy(),
+            reshard_after_forward=reshard,
+            shard_placement_fn=placement,
         )
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
     if prefetch and dp_mesh.size(-1) > 1:
-        _set_prefetch(model, wrapped, prefetch)
-    state = model._get_fsdp_state()  # type: ignore[operator]
-    if dp_mesh.size() == 1 and hasattr(
-        state, "_fsdp_param_groups"
-    ):  # torch 2.11 has another layout
-        reduce_in_place(model)
+        _set_prefetch(model, modules, prefetch)
+    if dp_mesh.size() == 1:
+        from titanlite.parallel.one_rank import avoid_copies
+
+        # One rank reduces nothing, and a division by 1.0 would copy every gradient once more.
         avoid_copies(model)
-    if dp_mesh.size() == 1 or average:
-        # one rank reduces nothing, and a division by 1.0 would copy every gradient once more
-        return
-    # gloo has no pre-multiplied sum, which a divide factor alone would need.
+    elif not average:
+        _sum_gradients(model)
+
+
+def _modules_of(model: nn.Module, groups: Sequence[Sequence[str]]) -> list[list[nn.Module]]:
+    """Return the modules of each group; the root is the last one if it has parameters besides."""
+    modules = [[model.get_submodule(name) for name in group] for group in groups]
+    grouped: set[nn.Parameter] = set()
+    for group in modules:
+        for module in group:
+            grouped.update(module.parameters())
+    if any(parameter not in grouped for parameter in model.parameters()):
+        modules.append([model])
+    return modules
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    """Let reductions sum gradients, where torch takes their mean."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            # gloo has no pre-multiplied sum, which a divide factor alone would need.
             module.set_force_sum_reduction_for_comms(True)
 
 
-def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks over which each weight is sharded: [shard], or with replicas [replicate,
-    shard].
+def _placement(
+    dp_mesh: DeviceMesh, experts: DeviceMesh | None
+) -> Callable[[nn.Parameter], Shard | None]:
+    """Return the `shard_placement_fn` of all groups."""
+    if experts is None:
+        return _stack_placement(dp_mesh.size(-1))
+    from titanlite.parallel.expert import expert_placement
 
-    Ranks that share a sequence hold the same weights too, so weights are sharded over them as well.
-    """
-    if mesh["cp"].size() > 1:
-        shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        # torch offers this in place of named slices of a flattened mesh, which are deprecated.
-        return (
-            DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
-            if mesh["dp_replicate"].size() > 1
-            else shard_mesh
-        )
-    return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+    return expert_placement(experts)
 
 
 def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -140,15 +138,12 @@ def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
     def place(parameter: nn.Parameter) -> Shard | None:
         if parameter.ndim < 3 or len(parameter) % ranks == 0:
             return None
-        divided = [
-            p.dim for p in getattr(parameter, "placements", ()) if isinstance(p, Shard)
-        ]  # by tensor parallelism
-        dims = (
-            dim
-            for dim in range(1, parameter.ndim)
-            if dim not in divided and parameter.size(dim) % ranks == 0
-        )
-        return next(map(Shard, dims), None)
+        placements = getattr(parameter, "placements", ())
+        divided_by_tensor = [p.dim for p in placements if isinstance(p, Shard)]
+        for dim in range(1, parameter.ndim):
+            if dim not in divided_by_tensor and parameter.size(dim) % ranks == 0:
+                return Shard(dim)
+        return None
 
     return place
 
@@ -169,19 +164,17 @@ def _set_prefetch(model: nn.Module, groups: Sequence[Sequence[nn.Module]], ahead
     """
     position = {module: index for index, module in enumerate(model.modules())}
 
-    def first_modules(groups: Sequence[Sequence[nn.Module]]) -> list[FSDPModule]:
-        return [cast(FSDPModule, group[0]) for group in groups]
+    def first_use(group: Sequence[nn.Module]) -> int:
+        return min(position[module] for module in group)
 
-    # Tied modules run early and late: in forward the first use of a group counts.
-    forward = first_modules(
-        sorted(groups, key=lambda group: min(position[module] for module in group))
-    )
-    backward = first_modules(groups)[::-1]
+    # Tied modules run early and late: in forward the first use of a group counts. torch keeps the
+    # state of a group in its first module.
+    forward = [cast(FSDPModule, group[0]) for group in sorted(groups, key=first_use)]
+    backward = [cast(FSDPModule, group[0]) for group in reversed(groups)]
     for index in range(len(groups)):
-        forward[index].set_modules_to_forward_prefetch(list(forward[index + 1 : index + 1 + ahead]))
-        backward[index].set_modules_to_backward_prefetch(
-            list(backward[index + 1 : index + 1 + ahead])
-        )
+        later = slice(index + 1, index + 1 + ahead)
+        forward[index].set_modules_to_forward_prefetch(forward[later])
+        backward[index].set_modules_to_backward_prefetch(backward[later])
 
 
 def free_gathered(model: nn.Module) -> None:

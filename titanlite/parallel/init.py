@@ -57,23 +57,14 @@ def _draw(
 ) -> torch.Tensor:
     """Draw one block [rows, ...] in float32."""
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
-    cut, cuda = init.kind == "trunc_normal", block.device.type == "cuda"
+    cut = init.kind == "trunc_normal"
+    cuda = block.device.type == "cuda"
     if cut and not cuda and (init.bound < init.std or torch.__version__ < "2.13"):
         return nn.init.trunc_normal_(
             block, 0.0, init.std, -init.bound, init.bound, generator=generator
         )
-    if (
-        cut and not cuda
-    ):  # the values of torch 2.13, without its passes over all of them after each draw
-        flat, spare = (
-            block.normal_(0.0, init.std, generator=generator).view(-1).numpy(),
-            torch.empty_like(block),
-        )
-        wrong = np.flatnonzero(np.abs(flat) > init.bound)
-        while wrong.size:
-            flat[wrong] = spare.normal_(0.0, init.std, generator=generator).view(-1).numpy()[wrong]
-            wrong = wrong[np.abs(flat[wrong]) > init.bound]
-        return block
+    if cut and not cuda:
+        return _truncate(block.normal_(0.0, init.std, generator=generator), init, generator)
     # torch draws values outside of the bounds again, with a host sync each time: here they are
     # never drawn.
     scale = math.sqrt(2) * init.std
@@ -87,6 +78,19 @@ def _draw(
         else:
             raise ValueError(f"unknown kind of initial values: {init.kind!r}")
     return block.erfinv_().mul_(scale).clamp_(-init.bound, init.bound) if cut else block
+
+
+def _truncate(block: torch.Tensor, init: Init, generator: torch.Generator) -> torch.Tensor:
+    """Draw the values outside of the bounds again, in place: the values of torch 2.13, without its
+    passes over all of them after each draw.
+    """
+    flat = block.view(-1).numpy()
+    spare = torch.empty_like(block)
+    wrong = np.flatnonzero(np.abs(flat) > init.bound)
+    while wrong.size:
+        flat[wrong] = spare.normal_(0.0, init.std, generator=generator).view(-1).numpy()[wrong]
+        wrong = wrong[np.abs(flat[wrong]) > init.bound]
+    return block
 
 
 @torch.no_grad()
@@ -105,16 +109,16 @@ def fill(
     """
     if local.numel() == 0:
         return
-    if (
-        len(shape) > 2
-    ):  # a stack of matrices: each by itself, so that no rank draws all of them at once
+    if len(shape) > 2:
+        # A stack of matrices: each by itself, so that no rank draws all of them at once.
         for index, matrix in enumerate(local, offset[0]):
             fill(matrix, offset[1:], shape[1:], f"{name}.{index}", init, seed, device)
         return
     if init.kind in ("ones", "zeros", "constant"):
         local.fill_({"ones": 1.0, "zeros": 0.0}.get(init.kind, init.value))
         return
-    first, last = offset[0], offset[0] + local.shape[0]
+    first = offset[0]
+    last = first + local.shape[0]
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
     generator = torch.Generator(device or local.device)
     for block in range(first // ROWS, math.ceil(last / ROWS)):
@@ -122,7 +126,8 @@ def fill(
         rows = min(ROWS, shape[0] - top)
         generator.manual_seed(_block_seed(seed, name, block))
         values = _draw((rows, *shape[1:]), init, generator)
-        low, high = max(first, top), min(last, top + rows)
+        low = max(first, top)
+        high = min(last, top + rows)
         local[low - first : high - first].copy_(values[(slice(low - top, high - top),) + columns])
 
 
@@ -143,7 +148,8 @@ def init_weights(
             )
             local = parameter.to_local()
         else:
-            offset, local = (0,) * len(shape), parameter
+            offset = (0,) * len(shape)
+            local = parameter
         fill(local, tuple(offset), shape, name, rule(name), seed, device)
 
 

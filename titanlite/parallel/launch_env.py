@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from titanlite.parallel import ParallelismError
 
+#: Longest wait at the start for the processes of the other ranks, and for connections to them.
+RENDEZVOUS_SECONDS = 60.0
+
 _INTEGER = re.compile(r"\s*-?\d{1,9}\s*")
 
 

@@ -5,31 +5,43 @@ same numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+
+from titanlite.parallel.fsdp_private import (
+    FSDPParam,
+    ReduceScatter,
+    has_parameter_groups,
+    parameter_groups,
+    streams_of,
+)
 
 
 def avoid_copies(model: nn.Module) -> None:
-    """Let the modules of one rank compute with the sharded weights themselves, or with one cast of
-    them; in place.
+    """Let one rank compute with its sharded weights themselves, and make its sharded gradients
+    without a copy; in place.
 
-    Gradients become the sharded gradients as they are. torch gathers by a copy and reduces by two,
-    also on one rank. Weights in host memory (`CPUOffloadPolicy`) and those that define an
-    all-gather (float8) stay torch's.
+    model: after `fully_shard` on one rank. torch gathers by a copy and reduces by two, also on one
+    rank. A torch that keeps its groups elsewhere stays as it is.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    own = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
-                    if not (own or parameter.offload_to_cpu):
-                        parameter.__class__ = _WholeParam
+    if not has_parameter_groups(model):
+        return
+    _reduce_in_place(model)
+    for group in parameter_groups(model):
+        for parameter in group.fsdp_params:
+            if _is_plain(parameter):
+                parameter.__class__ = _WholeParam
+
+
+def _is_plain(parameter: FSDPParam) -> bool:
+    """Return whether a parameter is gathered by torch's usual copy: it is not in host memory
+    (`CPUOffloadPolicy`), and defines no all-gather (float8).
+    """
+    has_own_gather = hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
+    return not (has_own_gather or parameter.offload_to_cpu)
 
 
 class _WholeParam(FSDPParam):
@@ -37,7 +49,8 @@ class _WholeParam(FSDPParam):
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
-        return [self._sharded_param_data]  # not cast: the copy into `all_gather_outputs` casts
+        # Not cast: the copy into `all_gather_outputs` casts.
+        return [self._sharded_param_data]
 
     def init_all_gather_outputs(
         self, numels: list[int], dtypes: list[torch.dtype], *rest: Any
@@ -45,7 +58,8 @@ class _WholeParam(FSDPParam):
         data = self._sharded_param_data
         # torch sets the size of the output's storage, which must not be one of several tensors.
         if self.param_dtype is None and data.untyped_storage().nbytes() == data.nbytes:
-            self.all_gather_outputs = [data]  # a copy of a tensor to itself does nothing
+            # A copy of a tensor to itself does nothing.
+            self.all_gather_outputs = [data]
         else:
             super().init_all_gather_outputs(numels, [self.param_dtype or self.orig_dtype], *rest)
 
@@ -56,8 +70,9 @@ class _WholeParam(FSDPParam):
     def reset_sharded_param(self) -> None:
         super().reset_sharded_param()
         if self.all_gather_outputs and self.all_gather_outputs[0] is not self._sharded_param_data:
+            # The next gather makes it of the new weights.
             self.all_gather_outputs = []
-            del self._unsharded_param  # it is made anew, of the new weights
+            del self._unsharded_param
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
         """Add the gradient of a backward pass to the sharded gradient, so that torch finds nothing
@@ -93,32 +108,31 @@ class _OneBuffer(ReduceScatter):
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        given, self._given = self._given, None
-        if given is None:  # asked for the input; the output is asked for next
-            given = self._given = torch.empty(*size, dtype=dtype, device=device)
+        # torch asks for the input, then for the output.
+        if self._given is None:
+            self._given = torch.empty(*size, dtype=dtype, device=device)
+            return self._given
+        given = self._given
+        self._given = None
         return given
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("one rank reduces nothing")
 
 
-def reduce_in_place(model: nn.Module) -> None:
-    """Let one rank alone make its sharded gradients without a copy, and in the stream that
-    computes.
+def _reduce_in_place(model: nn.Module) -> None:
+    """Let one rank alone reduce its gradients without a copy, and in the stream that computes.
 
     A stream's freed memory serves that stream only. In FSDP's own stream for reductions, the memory
     of all gradients would lie idle during the forward pass: 30 GiB of an 8B model.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                group._reduce_scatter_comm = _OneBuffer()
-    # The root's, which all modules share from the first forward pass on.
-    context: Any = cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
-    make_streams = context.lazy_init
+    for group in parameter_groups(model):
+        group._reduce_scatter_comm = _OneBuffer()
+    streams = streams_of(model)
+    make_streams = streams.lazy_init
 
     def lazy_init(device: torch.device) -> None:
         make_streams(device)
-        context.reduce_scatter_stream = getattr(torch, device.type).current_stream()
+        streams.reduce_scatter_stream = getattr(torch, device.type).current_stream()
 
-    context.lazy_init = lazy_init
+    streams.lazy_init = lazy_init

@@ -12,38 +12,33 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
+from titanlite.features import async_tp_of, context_of, float8_of, loss_chunks_of
+from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
-from titanlite.loss_chunks import chunk_head
+from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import ParallelismError, compiles_halves
-from titanlite.parallel.activation_checkpoint import (
-    ActivationStats,
-    apply_ac,
-    is_by_op,
-    trace_block,
-)
-from titanlite.parallel.async_tp import ASYNC_OPTIONS
-from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss, separate_cache
-from titanlite.parallel.context import CPRank, apply_cp
-from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
-from titanlite.parallel.float8 import COMPILE_OPTIONS, apply_float8, gather_as_bytes, sends_float8
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
+from titanlite.parallel import ParallelismError, offered
+from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
-from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel, cut_stages
-from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
-from titanlite.parallel.tensor import apply_tp, tensor_loss
+from titanlite.parallel.local import parts_of
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups
+
+if TYPE_CHECKING:
+    from titanlite.parallel.activation_trace import ActivationStats
+    from titanlite.parallel.compile import CompileWatch
+    from titanlite.parallel.pipeline import Pipeline
+    from titanlite.parallel.pipeline_split import StageLayout
 
 
 @dataclass(frozen=True)
@@ -80,11 +75,11 @@ class ModelBuilder:
             if hasattr(part, "init_buffers"):
                 part.init_buffers()  # type: ignore[operator]
 
-        offload = offloads(self.training.enable_cpu_offload, self.device.type)
-        for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
-            materialize(
-                part, self.device, initialize, torch.device("cpu") if offload else self.device
-            )
+        memory = self.device
+        if offloads(self.training.enable_cpu_offload, self.device.type):
+            memory = torch.device("cpu")
+        for part in parts_of(model):
+            materialize(part, self.device, initialize, memory)
         return model
 
     def build_on_meta(self) -> nn.Module:
@@ -100,90 +95,128 @@ class ModelBuilder:
         groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_groups(self.args))
         if self.pp == 1:
             return self.parallelize(whole(), groups)
-        costs = self.offered("pipeline_costs")(self.args, self.args.max_seq_len)
-        layout = split_stages(
-            costs, self.pp, self.schedule, self.experimental.pipeline_parallel_split_points
-        )
-        stages = cut_stages(whole, layout, self.mesh.get_local_rank("pp"))
+        from titanlite.parallel.pipeline import PipelineModel, cut_stages
+
+        stages = cut_stages(whole, self.stage_layout, self.mesh.get_local_rank("pp"))
         parts = {number: self.parallelize(stage, groups) for number, stage in stages.items()}
-        return PipelineModel(parts, layout, self.mesh)
+        return PipelineModel(parts, self.stage_layout, self.mesh)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the
         order that works.
         """
-        t, blocks = self.training, self.spec.block_names(self.args)
-        if (dtype := DTYPES[t.dtype]) != torch.float32:
-            for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
-                parameter.data = parameter.data.to(dtype)
-        if t.loss_chunks > 1:
-            chunk_head(model, t.loss_chunks, self.spec.head)
-        self.apply_float8(model, self.float8.enable_fsdp_float8_all_gather)
+        self._set_dtype(model)
+        chunks = loss_chunks_of(self.training)
+        if chunks is not None:
+            chunks.apply(model, self.spec.head)
+        float8 = float8_of(self.float8)
+        if float8 is not None:
+            float8.convert(model, self.linears)
         if self.tp > 1:
-            # torch divides cross-entropy over ranks, and no other loss.
-            shard_logits = t.enable_loss_parallel and self.own_loss is None
-            apply_tp(model, self.offered("tensor_plan")(self.args), self.mesh["tp"], shard_logits)
-        if self.cp > 1 and select(model, blocks):  # a stage may have no block
-            apply_cp(model, self.mesh)
-        if self.expert_mesh is not None:
-            apply_ep(model, self.expert_mesh["ep"])
-            mixtures = select(model, self.offered("experts")(self.args))
-            if whole := [name for name, module in mixtures.items() if not has_exchange(module)]:
-                raise ParallelismError(
-                    f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
-                )
+            self._apply_tp(model)
+        context = context_of(self.cp)
+        has_blocks = bool(select(model, self.spec.block_names(self.args)))
+        if context is not None and has_blocks:  # a stage may have none
+            context.apply(model, self.mesh)
+        if self.ep > 1:
+            self._apply_ep(model)
+        self._apply_ac(model)
+        self._apply_compile(model)
+        self._apply_fsdp(model, groups)
+        if float8 is not None:
+            float8.after_sharding(model, self.mesh)
+        return model
+
+    def _set_dtype(self, model: nn.Module) -> None:
+        """Give the parameters the dtype of the run; buffers keep theirs: RoPE tables need
+        float32.
+        """
+        dtype = DTYPES[self.training.dtype]
+        if dtype != torch.float32:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+
+    def _apply_tp(self, model: nn.Module) -> None:
+        from titanlite.parallel.tensor import apply_tp
+
+        # torch divides cross-entropy over ranks, and no other loss.
+        shard_logits = self.training.enable_loss_parallel and self.own_loss is None
+        plan = offered(self.spec, "tensor_plan")(self.args)
+        apply_tp(model, plan, self.mesh["tp"], shard_logits)
+
+    def _apply_ep(self, model: nn.Module) -> None:
+        from titanlite.parallel.expert import apply_ep, has_exchange
+
+        assert self.expert_mesh is not None
+        apply_ep(model, self.expert_mesh["ep"])
+        mixtures = select(model, offered(self.spec, "experts")(self.args))
+        whole = [name for name, module in mixtures.items() if not has_exchange(module)]
+        if whole:
+            raise ParallelismError(
+                f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
+            )
+
+    def _apply_ac(self, model: nn.Module) -> None:
+        names = self.spec.block_names(self.args)
         # Graphs hide their operators from a policy by operator, so that one is applied inside of
         # them.
-        inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
-        apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
-        separate_cache(self.mesh, self.device)
-        apply_compile(self.compiled_modules(model), self.compile.backend, self.compile_options)
+        if is_by_op(self.activation_checkpoint):
+            names = self.compiled_names or names
+        apply_ac(model, names, self.activation_checkpoint, self.device)
+
+    def _apply_compile(self, model: nn.Module) -> None:
+        self._separate_cache()
+        if self.compiles("model"):
+            from titanlite.parallel.compile import apply_compile
+
+            modules = self.compiled_modules(model)
+            apply_compile(modules, self.compile.backend, self.compile_options)
+
+    def _separate_cache(self) -> None:
+        """Keep graphs of tensor-parallel ranks apart, also those that code of the user compiles."""
+        if self.training.compile or self.tp > 1:
+            from titanlite.parallel.compile import separate_cache
+
+            separate_cache(self.mesh, self.device)
+
+    def _apply_fsdp(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
         present = [tuple(select(model, group)) for group in groups]
         apply_fsdp(
             model,
             [group for group in present if group],
             self.mesh,
             param_dtype=self.param_dtype,
-            reduce_dtype=DTYPES[t.mixed_precision_reduce],
+            reduce_dtype=DTYPES[self.training.mixed_precision_reduce],
             reshard_after_forward=self.reshard_after_forward,
-            prefetch=t.prefetch,
-            cpu_offload=t.enable_cpu_offload,
+            prefetch=self.training.prefetch,
+            cpu_offload=self.training.enable_cpu_offload,
             experts=self.expert_mesh,
         )
-        if self.float8.enable_fsdp_float8_all_gather and not sends_float8(self.mesh["dp_shard"]):
-            gather_as_bytes(model)
-        return model
-
-    def apply_float8(self, model: nn.Module, all_gather: bool) -> None:
-        if names := converted_names(self.float8_choices()):
-            apply_float8(
-                model,
-                names,
-                self.float8.recipe_name,
-                all_gather=all_gather,
-                emulate=self.float8.emulate,
-            )
 
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
-        separate_cache(self.mesh, self.device)
-        loss = (
-            compile_loss(self.plain_loss, self.compile.backend)
-            if self.compiles("loss")
-            else self.plain_loss
-        )
-        return tensor_loss(loss) if self.tp > 1 else loss
+        self._separate_cache()
+        loss = self.plain_loss
+        if self.compiles("loss"):
+            from titanlite.parallel.compile import compile_loss
+
+            loss = compile_loss(loss, self.compile.backend)
+        if self.tp > 1:
+            from titanlite.parallel.tensor import tensor_loss
+
+            loss = tensor_loss(loss)
+        return loss
 
     @cached_property
     def plain_loss(self) -> LossFunction:
+        if self.own_loss is not None:
+            return of_tokens(self.own_loss)
         z_loss, smoothing = self.training.z_loss, self.training.label_smoothing
-        if self.own_loss is None:
-            return regularized(z_loss, smoothing) if z_loss or smoothing else cross_entropy_sum
-        return of_tokens(self.own_loss)
+        return regularized(z_loss, smoothing) if z_loss or smoothing else cross_entropy_sum
 
     def pipeline(
         self,
-        model: PipelineModel,
+        model: nn.Module,
         loss: LossFunction,
         *,
         batch_size: int,
@@ -195,42 +228,42 @@ class ModelBuilder:
         batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches
         per step.
         """
-        rows, length = batch_size // self.microbatches, seq_len // self.cp
-        args, cp = self.args, self.cp
+        from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel
+
+        rank_len = seq_len // self.cp
         shape = MicroBatchShape(
-            rows, length, length // self.tp, args.dim, args.vocab_size, self.param_dtype
+            rows=batch_size // self.microbatches,
+            seq_len=rank_len,
+            hidden_len=rank_len // self.tp,
+            dim=self.args.dim,
+            vocab=self.args.vocab_size,
+            dtype=self.param_dtype,
         )
-
-        def positions(seq_len: int) -> torch.Tensor:
-            everywhere = torch.arange(seq_len * cp, device=self.device)
-            return everywhere if cp == 1 else CPRank.of(self.mesh).part(everywhere, 0)
-
-        given = positions if self.tp > 1 else None
         return Pipeline(
-            model, self.schedule, shape, self.microbatches, accumulation, self.device, loss, given
+            cast(PipelineModel, model),
+            self.schedule,
+            shape,
+            self.microbatches,
+            accumulation,
+            self.device,
+            loss,
+            # Hidden states have fewer positions than tokens.
+            self._positions if self.tp > 1 else None,
         )
+
+    def _positions(self, rank_len: int) -> torch.Tensor:
+        """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
+        everywhere = torch.arange(rank_len * self.cp, device=self.device)
+        context = context_of(self.cp)
+        return everywhere if context is None else context.part(everywhere, self.mesh)
 
     # What was applied
 
-    def float8_choices(self) -> list[Float8Choice]:
-        """Decide for each kind of linear of the whole model; [] without float8."""
-        if not self.float8.enable_float8_linear:
-            return []
-        plan = self.offered("tensor_plan")(self.args) if self.tp > 1 else {}
-        return choose_linears(
-            self.offered("linears")(self.args), self.float8, plan, self.tp, self.spec.head
-        )
-
-    def offered(self, feature: str) -> Callable[..., Any]:
-        """Return a function of the spec.
-
-        Raises ParallelismError if the model does not offer this feature.
-        """
-        if (found := getattr(self.spec, feature)) is None:
-            raise ParallelismError(
-                f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}"
-            )
-        return cast("Callable[..., Any]", found)
+    @property
+    def linears(self) -> Linears:
+        """Those of the whole model. Raises ParallelismError for a model that names none."""
+        offered(self.spec, "linears")
+        return linears_of(self.spec, self.args, self.tp)
 
     def trace_activations(
         self, *, batch_size: int, seq_len: int, masked: bool = False
@@ -240,10 +273,16 @@ class ModelBuilder:
         batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at
         documents.
         """
+        from titanlite.parallel.activation_trace import trace_block
+
         model = self.spec.build_on_meta(self.args)
-        self.apply_float8(model, all_gather=False)  # the trace gathers nothing
-        if self.cp > 1:
-            apply_cp(model, self.mesh)
+        float8 = float8_of(self.float8)
+        if float8 is not None:
+            # The trace gathers nothing.
+            float8.convert(model, self.linears, gathers=False)
+        context = context_of(self.cp)
+        if context is not None:
+            context.apply(model, self.mesh)
         tokens = batch_size // self.microbatches, seq_len // self.cp
         names = self.spec.block_names(self.args)
         whole = seq_len if masked else None
@@ -255,9 +294,11 @@ class ModelBuilder:
         """Watch what is compiled; None where that is nothing."""
         modules = self.compiled_modules(model).values()
         functions = [self.plain_loss] if self.compiles("loss") else []
-        return (
-            CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
-        )
+        if not modules and not functions:
+            return None
+        from titanlite.parallel.compile import CompileWatch
+
+        return CompileWatch(modules, functions, self.compile.backend)
 
     def compiles(self, component: str) -> bool:
         """Whether `torch.compile` is applied to "model" or to "loss"."""
@@ -276,24 +317,40 @@ class ModelBuilder:
             return []
         of_tensor = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
         halves = self.ep > 1 or (self.tp > 1 and of_tensor)
-        names: list[str] = self.offered("sublayer_names" if halves else "block_names")(self.args)
+        field = "sublayer_names" if halves else "block_names"
+        names: list[str] = offered(self.spec, field)(self.args)
         return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return those of `compiled_names` in this model or pipeline stage, without the experts
         that ranks share.
         """
-        return {
-            name: module
-            for name, module in select(model, self.compiled_names).items()
-            if not has_exchange(module)
-        }
+        modules = select(model, self.compiled_names)
+        if self.ep == 1:
+            return modules
+        from titanlite.parallel.expert import has_exchange
+
+        return {name: module for name, module in modules.items() if not has_exchange(module)}
 
     # Values that follow from the sections and the mesh
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
-        return expert_mesh(self.mesh, self.ep) if self.ep > 1 else None
+        """The ranks that share experts; None: each rank has all of them."""
+        if self.ep == 1:
+            return None
+        from titanlite.parallel.expert import expert_mesh
+
+        return expert_mesh(self.mesh, self.ep)
+
+    @cached_property
+    def stage_layout(self) -> StageLayout:
+        """Where the model is cut into the stages of a pipeline."""
+        from titanlite.parallel.pipeline_split import split_stages
+
+        costs = offered(self.spec, "pipeline_costs")(self.args, self.args.max_seq_len)
+        points = self.experimental.pipeline_parallel_split_points
+        return split_stages(costs, self.pp, self.schedule, points)
 
     @property
     def tp(self) -> int:
@@ -310,9 +367,13 @@ class ModelBuilder:
     @property
     def compile_options(self) -> dict[str, Any]:
         """Settings of inductor for the blocks."""
-        options = dict(ASYNC_OPTIONS) if self.experimental.enable_async_tensor_parallel else {}
-        if self.float8.enable_float8_linear and self.compile.backend == "inductor":
-            options |= COMPILE_OPTIONS.get(self.float8.recipe_name.partition("_")[0], {})
+        options: dict[str, Any] = {}
+        async_tp = async_tp_of(self.experimental)
+        if async_tp is not None:
+            options |= async_tp.compile_options()
+        float8 = float8_of(self.float8)
+        if float8 is not None and self.compile.backend == "inductor":
+            options |= float8.compile_options()
         return options
 
     @property
@@ -323,8 +384,11 @@ class ModelBuilder:
     @property
     def schedule(self) -> str:
         """A name of `SCHEDULES`."""
+        from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule
+
         name = self.experimental.pipeline_parallel_schedule
-        if (schedule := find_schedule(name)) is None:
+        schedule = find_schedule(name)
+        if schedule is None:
             raise ParallelismError(
                 f"no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}"
             )
@@ -342,7 +406,7 @@ class ModelBuilder:
         Pipeline stages keep weights gathered between micro-batches by default.
 
         Raises ParallelismError if they should not, and the schedule splits the backward: weights
-        that are gathered anew between its two halves are new tensors, and get no gradient without
+        that are gathered again between its two halves are new tensors, and get no gradient without
         an error.
         """
         named: dict[Any, bool | None] = {
@@ -352,10 +416,14 @@ class ModelBuilder:
         }
         given = self.training.reshard_after_forward
         reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
-        if self.pp > 1 and reshard is not False and SCHEDULES[self.schedule].splits_backward:
-            raise ParallelismError(
-                f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False"
-            )
+        if self.pp > 1 and reshard is not False:
+            from titanlite.parallel.pipeline_split import SCHEDULES
+
+            if SCHEDULES[self.schedule].splits_backward:
+                raise ParallelismError(
+                    f"{self.schedule} needs weights that stay gathered: "
+                    "reshard_after_forward = False"
+                )
         return reshard
 
 

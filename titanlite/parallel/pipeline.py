@@ -79,7 +79,7 @@ class PipelineModel(nn.Module):
         self.layout = layout
         self.mesh = mesh
         #: The ranks of the pipeline, in order.
-        self.group = mesh.get_group("pp")
+        self.pipeline_group = mesh.get_group("pp")
         for stage in self.stages.values():
             for name, child in stage.named_children():
                 if isinstance(child, nn.ModuleDict):
@@ -97,6 +97,10 @@ class PipelineModel(nn.Module):
             raise ParallelismError(
                 f"two stages of a rank share the module around {shown}: make it an nn.ModuleDict"
             )
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Return the modules that this rank runs, see `titanlite.parallel.local.parts_of`."""
+        return list(self.stages.values())
 
     def train(self, mode: bool = True) -> PipelineModel:
         for stage in self.stages.values():
@@ -191,7 +195,7 @@ class Pipeline:
             self._device,
             input_args=(tokens if first else hidden.clone().requires_grad_(),),
             output_args=((result if last else hidden.clone()).requires_grad_(),),
-            group=self._model.group,
+            group=self._model.pipeline_group,
         )
 
     def _loss_share(self, output: Tensor, labels: Tensor) -> Tensor:
@@ -254,9 +258,8 @@ class Pipeline:
                     local.append(out)
                 else:
                     out = out.contiguous()
-                    sent.append(
-                        (dist.isend(out, self._rank_of(number + 1), self._model.group), out)
-                    )
+                    target = self._rank_of(number + 1)
+                    sent.append((dist.isend(out, target, self._model.pipeline_group), out))
         for work, _ in sent:
             if work is not None:
                 work.wait()
@@ -276,7 +279,7 @@ class Pipeline:
             # Post all receives before the stage's first send: ranks that each wait in a send would
             # deadlock.
             buffers = [self._shape.hidden(len(t), t.size(1), self._device) for t in tokens]
-            source, group = self._rank_of(number - 1), self._model.group
+            source, group = self._rank_of(number - 1), self._model.pipeline_group
             for work, buffer in [(dist.irecv(buffer, source, group), buffer) for buffer in buffers]:
                 if work is not None:
                     work.wait()
@@ -284,7 +287,7 @@ class Pipeline:
 
     def _rank_of(self, number: int) -> int:
         """Return the global rank that holds a stage."""
-        return dist.get_global_rank(self._model.group, self._model.layout.ranks[number])
+        return dist.get_global_rank(self._model.pipeline_group, self._model.layout.ranks[number])
 
     def _keywords(
         self, rows: int, seq_len: int, labels: Tensor | None, documents: Tensor | None

@@ -12,7 +12,8 @@ from titanlite.parallel import ParallelismError
 
 #: gloo's groups of all ranks: the default one, those of a mesh, of saves, of asynchronous saves.
 #: Other files.
-_GROUPS, _FILES = 4, 256
+_GROUPS = 4
+_FILES = 256
 
 
 def raise_file_limit(wanted: int) -> int:
@@ -35,9 +36,8 @@ def allow_files(ranks: int) -> None:
     Raises ParallelismError where the hard limit is too low.
     """
     needed = _FILES + _GROUPS * ranks
-    limit = raise_file_limit(
-        2 * needed
-    )  # the process that serves the store has connections to all as well
+    # The process that serves the store has connections to all as well.
+    limit = raise_file_limit(2 * needed)
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise ParallelismError(
             f"a process on {socket.gethostname()} may open {limit:,} files, but {ranks:,} ranks "
@@ -94,7 +94,9 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # macOS, musl, Windows
         return False
-    trim_threshold, mmap_max = -1, -4  # options of mallopt(3) in glibc's malloc.h
+    # Options of mallopt(3) in glibc's malloc.h.
+    trim_threshold = -1
+    mmap_max = -4
     # Without blocks of their own from mmap, large tensors come from the heap, whose end is not
     # trimmed.
     return bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, -1))

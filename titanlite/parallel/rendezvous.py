@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import RENDEZVOUS_SECONDS
+from titanlite.parallel.launch_env import RENDEZVOUS_SECONDS
 from titanlite.utils import logger
 
 T = TypeVar("T")
@@ -67,9 +67,8 @@ def register(
     tcp = _open_store(rank, size, address, is_master, limit)
     # torchrun's store survives a restart of the workers, so each attempt needs keys of its own:
     # without the prefix a restarted attempt reads the dead one's addresses and hangs.
-    run, attempt = (
-        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT")
-    )
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "0")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
     store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("up", 1)
@@ -98,11 +97,8 @@ def _open_store(
         # In a thread, because torch waits forever for the answer of a listener that is no store.
         threading.Thread(target=make, name="store", daemon=True).start()
         store = made.get(timeout=limit)
-    except (
-        OSError,
-        UnicodeError,
-        queue.Empty,
-    ) as error:  # UnicodeError: no host can have that name
+    except (OSError, UnicodeError, queue.Empty) as error:
+        # UnicodeError: no host can have that name.
         store = error
     if not isinstance(store, Exception):
         return store
@@ -180,18 +176,10 @@ def share_from_rank_0(
             if rank == 0:
                 store.set(name, base64.b64encode(pickle.dumps(made)).decode())
             else:
-                _wait(
-                    store,
-                    rank,
-                    size,
-                    name,
-                    lambda: f"rank 0 does not have {name}",
-                    patience,
-                    RENDEZVOUS_SECONDS,
-                )
-                made = pickle.loads(
-                    base64.b64decode(store.get(name))
-                )  # from a process of the same run
+                limits = (patience, RENDEZVOUS_SECONDS)
+                _wait(store, rank, size, name, lambda: f"rank 0 does not have {name}", *limits)
+                # From a process of the same run.
+                made = pickle.loads(base64.b64decode(store.get(name)))
     return cast(T, made)
 
 
@@ -205,20 +193,23 @@ def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[N
     try:
         yield
     except BaseException as error:
-        if (
-            store is not None
-            and not isinstance(error, RendezvousError)
-            and not dist.is_initialized()
-        ):
-            reason = str(error) or type(error).__name__
-            # A signal leaves no time to wait for others; most likely it has reached them as well.
-            until = time.monotonic() + (_REPORT_SECONDS if isinstance(error, Exception) else 0.0)
-            with contextlib.suppress(dist.DistError):
-                store.set("failure", f"rank {rank} ({_process(store, rank)}) has ended: {reason}")
-                store.add("read", 1)
-                while store.add("read", 0) < size and time.monotonic() < until:
-                    time.sleep(0.1)
+        is_own = not isinstance(error, RendezvousError)
+        if store is not None and is_own and not dist.is_initialized():
+            _tell_others(store, rank, size, error)
         raise
+
+
+def _tell_others(store: dist.Store, rank: int, size: int, error: BaseException) -> None:
+    """Note an error in the store, and wait until the other ranks have read it."""
+    reason = str(error) or type(error).__name__
+    # A signal leaves no time to wait for others; most likely it has reached them as well.
+    seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
+    until = time.monotonic() + seconds
+    with contextlib.suppress(dist.DistError):
+        store.set("failure", f"rank {rank} ({_process(store, rank)}) has ended: {reason}")
+        store.add("read", 1)
+        while store.add("read", 0) < size and time.monotonic() < until:
+            time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -249,19 +240,7 @@ def _wait(
     while not store.check([key]) and not store.check(["failure"]):
         now = time.monotonic()
         if now - began > limit and store.add("up", 0) < size:
-            missing = [other for other in range(size) if not store.check([f"up/{other}"])]
-            there = {
-                _process(store, other).partition(",")[0]
-                for other in range(size)
-                if other not in missing
-            }
-            have = "has" if len(missing) == 1 else "have"
-            raise RendezvousError(
-                f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others "
-                f"are on {', '.join(sorted(there)[:_MOST_NAMED])}. The missing were not started, "
-                "have ended, or cannot reach the store of the run (another MASTER_ADDR or "
-                "MASTER_PORT, a firewall): see their output"
-            )
+            raise _missing_ranks(store, size, limit)
         if now - began > patience:
             raise RendezvousError(
                 f"{late()} after {patience:.0f} s (init_timeout_seconds): still reading its text, "
@@ -274,6 +253,24 @@ def _wait(
     if store.check(["failure"]):
         store.add("read", 1)
         raise RendezvousError(store.get("failure").decode())
+
+
+def _missing_ranks(store: dist.Store, size: int, limit: float) -> RendezvousError:
+    """Return the error of ranks that are not up."""
+    missing: list[int] = []
+    hosts: set[str] = set()
+    for rank in range(size):
+        if store.check([f"up/{rank}"]):
+            hosts.add(_process(store, rank).partition(",")[0])
+        else:
+            missing.append(rank)
+    have = "has" if len(missing) == 1 else "have"
+    return RendezvousError(
+        f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others "
+        f"are on {', '.join(sorted(hosts)[:_MOST_NAMED])}. The missing were not started, "
+        "have ended, or cannot reach the store of the run (another MASTER_ADDR or "
+        "MASTER_PORT, a firewall): see their output"
+    )
 
 
 def connect(
@@ -292,15 +289,17 @@ def connect(
         # and barriers would go through NCCL, which does not notice that a peer has ended.
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
     except RuntimeError as error:
-        raise RendezvousError(
+        message = (
             f"all {size} ranks are there, but rank {rank} on {socket.gethostname()} could not "
             f"connect to them within {limit:.0f} s: one has ended since, a firewall is between "
             "the hosts, or a network interface is chosen that the others cannot reach "
             f"(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({_first_line(error)})"
-            + "".join(
-                f"\nOn this host {text}" for text in map(interface_problem, INTERFACES) if text
-            )
-        ) from error
+        )
+        for variable in INTERFACES:
+            problem = interface_problem(variable)
+            if problem:
+                message += f"\nOn this host {problem}"
+        raise RendezvousError(message) from error
 
 
 def interface_problem(variable: str) -> str:
@@ -320,32 +319,41 @@ def interface_problem(variable: str) -> str:
     )
     value = os.environ.get(variable, "")
     if not value and variable == "GLOO_SOCKET_IFNAME":
-        with contextlib.suppress(OSError):
-            address = socket.gethostbyname(socket.gethostname())
-            if address.startswith("127."):
-                return (
-                    f"the host's name means {address}, which other hosts cannot reach: {advice}, "
-                    "or correct /etc/hosts"
-                )
-        return ""
-    # NCCL's forms: a list of prefixes, "=" before exact names, "^" before names to leave out.
-    exact, exclude = variable == "GLOO_SOCKET_IFNAME" or "=" in value[:2], value.startswith("^")
-    names = tuple(value.lstrip("^=").split(","))
-    named = [name for name in have if (name in names if exact else name.startswith(names))]
-    taken = (
-        [name for name in have if name not in named]
-        if exclude
-        else named
-        if value
-        else reachable or have
-    )
-    if not taken:
+        return _host_name_problem(advice)
+    chosen = _chosen_interfaces(variable, value, have) if value else reachable or have
+    if not chosen:
         return f"{variable} is {value!r}, but the interfaces are {', '.join(have)}: {advice}"
-    if not set(taken) & set(reachable):
+    if not set(chosen) & set(reachable):
         return (
-            f"{variable} is {value!r} and means {', '.join(taken)}, which other hosts cannot "
+            f"{variable} is {value!r} and means {', '.join(chosen)}, which other hosts cannot "
             f"reach: {advice}"
         )
+    return ""
+
+
+def _chosen_interfaces(variable: str, value: str, have: list[str]) -> list[str]:
+    """Return those of the interfaces `have` that a variable chooses."""
+    # NCCL's forms: a list of prefixes, "=" before exact names, "^" before names to leave out.
+    is_exact = variable == "GLOO_SOCKET_IFNAME" or "=" in value[:2]
+    words = tuple(value.lstrip("^=").split(","))
+    named = []
+    for interface in have:
+        if interface in words if is_exact else interface.startswith(words):
+            named.append(interface)
+    if value.startswith("^"):
+        return [interface for interface in have if interface not in named]
+    return named
+
+
+def _host_name_problem(advice: str) -> str:
+    """Return what is wrong with the address that gloo takes without its variable."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        if address.startswith("127."):
+            return (
+                f"the host's name means {address}, which other hosts cannot reach: {advice}, "
+                "or correct /etc/hosts"
+            )
     return ""
 
 

@@ -14,13 +14,13 @@ bytes as one all-reduce.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,10 +31,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.loss import LossFunction, objective_of
-from titanlite.loss_chunks import ChunkedHead
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.divided_loss import divided_cross_entropy
-from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
+from titanlite.parallel.own_linear import OwnLinear
 
 #: Dimension of the sequence in activations [batch, seq, …].
 _SEQUENCE = Shard(1)
@@ -59,8 +58,7 @@ def apply_tp(
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
         head:      as colwise, from an input divided by sequence to logits, a DTensor for
-                   `tensor_loss`; a head that computes the loss itself
-                   (`titanlite.loss_chunks.chunk_head`) passes them on to it.
+                   `tensor_loss`.
     mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all
     of them.
 
@@ -71,58 +69,41 @@ def apply_tp(
     modules = dict(model.named_modules())
     kinds = {name: kind for name, kind in plan.items() if name in modules}
     last = next(reversed(kinds), "")
-    styles = {
-        name: float8_style(kind, _SEQUENCE, mesh)
-        if kind in ("colwise", "rowwise") and is_float8(modules[name])
-        else _style(kind, shard_logits, isinstance(modules[name], ChunkedHead), last=name == last)
-        for name, kind in kinds.items()
-        if kind != "gather"
-    }
-    parallelize_module(model, mesh, styles)
+    logits = Shard(-1) if shard_logits else Replicate()
+    styles: dict[str, ParallelStyle] = {}
     for name, kind in kinds.items():
         module = modules[name]
+        style = None
+        if isinstance(module, OwnLinear):
+            style = module.tensor_style(kind, logits if kind == "head" else _SEQUENCE, mesh)
+        if kind != "gather":
+            styles[name] = style or _style(kind, logits, last=name == last)
+    parallelize_module(model, mesh, styles)
+    for name, kind in kinds.items():
         if kind == "gather":
-            cls: Any = type(module)
-            takers = [
-                other
-                for other, way in kinds.items()
-                if way == "colwise" and other.startswith(f"{name}.")
-            ]
-            # Cast before the all-gather, if all products that take it are in float8.
-            cast = (
-                bool(takers)
-                and all(is_float8(modules[taker]) for taker in takers)
-                and sends_float8(mesh)
-            )
-            module.__class__ = _gathering(cls, takers[0].removeprefix(f"{name}.") if cast else "")
+            colwise = [other for other, way in kinds.items() if way == "colwise"]
+            takers = [other for other in colwise if other.startswith(f"{name}.")]
+            _gather_input(modules, name, takers, mesh)
         elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that
             # return views.
-            module.register_forward_hook(lambda module, args, output: output.clone())
+            modules[name].register_forward_hook(lambda module, args, output: output.clone())
     for first, *others in shared:
         for name in others:
             _tie(model, first, name)
-    left = [
-        name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)
-    ]
+    _check_all_divided(model)
+
+
+def _check_all_divided(model: nn.Module) -> None:
+    parameters = model.named_parameters()
+    left = [name for name, parameter in parameters if not isinstance(parameter, DTensor)]
     if left:
         raise ParallelismError(
             f"the plan of tensor parallelism covers no module with {', '.join(left)}"
         )
 
 
-class _ChunkedHead(ColwiseParallel):
-    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by
-    chunk.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        (module.logits,) = self.output_layouts  # type: ignore[assignment]
-        return distribute_module(module, device_mesh, self._partition_linear_fn)
-
-
-def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> ParallelStyle:
-    logits = Shard(-1) if shard_logits else Replicate()
+def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE),
         "sequence": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last),
@@ -131,9 +112,7 @@ def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> Parallel
         "heads": SequenceParallel(sequence_dim=0, use_local_output=True),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=_SEQUENCE),
-        "head": _ChunkedHead(output_layouts=logits)
-        if chunked
-        else ColwiseParallel(
+        "head": ColwiseParallel(
             input_layouts=_SEQUENCE, output_layouts=logits, use_local_output=False
         ),
     }
@@ -145,27 +124,51 @@ def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> Parallel
     return styles[kind]
 
 
-@functools.cache  # one class for all blocks: torch.compile would compile each class anew
-def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
+#: Takes an input and a linear that it is for; returns what is gathered in place of the input.
+_Cast = Callable[[Tensor, nn.Module], Tensor]
+
+
+def _common_cast(takers: Iterable[nn.Module], mesh: DeviceMesh) -> _Cast | None:
+    """Return the cast before the all-gather of an input that all these modules have in common."""
+    casts = {taker.input_cast(mesh) if isinstance(taker, OwnLinear) else None for taker in takers}
+    return casts.pop() if len(casts) == 1 else None
+
+
+def _gather_input(
+    modules: Mapping[str, nn.Module], name: str, takers: Sequence[str], mesh: DeviceMesh
+) -> None:
+    """Let a module make its first argument whole, in place.
+
+    takers: names of the linears inside that take it.
+    """
+    cast = _common_cast([modules[taker] for taker in takers], mesh)
+    linear = "" if cast is None else takers[0].removeprefix(f"{name}.")
+    module = modules[name]
+    cls: Any = type(module)
+    module.__class__ = _gathering(cls, cast, linear)
+
+
+# One class for all blocks: `torch.compile` compiles each class again.
+@functools.cache
+def _gathering(cls: type[nn.Module], cast: _Cast | None, linear: str) -> type[nn.Module]:
     """Return a subclass that gathers its first argument.
 
-    float8: a linear inside, by whose rules it is cast before.
+    cast: is called before, with the linear inside of this name.
 
     A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A
     hook is compiled apart, and then an all-reduce of the gradient replaces the reduce-scatter.
     """
 
-    cast = input_cast() if float8 else None
-
     class Gathering(cls):  # type: ignore[valid-type,misc]
         def forward(self, x: DTensor, *args: Any, **kwargs: Any) -> Any:
             if cast is not None:
-                x = cast(x, self.get_submodule(float8))  # type: ignore[assignment]  # a DTensor still
-            # Still a DTensor: with plain copies each product would reduce its own gradient over the
-            # ranks.
+                x = cast(x, self.get_submodule(linear))  # type: ignore[assignment]
+            # A DTensor to the end: with plain copies each product would reduce its own gradient
+            # over the ranks.
             return super().forward(x.redistribute(placements=[Replicate()]), *args, **kwargs)
 
-    Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
+    Gathering.__name__ = cls.__name__
+    Gathering.__qualname__ = cls.__qualname__
     return Gathering
 
 
@@ -181,7 +184,8 @@ def _tie(model: nn.Module, first: str, name: str) -> None:
     """Make parameter `name` be parameter `first` again: each module has got a divided one of its
     own.
     """
-    source, parameter = model.get_parameter(first), model.get_parameter(name)
+    source = model.get_parameter(first)
+    parameter = model.get_parameter(name)
     ways = [getattr(p, "placements", "undivided") for p in (source, parameter)]
     if ways[0] != ways[1]:
         raise ParallelismError(
@@ -229,7 +233,8 @@ class _ShardedLoss(torch.autograd.Function):
             inner = logits.detach().requires_grad_(wanted)
             result = loss(inner, labels)
         if wanted:
-            ctx.inner, ctx.result = inner, result
+            ctx.inner = inner
+            ctx.result = result
         return (result.to_local() if isinstance(result, DTensor) else result).detach()
 
     @staticmethod

@@ -554,7 +554,7 @@ def loss_of_torch(s: Shape, loss: Loss) -> list[Op]:
 
 
 def chunked_loss(s: Shape, loss: Loss, x: str) -> Op:
-    """Return head and loss of `titanlite.loss_chunks`. x: name of the hidden states."""
+    """Return head and loss of `titanlite.features.loss_chunks`. x: name of the hidden states."""
     rows, vocab = -(-s.tokens // loss.chunks), s.args.n_vocab // s.tp
     part, table, low = rows * vocab, vocab * s.args.dim, s.size == 2
     if loss.divided == "in place":

@@ -15,9 +15,11 @@ from typing import Literal
 
 from msgspec.structs import replace as replace_fields
 
+from titanlite.features import float8_of
+from titanlite.features.float8.choice import Float8Choice, converted_names
+from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.models.mixtral import MixtralArgs
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.blocks import (
     Loss,
@@ -233,11 +235,10 @@ class _Step:
         )
 
     def _float8_choices(self) -> list[Float8Choice]:
-        spec, f, tp = self.run.spec, self.run.float8, self.run.mesh.tensor
-        if not f.enable_float8_linear or spec.linears is None:
+        float8 = float8_of(self.run.float8)
+        if float8 is None:
             return []
-        plan = spec.tensor_plan(self.args) if tp > 1 and spec.tensor_plan else {}
-        return choose_linears(spec.linears(self.args), f, plan, tp, spec.head)
+        return float8.choices(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
 
     # The step
 

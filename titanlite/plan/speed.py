@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titanlite.features import features_of
 from titanlite.plan.computing import computing, launches, update
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.rates import CONSTANTS, Constants
@@ -16,7 +17,6 @@ from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import (
     Directions,
     bubble,
-    context_traffic,
     expert_traffic,
     host_transfers,
     sharding_traffic,
@@ -73,7 +73,6 @@ UNSEEN_H200 = (0.85, 1.41)
 #: What computing waits for in each micro-batch.
 _WAITED = {
     "tensor traffic": tensor_traffic,
-    "context traffic": context_traffic,
     "expert traffic": expert_traffic,
 }
 
@@ -102,6 +101,9 @@ def _parts(step: StepSizes) -> dict[str, float]:
     parts["recomputation"] = times * work.again
     for name, seconds in _WAITED.items():
         parts[name] = times * seconds(step)
+    for feature in features_of(step.run).on:
+        for name, waited in feature.traffic(step).items():
+            parts[name] = times * waited
     beside = Directions(
         share * sum(work.forward) * step.micro_batches,
         share * (sum(work.backward) + work.again) * step.micro_batches,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from titanlite.features import float8_of
 from titanlite.models.linears import LinearKind, Linears, linears_of
 from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.hardware import Cluster
@@ -74,12 +75,8 @@ class StepSizes:
     @cached_property
     def products(self) -> ProductSpeed:
         """What the linears cost. Raises ConfigError for float8 on a GPU that has none."""
-        float8 = self.run.float8
-        if not float8.enable_float8_linear or float8.emulate:
-            return ProductSpeed(self)
-        from titanlite.plan.float8_speed import Float8Speed
-
-        return Float8Speed(float8, self)
+        float8 = float8_of(self.run.float8)
+        return ProductSpeed(self) if float8 is None else float8.speed(self)
 
     @cached_property
     def linears(self) -> list[LinearKind]:

@@ -38,17 +38,6 @@ def tensor_traffic(step: StepSizes) -> float:
     return step.blocks * (8 + again) * one * remains
 
 
-def context_traffic(step: StepSizes) -> float:
-    """Return the seconds of context parallelism: keys and values are gathered, their gradients
-    scattered.
-    """
-    mesh = step.mesh
-    heads = getattr(step.args, "kv_heads", 0) * getattr(step.args, "head_dim", 0)
-    size = step.itemsize * step.tokens * mesh.context * (2 * heads / mesh.tensor)
-    one = step.rates.collective(size, mesh.context, mesh.tensor)
-    return step.blocks * (2 + step.recomputed) * one
-
-
 def expert_traffic(step: StepSizes) -> float:
     """Return the seconds of expert parallelism: rows go to the ranks of their experts and back,
     and gradients.

@@ -10,6 +10,8 @@ import torch
 
 from titanlite.callbacks import Callback
 from titanlite.data.text_report import checks_of
+from titanlite.features import float8_of
+from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.throughput import Throughput, device_name
 from titanlite.metrics.watchdog import HangWatchdog
@@ -180,12 +182,10 @@ def _compile_report(built: Built) -> Callback | None:
 
 
 def _float8_error(built: Built, metrics: MetricsLogger) -> Callback | None:
-    section = built.run.float8
-    if not (section.enable_float8_linear and section.drift_check):
+    float8 = float8_of(built.run.float8)
+    if float8 is None:
         return None
-    from titanlite.metrics.float8_error import Float8ErrorCheck
-
-    return Float8ErrorCheck(section.drift_check, built.model.builder.param_dtype, metrics.write)
+    return float8.drift_check(built.model.builder.param_dtype, metrics.write)
 
 
 def _profiler(built: Built) -> Callback | None:
@@ -217,7 +217,7 @@ def _verify_resume(built: Built) -> Callback | None:
         built.world.rank,
         setting,
         # Rounding is told from a difference by this share of a number; lower precisions round more.
-        tolerance=1e-4 if in_float32 and not run.float8.enable_float8_linear else 2e-2,
+        tolerance=1e-4 if in_float32 and not is_below_bf16(run) else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
     return VerifyResume(check, built.loaders.skip, built.loaders.share)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
@@ -22,8 +21,10 @@ from titanlite.config.not_implemented import without_effect
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
+from titanlite.features import features_of
 from titanlite.models.args import model_args
-from titanlite.models.spec import ModelSpec, ShapeError, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
@@ -176,6 +177,15 @@ class RunConfig(Config, frozen=True, kw_only=True):
         return max(self.training.seq_len, held_out or 0)
 
     @property
+    def sequence_lengths(self) -> dict[str, int]:
+        """The lengths of sequences by key, in tokens; validation's if it is another."""
+        lengths = {"training.seq_len": self.training.seq_len}
+        held_out = self.validation.seq_len if self.validation.enable else None
+        if held_out is not None and held_out != self.training.seq_len:
+            lengths["validation.seq_len"] = held_out
+        return lengths
+
+    @property
     def spec(self) -> ModelSpec:
         """The model. Raises ShapeError for an unknown name."""
         return get_spec(self.model.name)
@@ -245,7 +255,8 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         warnings=tuple(told.warnings),
         toml=config.to_toml(),
     )
-    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
+    more = [warning for feature in features_of(run).on for warning in feature.warnings(run)]
+    return replace_fields(run, warnings=(*run.warnings, *more))
 
 
 def _keys_in_vain(d: Config, mesh: MeshSizes) -> Iterator[str]:
@@ -255,10 +266,6 @@ def _keys_in_vain(d: Config, mesh: MeshSizes) -> Iterator[str]:
             f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole "
             "weights"
         )
-    if d.experimental.enable_async_tensor_parallel and d.training.batch_size == 1:
-        # torch reshapes gathered tensors, and inductor finds no match
-        key = "experimental.enable_async_tensor_parallel"
-        yield f"{key} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -519,30 +526,6 @@ class _Lengths:
 
 
 # Keys without effect
-
-
-def _wide_filters(run: RunConfig) -> list[str]:
-    """Return a warning for each filter of float8 that ends within a number of some names, as
-    layers.1 in layers.10.
-    """
-    parts = (
-        [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
-        if run.float8.enable_float8_linear
-        else []
-    )
-    try:
-        names = run.spec.linears(run.model_args(1)) if parts and run.spec.linears else {}
-    except ShapeError:  # `misfits` reports it
-        return []
-    cut = {
-        part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE)
-        for part in parts
-    }
-    found = {part: ", ".join(dict.fromkeys(others)) for part, others in cut.items() if others}
-    return [
-        f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not"
-        for p in found
-    ]
 
 
 def _name_idle_keys(config: LoadedConfig, told: _Told) -> None:

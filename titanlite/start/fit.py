@@ -16,7 +16,6 @@ from typing import Any
 from msgspec.structs import replace as replace_fields
 
 from titanlite.config.checks import (
-    Finding,
     closed_urls,
     contradictions,
     missing_files,
@@ -27,22 +26,32 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
+from titanlite.config.rules import Finding, divisors
+from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.models.args import FROM_FOLDER, checked_fields, unknown_flavor
-from titanlite.models.spec import ModelSpec, ShapeError, get_spec
-from titanlite.parallel import ParallelismError, compiles_halves
-from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
+from titanlite.features import features_of
+from titanlite.features.interactions import compiles_halves, needs_whole_backward
+from titanlite.models.args import FROM_FOLDER, unknown_flavor
+from titanlite.models.families import get_spec
+from titanlite.models.fields import checked_fields
+from titanlite.models.spec import ShapeError
+from titanlite.parallel import ParallelismError
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
-from titanlite.start.derive import RunConfig, below, degrees_of, derive, parallelism, smallest_world
+from titanlite.start.derive import RunConfig, below, derive, smallest_world
 from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
-from titanlite.utils import counted, is_dotted
+from titanlite.start.misfits import (
+    batch_misfits,
+    rank_misfits,
+    recomputation_misfits,
+    tensor_misfits,
+)
+from titanlite.utils import is_dotted
 
 _PP = "experimental.pipeline_parallel_"
-_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
+_TP = "training.tensor_parallel_degree"
 _EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
@@ -191,22 +200,29 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
-    found = list(_rank_misfits(d, run))
-    found = found or [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run)]
-    found = found or list(_microbatch_misfits(run))
+    found = list(rank_misfits(d, run))
+    if not found:
+        found += batch_misfits(run)
+        for feature in features_of(run).on:
+            found += feature.rank_misfits(run)
+        found += _pipeline_misfits(d, run)
+    if not found:
+        found += _microbatch_misfits(run)
     try:
         args = run.model_args()
     except ShapeError as error:
         return placed(config, found) + _model_problems(config, error)
-    found += [*_not_offered(run), *_recomputation_misfits(run.spec, args, d)]
+    found += _not_offered(run)
+    found += recomputation_misfits(run.spec, args, d)
     found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += [
             *_expert_misfits(args, run),
             *tensor_misfits(args, run),
             *_stage_misfits(args, run),
-            *_float8_misfits(args, run),
         ]
+        for feature in features_of(run).on:
+            found += feature.model_misfits(run, args)
     return placed(config, found)
 
 
@@ -217,7 +233,7 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     halves = mesh.expert > 1
     if compiled and mesh.tensor > 1:
         halves = halves or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
-    features = {
+    asked = {
         "tensor_plan": (_TP, mesh.tensor > 1),
         "experts": (_EP, mesh.expert > 1),
         "sublayer_names": (
@@ -225,16 +241,19 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
             mesh.tensor * mesh.expert > 1 and compiled and halves,
         ),
         "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
-        "context_parallel": (_CP, mesh.context > 1),
-        "linears": ("float8.enable_float8_linear", run.float8.enable_float8_linear),
     }
-    for name, (key, asked) in features.items():
-        if asked and not getattr(spec, name):
-            beside = " together with training.compile" if name == "sublayer_names" else ""
-            message = (
-                f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {name}"
-            )
-            yield "model", key, message, "leave the key out, or add it to the model"
+    fields = {field: key for field, (key, is_asked) in asked.items() if is_asked}
+    for feature in features_of(run).on:
+        if feature.model_field:
+            fields[feature.model_field] = feature.key
+    for field, key in fields.items():
+        if getattr(spec, field):
+            continue
+        beside = " together with training.compile" if field == "sublayer_names" else ""
+        message = (
+            f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {field}"
+        )
+        yield "model", key, message, "leave the key out, or add it to the model"
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
@@ -269,122 +288,6 @@ def _model_names(config: LoadedConfig) -> list[Problem]:
     except ShapeError as error:
         found += _model_problems(config, error)
     return found
-
-
-def _recomputation_misfits(spec: ModelSpec, args: Any, d: Config) -> Iterator[Finding]:
-    """Check that "every Nth block" recomputes some.
-
-    The default may recompute none, in a model of one block.
-    """
-    ac, blocks = d.activation_checkpoint, len(spec.block_names(args))
-    every = ac.selective_ac_option
-    if (
-        ac.mode == "selective"
-        and every not in ("op", ActivationCheckpoint().selective_ac_option)
-        and int(every) > blocks
-    ):
-        message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
-        yield (
-            "model",
-            _AC_OPTION,
-            message,
-            'take a smaller number, or "op", or set activation_checkpoint.mode = "none"',
-        )
-
-
-def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    size, degrees = run.mesh.world_size, degrees_of(d)
-    if d.checkpoint.create_seed_checkpoint:
-        if size > 1:
-            hint = (
-                "start it with `python train.py …` and the same config, whatever its degrees of "
-                "parallelism"
-            )
-            yield (
-                "ranks",
-                "checkpoint.create_seed_checkpoint",
-                f"is made by one process, and there are {size}",
-                hint,
-            )
-        return
-    fixed = {key: degree for key, degree in degrees.items() if degree != -1}
-    product, has_rest = math.prod(fixed.values()), len(fixed) < len(degrees)
-    if product == size or has_rest and size % product == 0:
-        return
-    equation = " * ".join(
-        f"{parallelism(key)} {degree}" for key, degree in fixed.items() if degree != 1
-    )
-    key = next(
-        (key for key, degree in reversed(degrees.items()) if degree > 1),
-        "training.data_parallel_shard_degree",
-    )
-    if has_rest:
-        relation, other = "which does not divide", "on a multiple of it"
-    else:
-        open_key = (
-            "replicate_degree = 1"
-            if d.training.data_parallel_type == "ddp"
-            else "shard_degree = -1"
-        )
-        relation, other = (
-            "which is not",
-            f"set training.data_parallel_{open_key} for the ranks left over",
-        )
-    shown = f"{equation or 'all degrees 1'} = {product}, {relation} the world size {size}"
-    yield (
-        "ranks",
-        key,
-        f"the degrees do not fit the ranks: {shown}",
-        f"run on {counted(product, 'ranks')}, or {other}",
-    )
-
-
-def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    t, mesh, batch = d.training, run.mesh, run.batch
-    reshard, shards = t.reshard_after_forward, mesh.weight_shards
-    if isinstance(reshard, int) and shards % reshard:
-        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
-        numbers = "".join(f"{n}, " for n in divisors(shards)[1:])
-        message = (
-            f"is {reshard}, which does not divide the {shards} ranks that share one copy of the "
-            f"weights ({which})"
-        )
-        hint = f'these work: {numbers}"default", "always" or "never"'
-        yield "ranks", "training.reshard_after_forward", message, hint
-    if d.optimizer.early_step_in_backward and batch.accumulation > 1:
-        message = f"excludes accumulation, and a step has {batch.accumulation} micro-batches"
-        largest = batch.global_batch_size // batch.accumulation
-        hint = (
-            "take more ranks, a larger training.batch_size, or training.global_batch_size = "
-            f"{largest}"
-        )
-        yield "batch", "optimizer.early_step_in_backward", message, hint
-    if t.global_batch_size not in (-1, batch.global_batch_size):
-        at_once, width = (
-            t.batch_size * mesh.dp_degree,
-            counted(mesh.dp_degree, "data-parallel ranks"),
-        )
-        message = (
-            f"is {t.global_batch_size}, not a multiple of batch_size {t.batch_size} * {width} = "
-            f"{at_once}"
-        )
-        hint = f"these work: global_batch_size = {_around(t.global_batch_size, at_once)}"
-        if t.global_batch_size % t.batch_size == 0:
-            numbers = ", ".join(str(n) for n in divisors(t.global_batch_size // t.batch_size))
-            hint += f"; or one of {numbers} data-parallel ranks"
-        yield "batch", "training.global_batch_size", message, hint
-
-
-def _context_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check that each sequence can be cut into two equal chunks per rank."""
-    chunks = 2 * run.mesh.context
-    for key, length in _lengths(run).items():
-        if chunks > 2 and length % chunks:
-            message = (
-                f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} chunks, two "
-                "for each rank"
-            )
-            yield "divide", _CP, message, f"these work: {key} = {_around(length, chunks)}"
 
 
 def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
@@ -429,7 +332,7 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
             made,
             "give as many, or none: then titanlite divides the model evenly",
         )
-    for reason, remedy in _whole_backward(d) if SCHEDULES[name].splits_backward else ():
+    for reason, remedy in needs_whole_backward(d) if SCHEDULES[name].splits_backward else ():
         message = (
             f"{quote(name)} splits each backward into one for inputs and one for weights, and "
             f"{reason}"
@@ -440,25 +343,6 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
             message,
             f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}',
         )
-
-
-def _whole_backward(d: Config) -> Iterator[tuple[str, str]]:
-    """Find settings that need a backward in one piece, each with the reason and the remedy."""
-    ac, reshard = d.activation_checkpoint, d.training.reshard_after_forward
-    if d.training.compile and "model" in d.compile.components:
-        reason = "a compiled block has one backward, which would run twice or fail"
-        yield reason, 'training.compile = false, or compile.components = ["loss"]'
-    if ac.mode == "selective" and ac.selective_ac_option == "op":
-        reason = f'{_AC_OPTION} = "op" lets a block be run again only once'
-        yield reason, 'activation_checkpoint.mode = "full" or "none"'
-    if d.float8.enable_float8_linear:
-        yield (
-            "a float8 linear has one backward, which would run twice",
-            "float8.enable_float8_linear = false",
-        )
-    if reshard not in ("default", "never"):
-        reason = f"training.reshard_after_forward = {quote(reshard)} frees the weights in between"
-        yield f"{reason}: they would get no gradient", 'training.reshard_after_forward = "default"'
 
 
 def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
@@ -524,39 +408,6 @@ def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         yield "ranks", "training.reshard_after_forward", message, hint
 
 
-def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check what the ranks of tensor parallelism cannot share equally; a vocabulary that is unknown
-    yet is left out.
-    """
-    tensor, context = run.mesh.tensor, run.mesh.context
-    if tensor == 1:
-        return
-    vocabulary = args.vocab_size or 0
-    shared = {**run.spec.tensor_sizes(args), "the vocabulary": vocabulary}
-    if odd := [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]:
-        hint = f"these work: {', '.join(str(n) for n in divisors(math.gcd(*shared.values())))}"
-        if vocabulary % tensor:
-            larger = -(-vocabulary // tensor) * tensor
-            hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
-        yield "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", hint
-    ranks = tensor * context
-    for key, length in _lengths(run).items():
-        if length % ranks:
-            by = f"{_TP} {tensor}" + (f" * {_CP} {context}" if context > 1 else "")
-            message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
-            yield "divide", key, message, f"these work: {_around(length, ranks)}"
-
-
-def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:
-    """Return `tensor_misfits` without places, for a vocabulary that is known only when the
-    tokenizer is read.
-    """
-    return [
-        Problem("", key, message, hint, code=code)
-        for code, key, message, hint in tensor_misfits(args, run)
-    ]
-
-
 def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check that the model can be cut into the stages of the pipeline."""
     e = run.experimental
@@ -580,83 +431,3 @@ def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         by_points = bool(e.pipeline_parallel_split_points)
         hint = "" if by_points else "take a smaller degree, or a schedule with one stage per rank"
         yield "divide", f"{_PP}{'split_points' if by_points else 'degree'}", str(error), hint
-
-
-def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that float8 can take the products of the model, and that it takes some."""
-    f, mesh, pieces = run.float8, run.mesh, run.pipeline.microbatches
-    if not f.enable_float8_linear or run.spec.linears is None:
-        return
-    names = run.spec.linears(
-        replace(args, vocab_size=args.vocab_size or 1)
-    )  # the head stays, whatever its size
-    plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
-    choices = choose_linears(names, f, plan, mesh.tensor, run.spec.head)
-    filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
-    unknown = [part for part in filters if not part or not any(part in name for name in names)]
-    components = ", ".join(
-        dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit())
-    )
-    for part in unknown:
-        hint = (
-            f"parts of names are {components}; the head is {run.spec.head}, and it always stays "
-            "in high precision"
-        )
-        yield (
-            "unknown-value",
-            "float8.filter_fqns",
-            f"{quote(part)} is part of no linear's name",
-            hint,
-        )
-    if not unknown and not any(choice.converted for choice in choices):
-        shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
-        hint = "convert some linears, or set it to false"
-        yield "model", "float8.enable_float8_linear", f"leaves no product in float8: {shown}", hint
-    rows, length = run.training.batch_size // pieces, run.training.seq_len // mesh.context
-    if rows * length % MULTIPLE:
-        by = f"{counted(rows, 'sequences')} x {length} tokens on each rank = {rows * length}"
-        fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pieces
-        hint = (
-            f"these work: training.batch_size = {fitting} or a multiple of it, or another "
-            "training.seq_len"
-        )
-        message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
-        yield "divide", "float8.enable_float8_linear", message, hint
-    odd = [
-        choice
-        for choice in choices
-        if choice.converted and choice.size.out_features % mesh.weight_shards
-    ]
-    if f.enable_fsdp_float8_all_gather and odd:
-        which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
-        message = (
-            f"needs weights whose rows divide over the {mesh.weight_shards} ranks that share "
-            f"them; {which}"
-        )
-        kept = f"keep them with float8.filter_fqns = {quote([c.kind for c in odd])}"
-        yield (
-            "divide",
-            "float8.enable_fsdp_float8_all_gather",
-            message,
-            f"{kept}, or set it to false",
-        )
-
-
-def _lengths(d: Config) -> dict[str, int]:
-    """Return the lengths of sequences by key, in tokens."""
-    held_out = d.validation.seq_len if d.validation.enable else None
-    apart = {"validation.seq_len": held_out} if held_out not in (None, d.training.seq_len) else {}
-    return {"training.seq_len": d.training.seq_len, **apart}
-
-
-def _around(number: int, factor: int) -> str:
-    """Return the multiples of `factor` on both sides of a number."""
-    return " or ".join(
-        str(n) for n in (number // factor * factor, -(-number // factor) * factor) if n
-    )
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]

@@ -21,7 +21,8 @@ from titanlite.config.model_sections import Model
 from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
 from titanlite.models.args import FROM_FOLDER, missing_fields
-from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.models.families import get_spec
+from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.source_model import SourceModel
@@ -150,7 +151,7 @@ def _as_overrides(args: Any, model: Model) -> dict[str, Any]:
     """Return a model's arguments as entries of `model.overrides`; those that the config gives
     itself win.
     """
-    from titanlite.models.llama import RopeScaling
+    from titanlite.models.llama_args import RopeScaling
 
     found = {}
     for field in fields(args):

@@ -14,6 +14,7 @@ from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.prefetch import Prefetcher, ValidationPrefetcher
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
+from titanlite.features import context_of
 from titanlite.start.derive import RunConfig
 from titanlite.start.run_text import Datasets, phases_of
 from titanlite.training.validation import ValidationSet
@@ -90,11 +91,8 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 
 def _divided(run: RunConfig, mesh: DeviceMesh, loader: Any) -> Any:
     """Return a loader of this rank's part of each sequence, where ranks share sequences."""
-    if run.mesh.context == 1:
-        return loader
-    from titanlite.parallel.context import CPLoader
-
-    return CPLoader(loader, mesh)
+    context = context_of(run.mesh.context)
+    return loader if context is None else context.loader(loader, mesh)
 
 
 def _pins(run: RunConfig, mesh: DeviceMesh) -> bool:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
+from titanlite.features import async_tp_of, float8_of
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.optim.optimizer import build_optimizer
@@ -19,35 +19,8 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import tensor_problems
-from titanlite.start.preflight import (
-    async_tp_problems,
-    float8_problems,
-    fsdp_problems,
-    loss_problems,
-    mask_problems,
-    optimizer_problems,
-)
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
-
-
-def check_model(run: RunConfig, tokenizer_size: int) -> None:
-    """Check that ranks can divide this model and vocabulary, and that this machine has its
-    products.
-
-    It needs no process group. Raises ConfigError.
-    """
-    spec, args = run.spec, run.model_args(tokenizer_size)
-    problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
-    problems += mask_problems(spec, args, run.data)
-    problems += optimizer_problems(spec, args, run.optimizer)
-    problems += float8_problems(run.float8)
-    problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
-    if run.experimental.enable_async_tensor_parallel:
-        problems += async_tp_problems(run.mesh.tensor)
-    if problems:
-        raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -82,10 +55,9 @@ def build_model(
     mesh = world.build_mesh(**degrees.dimensions)
     builder = _builder(run, args, mesh, world.device)
     loss = _loss(run, builder)
-    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
-        from titanlite.parallel.async_tp import enable_async
-
-        enable_async(mesh["tp"])
+    async_tp = async_tp_of(run.experimental)
+    if async_tp is not None:
+        async_tp.enable(mesh)
     model = make(builder) if make else builder.build(run.training.seed or 0)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
@@ -140,9 +112,6 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:
     if run.mesh.pipeline == 1:
         return PlainRunner(model, loss, run.training.gradient_sync == "every")
-    from titanlite.parallel.pipeline import PipelineModel
-
-    assert isinstance(model, PipelineModel)
     return builder.pipeline(
         model,
         loss,
@@ -178,8 +147,7 @@ def build_step(run: RunConfig, parts: ModelParts) -> tuple[torch.optim.Optimizer
 
         train_step.in_backward = StepInBackward(model, optimizer)
         train_step.guard.applied = True
-    if run.float8.enable_float8_linear and run.float8.precompute_float8_dynamic_scale_for_fsdp:
-        from titanlite.parallel.float8 import ScalePrecompute
-
-        train_step.after_update = ScalePrecompute(model, parts.mesh)
+    float8 = float8_of(run.float8)
+    if float8 is not None:
+        train_step.after_update = float8.after_update(model, parts.mesh)
     return optimizer, train_step

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +19,13 @@ from titanlite import __version__
 from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.config.urls import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.text_check import PASSES
 from titanlite.data.text_report import file_lines, file_warnings, pass_warnings
+from titanlite.features import features_of
+from titanlite.features.interactions import is_below_bf16
 from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.optimizer import state_bytes
 from titanlite.parallel.fsdp import DTYPES
@@ -35,8 +37,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly import Built
-    from titanlite.parallel.activation_checkpoint import ActivationStats
-    from titanlite.parallel.float8_choice import Float8Choice
+    from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.pipeline_split import StageLayout
 
 Row = tuple[str, str]
@@ -113,7 +114,7 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
 
 def compute_rows(
     metrics: Metrics,
-    float8: Float8,
+    is_below_bf16: bool,
     setup: Setup,
     ranks: int,
     flops: int,
@@ -124,7 +125,7 @@ def compute_rows(
     mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if float8.enable_float8_linear:
+        if is_below_bf16:
             mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
     each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
     rows = [
@@ -158,41 +159,6 @@ def pipeline_row(schedule: str, layout: StageLayout) -> Row:
         for names, rank in zip(layout.stages, layout.ranks, strict=True)
     ]
     return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
-
-
-def float8_rows(
-    float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
-) -> list[Row]:
-    """Return one row of all, and one for each kind of linear."""
-    total = sum(len(choice.names) for choice in choices)
-    converted = sum(len(choice.names) for choice in choices if choice.converted)
-    parts = [float8.recipe_name + ", emulated in float32 (slow, for tests)" * float8.emulate]
-    if float8.enable_fsdp_float8_all_gather:
-        together = float8.precompute_float8_dynamic_scale_for_fsdp
-        how = (
-            "all scales by one all-reduce after the update"
-            if together
-            else "each scale found as it is"
-        )
-        parts.append(f"weights gathered in float8, {how}")
-    parts += [
-        f"{converted:,} of {total:,} linears",
-        f"M = {setup.tokens:,} tokens in a product of one rank",
-    ]
-    if float8.drift_check:
-        parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
-    rows = [("float8", "; ".join(parts))]
-    for choice in choices:
-        size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
-        what = "in float8" if choice.converted else f"kept: {choice.reason}"
-        rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
-    if not compiled and not setup.cpu:
-        text = (
-            "float8 without training.compile is slower than bf16: scaling and rounding run as "
-            "kernels of their own"
-        )
-        rows.append(("warning", f"{text}. Set training.compile = true"))
-    return rows
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:
@@ -428,14 +394,13 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
     builder, ranks = built.model.builder, run.mesh.world_size
     flops = run.spec.flops_per_token(builder.args, run.batch.seq_len)
     memory = total_memory_bytes(builder.device)
-    rows = compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
+    rows = compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
     rows.append(mesh_row(setup, ranks, run.mesh.expert))
     if run.mesh.pipeline > 1:
-        schedule, model = run.experimental.pipeline_parallel_schedule, built.model.model
-        rows.append(pipeline_row(schedule, cast("StageLayout", model.layout)))
-    if run.float8.enable_float8_linear:
-        choices = builder.float8_choices()
-        rows += float8_rows(run.float8, choices, setup, builder.compiles("model"))
+        schedule = run.experimental.pipeline_parallel_schedule
+        rows.append(pipeline_row(schedule, builder.stage_layout))
+    for feature in features_of(run).on:
+        rows += feature.report_rows(setup, builder, built.model.model)
     return rows
 
 

@@ -278,11 +278,11 @@ def _describe() -> Machine:
     import torch
 
     from titanlite.config.sections import Float8
+    from titanlite.features.float8.checks import machine_problems
     from titanlite.metrics.throughput import device_name
-    from titanlite.start.preflight import float8_problems
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    no_float8 = float8_problems(Float8(enable_float8_linear=True)) if gpus else []
+    no_float8 = list(machine_problems(Float8(enable_float8_linear=True))) if gpus else []
     return Machine(device_name(torch.device("cuda" if gpus else "cpu")), gpus, no_float8)
 
 

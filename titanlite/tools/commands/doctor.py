@@ -524,7 +524,7 @@ def _config(run: RunConfig) -> _Found:
     """Check whether this machine fits a config."""
     from titanlite.data import DataError
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.start.preflight import compile_problems, float8_problems
+    from titanlite.start.preflight import machine_problems
     from titanlite.tools.commands.run import count_gpus
 
     ranks = run.launch.gpus_per_node
@@ -551,10 +551,8 @@ def _config(run: RunConfig) -> _Found:
             f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free",
             fix,
         )
-    for one in [
-        *compile_problems(run.training, run.compile),
-        *float8_problems(run.float8),
-    ]:  # these import torch
+    # It imports torch.
+    for one in machine_problems(run):
         yield ERROR, f"{one.key}: {one.message}", one.hint
     try:
         load_tokenizer(run.model.tokenizer_path, run.model.name)

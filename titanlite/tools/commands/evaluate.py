@@ -186,7 +186,7 @@ def _evaluate_rank(
         setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
         store, seconds = connect_store(), run.comm.init_timeout_seconds
         with report_failure(store, env.rank, env.world_size):
-            check_machine(run.training, run.compile, run.float8)
+            check_machine(run)
             texts = read_texts(run, folder, manifest)
             with DistEnv.open(store=store, init_timeout_seconds=seconds, trace_buf_size=0) as world:
                 result = evaluate(run, world, *texts)
@@ -220,7 +220,7 @@ def read_texts(
     """
     from titanlite.data.tokenizer import load_tokenizer
     from titanlite.start.fingerprints import weights_fingerprints
-    from titanlite.start.model import check_model
+    from titanlite.start.preflight import check_model
     from titanlite.start.run_text import read_held_out
 
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)

@@ -1,5 +1,5 @@
 """Tokenize text once, into a folder of token files that training maps
-(`titanlite.data.token_files`).
+(`titanlite.data.prepared_tokens`).
 
 Processes tokenize tasks: neighbouring files, or a range of a large one. Each writes its tokens as
 parts, and a part counts once its record `part-*.json` lies beside it. So after a crash finished
@@ -33,8 +33,8 @@ from titanlite.checkpoint.manifest import digest_of, file_digest, new_hash
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
 from titanlite.data.corpus import Document, dtype_for, encode, packing_ratio, targets_of
+from titanlite.data.prepared_tokens import VERSION, fingerprint_of, read_index
 from titanlite.data.shards import Shards
-from titanlite.data.token_files import VERSION, fingerprint_of, read_index
 from titanlite.data.token_paths import INDEX, KIND, is_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock

@@ -22,10 +22,10 @@ from titanlite.data.chat import ChatTemplate
 from titanlite.data.formats import Columns, Record, iter_rows, plain_kind
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
+from titanlite.data.prepared_tokens import VERSION
 from titanlite.data.remote import words
 from titanlite.data.shards import Shards, hub_files, url_text
 from titanlite.data.sources import BUNDLED, columns_of
-from titanlite.data.token_files import VERSION
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 
 #: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from titanlite.data import DataError
+from titanlite.data.foreign_tokens import foreign_parts
+from titanlite.data.prepared_tokens import part_hashes, part_of, read_index
 from titanlite.data.token_cache import records_folder
 from titanlite.data.token_checks import REPAIR, PartHashes, check_offsets, check_part
-from titanlite.data.token_files import Part, foreign_parts, part_hashes, part_of, read_index
+from titanlite.data.token_parts import Part
 from titanlite.data.token_paths import INDEX, is_index, is_tokens
 from titanlite.utils import counted, human_bytes, human_time
 

@@ -13,8 +13,8 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
-from titanlite.models import SHAPES
 from titanlite.models.args import FROM_FOLDER
+from titanlite.models.llama_shapes import SHAPES
 from titanlite.start.fit import check_config, shaped
 from titanlite.tools import refuse_keys
 

@@ -23,9 +23,9 @@ from titanlite.checkpoint.hf import HF_CONFIG, open_weights, read_json
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import CheckedReader
+from titanlite.features.float8.package import torchao
 from titanlite.models import get_spec
 from titanlite.models.hf import read_config
-from titanlite.parallel.float8 import torchao
 from titanlite.utils import human_bytes
 
 #: Elements that are compared at a time, in float64.

@@ -22,14 +22,16 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.keys import keys
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.rules import divisors
 from titanlite.config.toml import quote
+from titanlite.features.float8 import search as float8
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, host_memory
 from titanlite.plan.speed import Speed, predict
 from titanlite.start.derive import RunConfig
-from titanlite.start.fit import check_loaded, divisors
+from titanlite.start.fit import check_loaded
 from titanlite.utils import Style, Table, counted, render
 
 #: Share of a GPU's memory that must stay free: the formulas are that good at best.
@@ -67,8 +69,6 @@ _SYNC, _RESHARD, _COMPILE = (
 )
 _MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 _AC_OFFLOAD, _CPU_OFFLOAD = "activation_checkpoint.offload", "training.enable_cpu_offload"
-_FLOAT8, _GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
-_SCALES = "float8.precompute_float8_dynamic_scale_for_fsdp"
 
 _FULL = {_MODE: "full"}
 #: From what recomputes nothing to what keeps least.
@@ -86,8 +86,7 @@ _SHOWN = {
     _COMPILE,
     _AC_OFFLOAD,
     _CPU_OFFLOAD,
-    _FLOAT8,
-    _GATHER,
+    *float8.SHOWN,
 }
 #: Tried in turn until something fits.
 _OFFLOADS: tuple[tuple[Changes, tuple[Changes, ...]], ...] = (
@@ -199,7 +198,10 @@ class _Search:
         self.config = _Variant(
             sections, config.sources, config.files, config.notes, config.deferred
         )
-        self.float8 = "float8" in allow and cluster.gpu.float8 is not None
+        #: Changes of numerics to try.
+        self.numerics: list[Changes] = [{}]
+        if "float8" in allow:
+            self.numerics += float8.settings(cluster.gpu)
         self.limit = round(cluster.gpu.memory * (1 - MARGIN))
 
     def candidate(self, changes: Changes) -> Candidate | None:
@@ -303,11 +305,8 @@ class _Search:
 
     def variants(self, mesh: _Mesh, ac: Changes, extra: Changes) -> list[Candidate]:
         """Return the valid settings on a mesh with the loss in one piece, the leanest first."""
-        float8 = [{}, {_FLOAT8: True}, {_FLOAT8: True, _GATHER: True, _SCALES: True}][
-            : 3 if self.float8 else 1
-        ]
         reshards = ("default",) if mesh.is_pipeline else ("default", "never")
-        product = itertools.product(self.batches(mesh), reshards, float8)
+        product = itertools.product(self.batches(mesh), reshards, self.numerics)
         fixed = {**mesh.changes, **ac, **extra, _COMPILE: True}
         found = (
             self.candidate({**fixed, **batch, _RESHARD: reshard, **more})

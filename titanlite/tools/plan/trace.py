@@ -26,13 +26,15 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.data.loader import Batch
+from titanlite.features.context import attention as context_attention
+from titanlite.features.float8 import tensor as float8_tensor
 from titanlite.models import autograd, layers
 from titanlite.optim import gradients
-from titanlite.parallel import activation_checkpoint, context, float8, parallelize, tensor
+from titanlite.parallel import activation_offload, parallelize, tensor
 from titanlite.parallel.activation_offload import HostMemory
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.local import parts_of
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.parallel.pipeline import PipelineModel
 from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.start.derive import RunConfig
@@ -71,7 +73,7 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         def make(builder: ModelBuilder) -> nn.Module:
             model = builder.build_on_meta()
             with fake:
-                for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+                for part in parts_of(model):
                     part.to_empty(device="cpu")
             return model
 
@@ -256,7 +258,7 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
     try:
         with (
             mock.patch.object(device_mesh, "new_group", own_group),
-            mock.patch.object(float8, "sends_float8", lambda _: device == "cuda"),
+            mock.patch.object(float8_tensor, "sends_float8", lambda _: device == "cuda"),
         ):
             yield
     finally:
@@ -280,11 +282,11 @@ def _like_gpu() -> Iterator[None]:
     stream = mock.MagicMock()
     with (
         mock.patch.object(autograd, "_RmsNorm", _FusedNorm),
-        mock.patch.object(context, "attend", attend),
+        mock.patch.object(context_attention, "attend", attend),
         mock.patch.object(gradients, "_NORM_CHUNK", sys.maxsize),
         mock.patch.object(parallelize, "apply_ac", offloading),
         mock.patch.object(
-            activation_checkpoint, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
+            activation_offload, "HostMemory", lambda _: HostMemory(torch.device("cpu"))
         ),
         mock.patch.multiple(torch.cuda, Stream=stream, current_stream=stream, stream=stream),
     ):

@@ -1,5 +1,6 @@
-"""The loss in chunks: with a large vocabulary the logits and their gradients are most of a step's
-memory peak.
+"""A head that computes the loss in chunks.
+
+With a large vocabulary the logits and their gradients are most of a step's memory peak.
 
     # on the meta device, before tensor parallelism, `torch.compile` and `fully_shard`
     chunk_head(model, 8)
@@ -19,9 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.loss import LossFunction
+from titanlite.parallel.own_linear import OwnLinear
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
@@ -29,10 +34,9 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
     tokens), in place.
 
     The model hands `labels` and `loss`, the arguments of its call, on to its head and returns the
-    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, like every
-    other module and inside of the model's own call: `fully_shard` gathers its weights once,
-    whatever the unit they belong to. Names and weights stay the same. Of a pipeline: for every
-    stage.
+    head's result, as `titanlite.models.layers.Llama` does. So the head is called once, inside of
+    the model's own call, and `fully_shard` gathers its weights once. Names and weights stay the
+    same. Of a pipeline: for every stage.
 
     Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear
     without bias, as after `fully_shard` or in float8.
@@ -57,13 +61,13 @@ def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None
     model.loss_chunks = chunks  # type: ignore[assignment]
 
 
-class ChunkedHead(nn.Linear):
+class ChunkedHead(nn.Linear, OwnLinear):
     """A head that computes the loss too. Made of a linear by `chunk_head`."""
 
     chunks: int
     #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by
     #: `apply_tp`.
-    logits: Shard | Replicate | None = None
+    logits: Placement | None = None
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, loss: LossFunction | None = None
@@ -93,8 +97,23 @@ class ChunkedHead(nn.Linear):
             local, weight.to_local(), labels, _divided(loss, weight, self.logits), self.chunks
         )
 
+    def tensor_style(self, kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle | None:
+        if kind != "head":
+            return None
+        return _DividedHead(output_layouts=output)
 
-def _divided(loss: LossFunction, weight: DTensor, layout: Shard | Replicate) -> LossFunction:
+
+class _DividedHead(ColwiseParallel):
+    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by
+    chunk.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        (module.logits,) = self.output_layouts  # type: ignore[assignment]
+        return distribute_module(module, device_mesh, self._partition_linear_fn)
+
+
+def _divided(loss: LossFunction, weight: DTensor, layout: Placement) -> LossFunction:
     """`loss` of logits that are this rank's part of the vocabulary."""
     mesh = weight.device_mesh
 
@@ -107,9 +126,14 @@ def _divided(loss: LossFunction, weight: DTensor, layout: Shard | Replicate) -> 
 
 def _chunked(x: Tensor, weight: Tensor, labels: Tensor, loss: LossFunction, chunks: int) -> Tensor:
     """x: [batch, seq, dim], weight: [vocab, dim], labels: [batch, seq]."""
-    wanted = tuple(torch.is_grad_enabled() and t.requires_grad for t in (x, weight))
-    flat, targets = x.flatten(0, 1), labels.flatten()
-    return _ChunkedLoss.apply(flat, weight, targets, loss, min(chunks, len(targets)), wanted)
+    targets = labels.flatten()
+    wanted = (_wants_gradient(x), _wants_gradient(weight))
+    pieces = min(chunks, len(targets))
+    return _ChunkedLoss.apply(x.flatten(0, 1), weight, targets, loss, pieces, wanted)
+
+
+def _wants_gradient(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -153,8 +177,11 @@ class _ChunkedLoss(torch.autograd.Function):
             elif of_weight is not None:
                 of_weight += gradient.t() @ rows
             begin += len(rows)
-            del gradient  # before the next chunk's logits
-        ctx.save_for_backward(of_x, None if of_weight is None else of_weight.to(weight.dtype))
+            # Before the next chunk's logits.
+            del gradient
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        ctx.save_for_backward(of_x, of_weight)
         return total
 
     @staticmethod
@@ -162,9 +189,11 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: a pipeline that splits its backward comes twice, once for the input and once
         # for the weight.
-        of_x, of_weight = (
-            None if saved is None else saved * gradient for saved in ctx.saved_tensors
-        )
+        of_x, of_weight = ctx.saved_tensors
+        if of_x is not None:
+            of_x = of_x * gradient
+        if of_weight is not None:
+            of_weight = of_weight * gradient
         return of_x, of_weight, None, None, None, None
 
 
@@ -174,7 +203,7 @@ def _of_chunk(
     """A chunk's loss, and with respect to its logits the gradient [tokens, vocab] (else the logits
     themselves).
 
-    A function of its own, so that whatever else has the size of the logits is gone when it returns.
+    A function, so that all else of the size of the logits is gone when it returns.
     """
     logits = rows @ weight.t()
     if not differentiate:

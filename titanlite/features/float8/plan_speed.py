@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.sections import Float8
+from titanlite.features.float8.choice import Float8Choice, choose_linears
 from titanlite.models.linears import LinearKind
-from titanlite.parallel.float8_choice import Float8Choice, choose_linears
 from titanlite.plan.product_speed import Casts, ProductSpeed
 
 if TYPE_CHECKING:
@@ -44,10 +44,7 @@ class Float8Speed(ProductSpeed):
     @cached_property
     def choices(self) -> list[Float8Choice]:
         """All linears of the model, by kind and decision."""
-        linears = self.step.model_linears
-        return choose_linears(
-            linears.sizes, self.section, linears.plan, linears.tensor, linears.head
-        )
+        return choose_linears(self.step.model_linears, self.section)
 
     @cached_property
     def kinds(self) -> Sequence[LinearKind]:

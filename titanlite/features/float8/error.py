@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from titanlite.callbacks import Callback
-from titanlite.parallel.float8 import high_precision, uncompiled
+from titanlite.features.float8.exact import high_precision, uncompiled
 from titanlite.step import ReplicationFactors, Runner
 from titanlite.training.validation import validate
 from titanlite.utils import logger
@@ -67,33 +67,35 @@ class Float8ErrorCheck(Callback):
     def __init__(
         self, every: int, dtype: torch.dtype, write: Callable[[int, Mapping[str, float]], None]
     ) -> None:
-        self._every, self._dtype, self._write = every, dtype, write
+        self._every = every
+        self._dtype = dtype
+        self._write = write
 
     def before_update(self, trainer: Trainer) -> None:
         step, parts = trainer.step, trainer.parts
         if step % self._every:
             return
         if parts.world.device.type == "cuda":
-            torch.cuda.synchronize()  # the step's own work must not count as a part of this pause
+            # The step's own work must not count as a part of this pause.
+            torch.cuda.synchronize()
         trainer.phase("validate")
-        batch, runner, factors = (
+        error = measure_float8_error(
+            parts.model,
             trainer.recent[step].batches[:1],
+            parts.world.device,
+            self._dtype,
             parts.train_step.runner,
             parts.train_step.factors,
         )
-        error = measure_float8_error(
-            parts.model, batch, parts.world.device, self._dtype, runner, factors
-        )
         trainer.phase("optimizer")
-        low, high, difference, relative = (
-            error.float8,
-            error.exact,
-            error.difference,
-            error.relative,
-        )
         logger.info(
-            f"float8 drift at {step}: loss {low:.5f}, in high precision {high:.5f}: "
-            f"{difference:+.1e} ({relative:+.2%})"
+            f"float8 drift at {step}: loss {error.float8:.5f}, in high precision "
+            f"{error.exact:.5f}: {error.difference:+.1e} ({error.relative:+.2%})"
         )
-        row = {"float8_loss": low, "float8_exact_loss": high}
-        self._write(step, {**row, "float8_drift": difference, "float8_drift_relative": relative})
+        row = {
+            "float8_loss": error.float8,
+            "float8_exact_loss": error.exact,
+            "float8_drift": error.difference,
+            "float8_drift_relative": error.relative,
+        }
+        self._write(step, row)

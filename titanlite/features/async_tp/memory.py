@@ -1,4 +1,4 @@
-"""Asynchronous tensor parallelism: products in parts that overlap with their traffic."""
+"""GPUs that reach each other's memory, for asynchronous tensor parallelism."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.parallel import ParallelismError
-
-#: Options of `torch.compile` under which inductor splits a product so that its parts overlap with
-#: their traffic.
-ASYNC_OPTIONS = {"_micro_pipeline_tp": True}
 
 
 def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from titanlite.config.sections import AUTO_FILTER, Float8
-from titanlite.models.linears import LinearKind, kind_of
+from titanlite.models.linears import LinearKind, Linears, kind_of
 from titanlite.models.spec import Size
 
 #: float8 units need every dimension of a product to be a multiple of it.
@@ -33,27 +33,16 @@ class Float8Choice(LinearKind):
         return not self.reason
 
 
-def choose_linears(
-    linears: Mapping[str, Size],
-    settings: Float8,
-    tp_plan: Mapping[str, str] | None = None,
-    tp: int = 1,
-    head: str = "output",
-) -> list[Float8Choice]:
+def choose_linears(linears: Linears, settings: Float8) -> list[Float8Choice]:
     """Decide for each linear of a model, by kind and in its order.
 
-    linears: name → size, of the whole model. tp_plan: name → how tensor parallelism divides it over
-    `tp` ranks (see `titanlite.parallel.tensor.apply_tp`). head: it stays; its outputs are the
-    logits, and every recipe changes the loss when they are rounded.
+    The head stays: its outputs are the logits, and every recipe changes the loss when they are
+    rounded.
     """
     found: dict[tuple[str, Size, str], list[str]] = {}
-    for name, size in linears.items():
-        way = (tp_plan or {}).get(name)
-        local = Size(
-            size.in_features // tp if way == "rowwise" else size.in_features,
-            size.out_features // tp if way in ("colwise", "head") else size.out_features,
-        )
-        reason = "the head" if name == head else _reason(name, size, local, settings)
+    for name, size in linears.sizes.items():
+        local = linears.on_rank(name)
+        reason = "the head" if name == linears.head else _reason(name, size, local, settings)
         found.setdefault((kind_of(name), local, reason), []).append(name)
     return [
         Float8Choice(kind, tuple(names), size, reason)
@@ -62,14 +51,13 @@ def choose_linears(
 
 
 def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
+    """Return why a linear stays in high precision; "": it does not."""
     # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
-    if matching := [part for part in settings.filter_fqns if part != AUTO_FILTER and part in name]:
+    matching = [part for part in name_filters(settings) if part in name]
+    if matching:
         return f"filter_fqns: {', '.join(matching)}"
-    odd = [
-        f"{which} = {n}"
-        for which, n in (("K", local.in_features), ("N", local.out_features))
-        if n % MULTIPLE
-    ]
+    dimensions = {"K": local.in_features, "N": local.out_features}
+    odd = [f"{which} = {n}" for which, n in dimensions.items() if n % MULTIPLE]
     if odd:
         return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
     if min(size.in_features, size.out_features) < settings.min_features:
@@ -77,6 +65,11 @@ def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
     if AUTO_FILTER in settings.filter_fqns and too_small(size, settings.recipe_name):
         return f"{AUTO_FILTER}: too small to gain by {settings.recipe_name}"
     return ""
+
+
+def name_filters(settings: Float8) -> list[str]:
+    """Return the filters that are parts of names."""
+    return [part for part in settings.filter_fqns if part != AUTO_FILTER]
 
 
 def too_small(size: Size, recipe: str) -> bool:

@@ -1,0 +1,68 @@
+"""Features are folders: imported when they are on, and asked at the moments of their base class."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from titanlite.config.sections import Config, Experimental, Float8, Training
+from titanlite.features import features_of
+from titanlite.features.feature import Feature
+from titanlite.start.fit import load_config
+
+#: Flags that switch a feature on, by its folder.
+ON = {
+    "async_tp": ["--experimental.enable_async_tensor_parallel", "--training.compile"],
+    "float8": ["--float8.enable_float8_linear"],
+    "loss_chunks": ["--training.loss_chunks=2"],
+}
+LOADED = """
+import sys
+from titanlite.start.fit import load_config
+load_config("debug_model.toml", 1, sys.argv[1:])
+names = {name.split(".")[2] for name in sys.modules if name.startswith("titanlite.features.")}
+print(*sorted(names - {"feature", "interactions"}), "torch" in sys.modules)
+"""
+MOMENTS = [
+    name for name, member in vars(Feature).items() if inspect.isfunction(member) and name[0] != "_"
+]
+
+
+@pytest.mark.parametrize("name", ["", *ON])
+def test_a_config_check_imports_the_features_that_are_on_and_no_torch(name: str) -> None:
+    command = [sys.executable, "-c", LOADED, *ON.get(name, [])]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert found == [*filter(None, [name]), "False"]
+
+
+def test_features_are_on_as_their_keys_say() -> None:
+    assert features_of(Config()).on == []
+    config = Config(
+        training=Training(loss_chunks=2),
+        experimental=Experimental(enable_async_tensor_parallel=True),
+        float8=Float8(enable_float8_linear=True),
+    )
+    features = features_of(config)
+    assert features.on == [features.async_tp, features.float8, features.loss_chunks]
+    assert [feature.key for feature in features.on] == [
+        "experimental.enable_async_tensor_parallel",
+        "float8.enable_float8_linear",
+        "training.loss_chunks",
+    ]
+
+
+def test_a_moment_that_a_feature_leaves_out_says_nothing() -> None:
+    run = load_config("debug_model.toml", 1)
+    arguments = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}
+    for name in MOMENTS:
+        moment = getattr(Feature(), name)
+        given = inspect.signature(moment).parameters
+        assert list(moment(**{one: arguments.get(one) for one in given})) == []
+
+
+def test_there_are_at_most_ten_moments() -> None:
+    assert 1 < len(MOMENTS) <= 10

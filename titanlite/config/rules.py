@@ -1,0 +1,92 @@
+"""What checks of a config are made of: findings, and tables of rules between two keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titanlite.config.toml import quote
+
+if TYPE_CHECKING:
+    from titanlite.config.loaded import LoadedConfig
+
+#: (code, key, message, what to do about it)
+Finding = tuple[str, str, str, str]
+
+
+class Rule(NamedTuple):
+    """What one value of a key says about another key.
+
+    A function in place of a value matches the values for which it is true. `bool` matches all but
+    none, 0, false and what is empty.
+    """
+
+    key: str
+    value: Any
+    other: str
+    #: The value that the other key needs then, or the one that it must not have.
+    wanted: Any
+    #: The reason, or what to do.
+    why: str = ""
+
+
+def broken_rules(
+    config: LoadedConfig, needs: Iterable[Rule] = (), excludes: Iterable[Rule] = ()
+) -> Iterator[Finding]:
+    """Return the rules that a config breaks.
+
+    needs: a value of a key needs one of another. excludes: it excludes one.
+    """
+    for rule in needs:
+        there = config.value(rule.other)
+        value = config.value(rule.key)
+        if not _matches(value, rule.value) or _matches(there, rule.wanted):
+            continue
+        shown = "" if callable(rule.wanted) else _equals(rule.wanted)
+        message = f"is {quote(value)} and needs {rule.other}{shown}"
+        yield "needs", rule.key, message, rule.why
+    for rule in excludes:
+        there = config.value(rule.other)
+        value = config.value(rule.key)
+        if not _matches(value, rule.value) or not _matches(there, rule.wanted):
+            continue
+        message = f"is {quote(value)}, which excludes {rule.other}{_equals(there)}"
+        yield "conflict", rule.key, message, rule.why
+
+
+def is_set(value: Any) -> bool:
+    return value is not None
+
+
+def several(degree: int) -> bool:
+    return degree > 1
+
+
+def _matches(value: Any, pattern: Any) -> bool:
+    if callable(pattern):
+        return bool(pattern(value))
+    return bool(value == pattern)
+
+
+def _equals(value: Any) -> str:
+    if value is None or isinstance(value, list):
+        return ""
+    return f" = {quote(value)}"
+
+
+# Numbers of a hint
+
+
+def around(number: int, factor: int) -> str:
+    """Return the multiples of `factor` on both sides of a number."""
+    below = number // factor * factor
+    above = -(-number // factor) * factor
+    return " or ".join(str(multiple) for multiple in (below, above) if multiple)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, rising."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    large = [number // n for n in reversed(small) if n * n != number]
+    return small + large

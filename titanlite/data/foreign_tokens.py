@@ -1,0 +1,157 @@
+"""Token files of other programs: Megatron-LM's `.bin` and `.idx`, and numpy's `.npy`, each of which
+is one document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data import DataError
+from titanlite.data.token_parts import Part, map_array
+from titanlite.data.token_paths import pair_of
+
+#: Places of Megatron's sequences that are compared at the start.
+_PIECES = 256
+#: Sequences of Megatron's index that are compared together.
+_GROUP = 1 << 20
+#: Head of Megatron's index, the last two numbers are of sequences and of documents + 1.
+_HEAD = np.dtype(
+    [("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")]
+)
+#: Types by their codes there.
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def foreign_parts(place: Path, thorough: bool = False) -> list[Part]:
+    """Return the files of another program: one path, or all of a folder.
+
+    thorough: compare the place of each of Megatron-LM's sequences, not of some alone. Raises
+    DataError for files that are not whole, and OSError for those that cannot be read.
+    """
+    names = [place]
+    if place.is_dir():
+        suffix = ".idx" if any(place.glob("*.idx")) else ".npy"
+        names = sorted(place.glob(f"*{suffix}"))
+    return [_npy(name) if name.suffix == ".npy" else _megatron(name, thorough) for name in names]
+
+
+def _npy(file: Path) -> Part:
+    try:
+        array = np.load(file, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{file}: no array of numpy: {error}") from None
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise DataError(
+            f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}"
+        )
+    size = len(array)
+    find_offsets = partial(np.array, [0, size])
+    return Part(file, array.dtype, size, 1, find_offsets, first_byte=array.offset)
+
+
+class _Index(NamedTuple):
+    """Megatron-LM's index of a file: lengths in tokens and first bytes of the sequences, and the
+    sequences at which documents begin, with an end.
+    """
+
+    file: Path
+    dtype: np.dtype[Any]
+    lengths: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+
+def _megatron(name: Path, thorough: bool) -> Part:
+    """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py).
+
+    Their sequences must lie end to end.
+    """
+    file, index_file = pair_of(name)
+    index = _read_index(index_file)
+    end = file.stat().st_size
+    if not _lie_end_to_end(index, end, thorough):
+        raise DataError(f"{index_file}: the sequences do not lie end to end in {file.name}")
+    if not _has_order(index):
+        raise DataError(
+            f"{index_file} is damaged: its documents are not in the order of its "
+            f"{len(index.lengths):,} sequences"
+        )
+    item = index.dtype.itemsize
+
+    def offsets() -> NDArray[np.int64]:
+        found: NDArray[np.int64] = np.append(index.positions, end)[index.documents] // item
+        return found
+
+    documents = max(len(index.documents) - 1, 0)
+    return Part(file, index.dtype, end // item, documents, offsets)
+
+
+def _read_index(file: Path) -> _Index:
+    """Map an index.
+
+    After the head come int32 lengths and int64 byte positions of the sequences, and int64 numbers
+    of the sequences at which documents begin.
+    """
+    head = np.fromfile(file, _HEAD, 1)
+    if not len(head) or head["magic"][0] != b"MMIDIDX":
+        raise DataError(f"{file}: no index of Megatron-LM")
+    _, version, code, count, bounds = head[0].tolist()
+    if version != 1 or code not in _DTYPES:
+        raise DataError(
+            f"{file}: version {version} with type {code} is not known; expected version 1"
+        )
+    begin = _HEAD.itemsize
+    size = begin + 12 * count + 8 * bounds
+    found = file.stat().st_size
+    # Multimodal data have a byte more per sequence.
+    if found not in (size, size + count):
+        raise DataError(f"{file} has {found:,} bytes instead of {size:,}; copy the file again")
+    return _Index(
+        file=file,
+        dtype=np.dtype(_DTYPES[code]),
+        lengths=map_array(file, "<i4", count, begin),
+        positions=map_array(file, "<i8", count, begin + 4 * count),
+        documents=map_array(file, "<i8", bounds, begin + 12 * count),
+    )
+
+
+def _lie_end_to_end(index: _Index, end: int, thorough: bool) -> bool:
+    """Whether each sequence begins where the one before it ends. end: bytes of the file."""
+    lengths, positions = index.lengths, index.positions
+    count = len(lengths)
+    if not count:
+        return True
+    if positions[0] != 0:
+        return False
+    item = np.int64(index.dtype.itemsize)
+    for some in _numbers(count, thorough):
+        following = positions[np.minimum(some + 1, count - 1)]
+        after = np.where(some < count - 1, following, end)
+        if (positions[some] + lengths[some] * item != after).any():
+            return False
+    return True
+
+
+def _has_order(index: _Index) -> bool:
+    """Whether the documents are in the order of the sequences."""
+    documents = index.documents
+    if not len(documents):
+        return True
+    if (np.diff(documents) < 0).any():
+        return False
+    return bool(documents[0] >= 0 and documents[-1] <= len(index.lengths))
+
+
+def _numbers(count: int, all_of_them: bool) -> Iterator[NDArray[np.int64]]:
+    """Yield numbers below `count` in groups: all, or some from everywhere."""
+    if not all_of_them:
+        yield np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
+        return
+    for begin in range(0, count, _GROUP):
+        yield np.arange(begin, min(begin + _GROUP, count))

@@ -1,0 +1,422 @@
+"""One lane of a stream (see `titanlite.data.stream`): its text in order, as rows."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data import DataError
+from titanlite.data.corpus import Corpus, targets_of
+from titanlite.data.formats import Record
+from titanlite.data.packing import Window, make_row
+from titanlite.data.permutation import epoch_order
+from titanlite.data.rows import Row
+from titanlite.data.shards import Shards
+from titanlite.data.state import StateError
+from titanlite.data.threads import Pool
+from titanlite.utils import logger
+
+#: Characters of text that are tokenized at once.
+_CHUNK = 1 << 18
+#: Documents of a block where they are not mixed.
+_UNMIXED_BLOCK = 256
+#: Counts and places before the latest rows that a lane keeps, to go back to.
+_PASSED = 1 << 12
+#: Gives each lane its own order.
+_LANE_KEY = 0x9E3779B1
+
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+#: Returns ids and mask of a record, see `titanlite.data.corpus.encode_record`.
+Encode = Callable[[Record], tuple[Ids, Mask]]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class StreamText:
+    """The files of a stream, and how their documents become rows.
+
+    encode: tokenizes a record. description: of tokenizer and encoding, for the fingerprint. seed,
+    shuffle: of the order of shards and documents. buffer: documents that are mixed together, over
+    all lanes. mask_documents: rows tell the document of each token. best_fit: documents are fitted
+    whole into rows, those of a block together (see `titanlite.data.best_fit`).
+    """
+
+    shards: Shards
+    encode: Encode
+    description: str
+    seq_len: int
+    pad_id: int
+    seed: int = 0
+    shuffle: bool = True
+    buffer: int = 10_000
+    mask_documents: bool = False
+    best_fit: bool = False
+
+
+class Place(NamedTuple):
+    """Where a lane stands: before a token of a document of a block, by their numbers."""
+
+    epoch: int = 0
+    #: Number of the shard in the lane's order of this epoch, and the row of it where the block
+    #: begins.
+    shard: int = 0
+    row: int = 0
+    #: With best-fit packing the number of a row of the block.
+    document: int = 0
+    offset: int = 0
+
+
+class ServedRow(NamedTuple):
+    """A row, and its documents, see `Rows.documents_in`."""
+
+    row: Row
+    documents: list[tuple[str, int]]
+
+
+class _Document(NamedTuple):
+    """A document of a block, tokenized.
+
+    `targets`: whether each token is a target. `name`: file and number of its record.
+    """
+
+    ids: Ids
+    targets: Mask
+    place: Place
+    name: str
+
+
+class _Share(NamedTuple):
+    """A lane's share of a shard: the rows whose number is `part` modulo `parts`."""
+
+    shard: int
+    part: int
+    parts: int
+
+
+class _Block(NamedTuple):
+    """Documents that are mixed together, and the place of the first."""
+
+    place: Place
+    records: list[Record]
+
+
+class _Ahead(Generic[_T]):
+    """Takes items of an iterator, while a thread prepares the next one; without a pool each is
+    prepared when it is taken.
+    """
+
+    def __init__(self, items: Iterator[_T], pool: Pool | None) -> None:
+        self._items = items
+        self._pool = pool
+        self._wait = self._start()
+
+    def take(self) -> _T:
+        """Return the next item. Raises the error that comes in its place."""
+        item = self._wait()
+        self._wait = self._start()
+        return item
+
+    def _start(self) -> Callable[[], _T]:
+        if self._pool is None:
+            return partial(next, self._items)
+        return self._pool.submit(next, self._items).result
+
+
+@dataclass(frozen=True)
+class LaneReader:
+    """Reads the documents of lane `number` of `lanes`.
+
+    readers: threads that read. encoders: threads that tokenize; None: the one that asks does it.
+    The generators run in these threads, one call at a time.
+    """
+
+    text: StreamText
+    number: int
+    lanes: int
+    readers: Pool
+    encoders: Pool | None
+
+    def outside(self, reason: str) -> StateError:
+        """Return the error for a place that the files do not have."""
+        return StateError(
+            f"lane {self.number} of the stream cannot go on from its place in the checkpoint: "
+            f"{reason}. The files have changed since then, or the checkpoint is damaged. "
+            'checkpoint.exclude_from_loading = ["dataloader"] begins the text again'
+        )
+
+    def warn(self, place: str, then: str) -> None:
+        """Report a place within a file that is not there."""
+        logger.warning(
+            f"lane {self.number} of the stream should go on with {place}, and goes on with "
+            f"{then}: text or data.buffer have changed since the checkpoint, or it is damaged"
+        )
+
+    def documents(self, start: Place) -> Iterator[list[_Document]]:
+        """Yield documents in order, tokenized, some at a time; and [] at the end of a block."""
+        blocks = _Ahead(self._blocks(start), self.readers)
+        first = start.document
+        while True:
+            block = blocks.take()
+            count = len(block.records)
+            if first and first >= count:
+                # data.buffer was larger, or the checkpoint is damaged.
+                self.warn(f"document {first} of a block of {count}", "the block behind it")
+            yield from self._tokenized(block, first)
+            yield []
+            first = 0
+
+    def _tokenized(self, block: _Block, first: int) -> Iterator[list[_Document]]:
+        """Yield the documents of a block in their mixed order, from number `first` on."""
+        place = block.place
+        key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
+        order = self._order(len(block.records), key)
+        chunk: list[_Document] = []
+        size = 0
+        for index in range(first, len(order)):
+            record = block.records[order[index]]
+            ids, mask = self.text.encode(record)
+            targets = targets_of([0, len(ids)], [mask])
+            name = f"{record.file}:{record.number}"
+            chunk.append(_Document(ids, targets, place._replace(document=index), name))
+            size += len(record.text)
+            if size > _CHUNK or index == len(order) - 1:
+                yield chunk
+                chunk = []
+                size = 0
+
+    def _blocks(self, start: Place) -> Iterator[_Block]:
+        """Yield blocks of documents from the one that begins at `start`, epoch after epoch."""
+        epoch = start.epoch
+        shard = start.shard
+        row = start.row
+        has_records = row > 0 or shard > 0
+        while True:
+            shares = self._shares(epoch)
+            for place in range(shard, len(shares)):
+                for block in self._blocks_of_shard(shares[place], Place(epoch, place, row)):
+                    has_records = True
+                    yield block
+                row = 0
+            if not has_records:
+                raise self._empty(shares)
+            epoch += 1
+            shard = 0
+            has_records = False
+
+    def _blocks_of_shard(self, share: _Share, start: Place) -> Iterator[_Block]:
+        """Yield the blocks of a shard. Raises StateError for a place behind its end."""
+        text = self.text
+        size = max(text.buffer // self.lanes, 1) if text.shuffle else _UNMIXED_BLOCK
+        all_records = text.shards.records(share.shard, start.row)
+        own = (record for record in all_records if record.number % share.parts == share.part)
+        place = start
+        while records := list(itertools.islice(own, size)):
+            yield _Block(place, records)
+            place = place._replace(row=records[-1].number)
+        if start.row and place == start:
+            name = text.shards.names[share.shard]
+            raise self.outside(f"{name} has no record {start.row + 1} for it")
+
+    def _empty(self, shares: list[_Share]) -> DataError:
+        files = ", ".join(self.text.shards.names[share.shard] for share in shares[:3])
+        return DataError(
+            f"no records in {files}: a lane of the stream is empty; set data.streaming = false, or "
+            "data.lanes lower, which counts for training text"
+        )
+
+    def _shares(self, epoch: int) -> list[_Share]:
+        """Return the lane's shares of shards, in the order of an epoch."""
+        text = self.text
+        count = len(text.shards.names)
+        if count < self.lanes:
+            # Lanes share a shard, and each of them reads all of it.
+            part, shard = divmod(self.number, count)
+            parts = len(range(shard, self.lanes, count))
+            return [_Share(shard, part, parts)]
+        # The same shards in each epoch: lanes do not end theirs at the same time.
+        order = epoch_order(count, text.seed, 0, text.shuffle)
+        own = order[self.number :: self.lanes].tolist()
+        return [_Share(own[place], 0, 1) for place in self._order(len(own), epoch)]
+
+    def _order(self, count: int, epoch: int) -> list[int]:
+        """Return an order of the lane's own."""
+        seed = self.text.seed ^ (self.number + 1) * _LANE_KEY
+        return epoch_order(count, seed, epoch, self.text.shuffle).tolist()
+
+
+class Lane(ABC):
+    """The rows of a lane, in order."""
+
+    def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
+        self.reader = reader
+        #: Rows of the lane before the next one.
+        self.count = count
+        #: Counts and places before the latest rows, to go back to.
+        self.passed: deque[tuple[int, Place]] = deque(maxlen=_PASSED)
+        #: The place while the queue is empty.
+        self._start = start
+
+    @property
+    @abstractmethod
+    def place(self) -> Place:
+        """The place of the next row."""
+
+    def next_row(self) -> ServedRow:
+        """Return the next row."""
+        self.passed.append((self.count, self.place))
+        row = self._next_row()
+        self.count += 1
+        return row
+
+    @abstractmethod
+    def _next_row(self) -> ServedRow: ...
+
+
+def open_lane(reader: LaneReader, count: int, start: Place) -> Lane:
+    """Return a lane that has served `count` rows and stands at `start`."""
+    if reader.text.best_fit:
+        return _PackedLane(reader, count, start)
+    return _SplitLane(reader, count, start)
+
+
+class _SplitLane(Lane):
+    """The tokens of a lane, cut into rows. The last target of a row begins the next one."""
+
+    def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
+        super().__init__(reader, count, start)
+        self._chunks = _Ahead(reader.documents(start), reader.encoders)
+        #: Documents that are not served to the end.
+        self._queue: deque[_Document] = deque()
+        #: Tokens of the first of them that are served.
+        self._served = start.offset
+
+    @property
+    def place(self) -> Place:
+        if not self._queue:
+            return self._start
+        return self._queue[0].place._replace(offset=self._served)
+
+    def _next_row(self) -> ServedRow:
+        text = self.reader.text
+        self._fill(text.seq_len + 1)
+        parts = self._take(text.seq_len + 1)
+        lengths = np.array([len(part.ids) for part in parts])
+        window = Window(
+            ids=np.concatenate([part.ids for part in parts]),
+            targets=np.concatenate([part.targets for part in parts]),
+            begins=np.cumsum(lengths) - lengths,
+        )
+        row = make_row([window], text.seq_len, text.pad_id, text.mask_documents)
+        return ServedRow(row, [(part.name, len(part.ids)) for part in parts])
+
+    def _fill(self, tokens: int) -> None:
+        """Fetch documents until so many tokens are not served."""
+        while not self._queue:
+            self._queue += self._chunks.take()
+        first = len(self._queue[0].ids)
+        if self._served >= first:
+            # The text has changed, or the checkpoint is damaged.
+            place = f"token {self._served} of a document of {first}"
+            self.reader.warn(place, "the document's begin")
+            self._served = 0
+        there = sum(len(document.ids) for document in self._queue) - self._served
+        while there < tokens:
+            chunk = self._chunks.take()
+            self._queue += chunk
+            there += sum(len(document.ids) for document in chunk)
+
+    def _take(self, tokens: int) -> list[_Document]:
+        """Return the parts of documents that hold the next tokens. The last token stays."""
+        parts: list[_Document] = []
+        begin = self._served
+        while True:
+            document = self._queue[0]
+            end = min(len(document.ids), begin + tokens)
+            ids = document.ids[begin:end]
+            parts.append(document._replace(ids=ids, targets=document.targets[begin:end]))
+            tokens -= end - begin
+            if tokens == 0:
+                self._served = end - 1
+                return parts
+            self._queue.popleft()
+            begin = 0
+
+
+class _PackedRow(NamedTuple):
+    """A row of a block that is packed. `place.document` counts these rows."""
+
+    served: ServedRow
+    place: Place
+
+
+class _PackedLane(Lane):
+    """The documents of a lane, those of each block fitted whole into rows."""
+
+    def __init__(self, reader: LaneReader, count: int, start: Place) -> None:
+        super().__init__(reader, count, start)
+        self._blocks = _Ahead(self._packed_blocks(start), reader.encoders)
+        #: Rows of the block that are not served.
+        self._queue: deque[_PackedRow] = deque()
+
+    @property
+    def place(self) -> Place:
+        return self._queue[0].place if self._queue else self._start
+
+    def _next_row(self) -> ServedRow:
+        while not self._queue:
+            self._queue += self._blocks.take()
+        served, place = self._queue.popleft()
+        self._start = place._replace(document=place.document + 1)
+        return served
+
+    def _packed_blocks(self, start: Place) -> Iterator[list[_PackedRow]]:
+        """Yield the rows of a block, block after block."""
+        first = start.document
+        block: list[_Document] = []
+        for chunk in self.reader.documents(start._replace(document=0)):
+            block += chunk
+            if not chunk:
+                # The end of a block.
+                yield self._pack(block, first)
+                first = 0
+                block = []
+
+    def _pack(self, block: list[_Document], first: int) -> list[_PackedRow]:
+        """Return the rows of a block from number `first` on."""
+        from titanlite.data.best_fit import BestFitDataset
+
+        text = self.reader.text
+        corpus = Corpus(
+            tokens=np.concatenate([document.ids for document in block]),
+            offsets=np.concatenate([[0], np.cumsum([len(document.ids) for document in block])]),
+            pad_id=text.pad_id,
+            fingerprint="",
+            files=(),
+            targets=np.concatenate([document.targets for document in block]),
+        )
+        fitted = BestFitDataset(
+            corpus,
+            seq_len=text.seq_len,
+            shuffle=False,
+            epochs=1,
+            mask_documents=text.mask_documents,
+        )
+        count = fitted.sequences_per_epoch
+        if first > count:
+            self.reader.warn(f"row {first} of a block of {count}", "the block behind it")
+        rows: list[_PackedRow] = []
+        for number in range(first, count):
+            documents = [(block[one].name, tokens) for one, tokens in fitted.documents_in(number)]
+            served = ServedRow(fitted.sequence(number), documents)
+            rows.append(_PackedRow(served, block[0].place._replace(document=number)))
+        return rows

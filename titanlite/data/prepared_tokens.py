@@ -1,0 +1,112 @@
+"""The folder that `titanlite data prepare` makes: its index, and its parts.
+
+`index.json` is written last and atomically. A part has three files: `part-*.tokens` (ids,
+little-endian uint16, uint32 for vocabularies over 65,536), `.offsets` (int64 [documents + 1], where
+documents begin in the part) and, for records with prompts, `.targets` (bits, lowest first: 0 where
+a token is no target).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.data import DataError
+from titanlite.data.token_checks import PartHashes, check_part
+from titanlite.data.token_parts import ORDER, Part, SourceSpan, map_array
+from titanlite.data.token_paths import INDEX
+from titanlite.utils import parse_json
+
+VERSION = 1
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the content of a prepared folder's index.
+
+    Raises DataError for a folder without one, or a damaged one.
+    """
+    file = folder / INDEX
+    try:
+        index: dict[str, Any] = parse_json(file.read_bytes())
+        if index["version"] > VERSION:
+            raise DataError(
+                f"{file} has version {index['version']}; this titanlite reads {VERSION}: upgrade"
+            )
+        if index["fingerprint"] != fingerprint_of(index):
+            raise ValueError("it does not fit its fingerprint")
+    except FileNotFoundError:
+        again = f"run `titanlite data prepare ... --out {folder}` again"
+        raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
+    except DataError:
+        raise
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{file} is damaged ({error}); remove the folder, and prepare it again"
+        ) from None
+    return index
+
+
+def fingerprint_of(index: Mapping[str, Any]) -> str:
+    """Return the hex digest of a folder's content: tokens, documents, targets and tokenizer; not of
+    its sources.
+    """
+    names = ("tokens", "documents", "checksums")
+    parts = [[part[name] for name in names] for part in index["parts"]]
+    decisive = [ORDER, index["dtype"], index["tokenizer"], parts]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def parts_of(folder: Path, index: Mapping[str, Any]) -> list[Part]:
+    """Return the parts of a prepared folder.
+
+    Raises DataError for an index or sizes that do not fit, OSError for files that are not there.
+    """
+    item = np.dtype(index["dtype"]).itemsize
+    parts: list[Part] = []
+    for record in index["parts"]:
+        try:
+            check_part(folder, record, item)
+            parts.append(part_of(folder, index, record))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{folder / INDEX} is damaged ({error!r}); prepare the folder again"
+            ) from None
+    return parts
+
+
+def part_of(folder: Path, index: Mapping[str, Any], record: Mapping[str, Any]) -> Part:
+    """Return a part of a prepared folder from its record in the index."""
+    file = folder / f"{record['name']}.tokens"
+    documents = record["documents"]
+    sources = [
+        SourceSpan(index["files"][source], first, number)
+        for source, first, number in record["sources"]
+    ]
+    return Part(
+        file,
+        np.dtype(index["dtype"]),
+        record["tokens"],
+        documents,
+        partial(map_array, file.with_suffix(".offsets"), "<i8", documents + 1),
+        has_targets="targets" in record["bytes"],
+        sources=sources,
+    )
+
+
+def part_hashes(folder: Path, index: Mapping[str, Any], records: Path | None) -> list[PartHashes]:
+    """Return the hashes of each part of a prepared folder.
+
+    records: folder of the records of whole parts.
+    """
+    found: list[PartHashes] = []
+    for part in index["parts"]:
+        checksums = part["checksums"]
+        of_files = {folder / f"{part['name']}.{suffix}": checksums[suffix] for suffix in checksums}
+        found.append(PartHashes(of_files, records))
+    return found

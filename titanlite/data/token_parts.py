@@ -1,0 +1,75 @@
+"""One file of tokens, mapped into memory when it is first read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data.corpus import DocumentArray
+
+#: Part of the fingerprint of token files. Change it with anything that changes their rows.
+ORDER = "windows of the stream of tokens, order 1"
+
+
+class SourceSpan(NamedTuple):
+    """Neighbouring documents of a part that are from one source."""
+
+    #: Of the text.
+    file: str
+    #: Number of the first document, within the part and within the source.
+    first: int
+    record: int
+
+
+@dataclass
+class Part(DocumentArray):
+    """One file of `size` tokens, in which so many documents begin.
+
+    `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`:
+    [documents + 1]. `first_byte`: of the first token. `sources`: in order; () where they are not
+    known.
+    """
+
+    file: Path
+    dtype: np.dtype[Any]
+    size: int
+    documents: int
+    find_offsets: Callable[[], NDArray[np.int64]]
+    first_byte: int = 0
+    has_targets: bool = False
+    sources: Sequence[SourceSpan] = ()
+
+    @cached_property
+    def tokens(self) -> NDArray[Any]:  # type: ignore[override]
+        return map_array(self.file, self.dtype, self.size, self.first_byte)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
+        return self.find_offsets()
+
+    @cached_property
+    def _target_bits(self) -> NDArray[Any]:
+        return map_array(self.file.with_suffix(".targets"), "u1", -(-self.size // 8))
+
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
+        if not self.has_targets:
+            return np.ones(end - begin, dtype=bool)
+        first_byte = begin // 8
+        bits = np.unpackbits(self._target_bits[first_byte : -(-end // 8)], bitorder="little")
+        first = begin - 8 * first_byte
+        return bits[first : first + end - begin].astype(bool)
+
+
+def map_array(file: Path, dtype: Any, count: int, first_byte: int = 0) -> NDArray[Any]:
+    """Map `count` numbers of a file into memory."""
+    if count == 0:
+        return np.zeros(0, dtype)
+    mapped = np.memmap(file, dtype=dtype, mode="r", offset=first_byte, shape=(count,))
+    return mapped.view(np.ndarray)

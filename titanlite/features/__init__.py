@@ -1,0 +1,87 @@
+"""What a run can switch on: each feature is a folder with all that titanlite knows of it.
+
+    for feature in features_of(run).on:          # where the order of features does not matter
+        rows += feature.report_rows(setup, builder, model)
+
+    float8 = float8_of(run.float8)               # where it does, or one feature alone has a say
+    if float8 is not None:
+        float8.convert(model, spec, args, tp)
+
+A feature that is off is None, and its folder is not imported. Rules that concern two features are
+in `titanlite.features.interactions`. The keys are in `titanlite.config.sections`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Config, Experimental, Float8, Training
+    from titanlite.features.async_tp import AsyncTensorParallel
+    from titanlite.features.context import ContextParallel
+    from titanlite.features.feature import Feature
+    from titanlite.features.float8 import Float8Feature
+    from titanlite.features.loss_chunks import LossChunks
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features of a run; None for one that is off."""
+
+    context: ContextParallel | None
+    async_tp: AsyncTensorParallel | None
+    float8: Float8Feature | None
+    loss_chunks: LossChunks | None
+
+    @property
+    def on(self) -> list[Feature]:
+        """Those that are on, in the order of their messages and of their rows in a report."""
+        every: list[Feature | None] = [self.context, self.async_tp, self.float8, self.loss_chunks]
+        return [feature for feature in every if feature is not None]
+
+
+def features_of(config: Config) -> Features:
+    """Return the features that the sections of a config, or of a run, switch on."""
+    return Features(
+        context=context_of(config.experimental.context_parallel_degree),
+        async_tp=async_tp_of(config.experimental),
+        float8=float8_of(config.float8),
+        loss_chunks=loss_chunks_of(config.training),
+    )
+
+
+def context_of(degree: int) -> ContextParallel | None:
+    """Return context parallelism if ranks share sequences. degree: their number."""
+    if degree == 1:
+        return None
+    from titanlite.features.context import ContextParallel
+
+    return ContextParallel()
+
+
+def async_tp_of(section: Experimental) -> AsyncTensorParallel | None:
+    """Return asynchronous tensor parallelism if it is on."""
+    if not section.enable_async_tensor_parallel:
+        return None
+    from titanlite.features.async_tp import AsyncTensorParallel
+
+    return AsyncTensorParallel()
+
+
+def float8_of(section: Float8) -> Float8Feature | None:
+    """Return float8 if it is on."""
+    if not section.enable_float8_linear:
+        return None
+    from titanlite.features.float8 import Float8Feature
+
+    return Float8Feature(section)
+
+
+def loss_chunks_of(section: Training) -> LossChunks | None:
+    """Return the loss in chunks if it is on."""
+    if section.loss_chunks == 1:
+        return None
+    from titanlite.features.loss_chunks import LossChunks
+
+    return LossChunks(section.loss_chunks)

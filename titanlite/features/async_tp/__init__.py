@@ -1,0 +1,84 @@
+"""Asynchronous tensor parallelism: inductor splits products so that their parts overlap with their
+traffic.
+
+    memory.py    GPUs that reach each other's memory, which it needs
+
+The key is `experimental.enable_async_tensor_parallel`. memory.py needs torch and is imported where
+it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.errors import Problem
+from titanlite.config.rules import Finding, Rule, broken_rules
+from titanlite.features.feature import Feature
+from titanlite.parallel import ParallelismError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.start.derive import RunConfig
+
+
+def _has_model(components: list[str]) -> bool:
+    return "model" in components
+
+
+KEY = "experimental.enable_async_tensor_parallel"
+NEEDS = [
+    Rule(KEY, True, "training.compile", True),
+    Rule(KEY, True, "compile.components", _has_model, '"model" must be among them'),
+    Rule(KEY, True, "compile.backend", "inductor"),
+]
+
+
+class AsyncTensorParallel(Feature):
+    """Asynchronous tensor parallelism in a run that has it on."""
+
+    key = KEY
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+        return broken_rules(config, NEEDS)
+
+    def warnings(self, run: RunConfig) -> Iterator[str]:
+        # torch reshapes gathered tensors, and inductor finds no match.
+        if run.training.batch_size == 1:
+            yield f"{KEY} overlaps no all-gather at training.batch_size = 1: choose 2 or more"
+
+    # On the machine
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterator[Problem]:
+        """Find what keeps the ranks of this machine from it, once they know each other's number."""
+        if args is None or run.mesh.tensor == 1:
+            return
+        import torch
+
+        from titanlite.features.async_tp.memory import check_async
+        from titanlite.parallel.launch_env import this_rank
+
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            check_async(run.mesh.tensor, device_type, this_rank().local_world_size)
+        except ParallelismError as error:
+            hint = (
+                "set it to false: tensor parallelism works without it, its traffic then waits for "
+                "the products"
+            )
+            yield Problem("", KEY, str(error), hint)
+
+    def enable(self, mesh: DeviceMesh) -> None:
+        """Give the ranks of tensor parallelism the shared memory. mesh: from `build_mesh`."""
+        from titanlite.features.async_tp.memory import enable_async
+
+        if mesh["tp"].size() > 1:
+            enable_async(mesh["tp"])
+
+    def compile_options(self) -> dict[str, Any]:
+        """Return inductor's settings under which it splits products."""
+        return {"_micro_pipeline_tp": True}

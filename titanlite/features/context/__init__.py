@@ -1,0 +1,78 @@
+"""Context parallelism (CP), ranks that share each sequence: what titanlite knows of it, moment by
+moment.
+
+    ranks.py      this rank's part of a sequence        attention.py   the blocks of a model
+    loader.py     … of the batches
+
+The key is `experimental.context_parallel_degree`. Files that need torch are imported where they are
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.rules import Finding, around
+from titanlite.features.feature import Feature
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.features.context.loader import CPLoader
+    from titanlite.plan.step_sizes import StepSizes
+    from titanlite.start.derive import RunConfig
+
+
+class ContextParallel(Feature):
+    """Context parallelism of more than one rank."""
+
+    key = "experimental.context_parallel_degree"
+    model_field = "context_parallel"
+
+    # Before the ranks start
+
+    def rank_misfits(self, run: RunConfig) -> Iterator[Finding]:
+        """Check that each sequence can be cut into two equal chunks per rank."""
+        chunks = 2 * run.mesh.context
+        for key, length in run.sequence_lengths.items():
+            if length % chunks == 0:
+                continue
+            message = (
+                f"is {run.mesh.context}, but {key} = {length} cannot be cut into {chunks} chunks, "
+                "two for each rank"
+            )
+            yield "divide", self.key, message, f"these work: {key} = {around(length, chunks)}"
+
+    # The model: `titanlite.parallel.parallelize` calls these
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Let a model take each rank's part of the tokens, in place."""
+        from titanlite.features.context.attention import apply_cp
+
+        apply_cp(model, mesh)
+
+    def part(self, tensor: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
+        """Return this rank's part of a tensor along `dim`, the sequence."""
+        from titanlite.features.context.ranks import CPRank
+
+        return CPRank.of(mesh).part(tensor, dim)
+
+    # The text: `titanlite.start.loaders` calls this
+
+    def loader(self, whole: Any, mesh: DeviceMesh) -> CPLoader:
+        """Return a loader of this rank's part of the batches of a training or validation loader."""
+        from titanlite.features.context.loader import CPLoader
+
+        return CPLoader(whole, mesh)
+
+    # The plan
+
+    def traffic(self, step: StepSizes) -> Mapping[str, float]:
+        """Keys and values are gathered, and their gradients scattered."""
+        mesh = step.mesh
+        heads = getattr(step.args, "kv_heads", 0) * getattr(step.args, "head_dim", 0)
+        size = step.itemsize * step.tokens * mesh.context * (2 * heads / mesh.tensor)
+        one = step.rates.collective(size, mesh.context, mesh.tensor)
+        return {"context traffic": step.blocks * (2 + step.recomputed) * one}

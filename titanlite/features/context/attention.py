@@ -1,0 +1,154 @@
+"""Attention of ranks that share each sequence.
+
+    apply_cp(model, mesh)  # after tensor parallelism, before activation checkpointing
+    part = split_batch(batch, mesh)  # the loaders of a run do it (`CPLoader`)
+    logits = model(part.tokens)  # [batch, seq / ranks, vocab]; the loss as without CP
+
+All layers of a block but attention work on single tokens. Attention gathers the keys and values of
+the whole sequence, once per block.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from titanlite.features.context.ranks import CPRank
+from titanlite.models.attention import attend, band, document_positions
+from titanlite.parallel import ParallelismError
+
+#: Name of the module in each block that a model lets be replaced.
+_REPLACED = "inner_attention"
+
+
+class ContextAttention(nn.Module):
+    """Causal attention of this rank's queries to the keys of the whole sequence.
+
+    Keys and values are gathered before they are repeated for groups of queries. Keys after a
+    chunk's end, or before the window of its first query, are not multiplied. window: as for
+    `SdpaAttention`.
+    """
+
+    def __init__(self, cp_rank: CPRank, window: int | None = None) -> None:
+        super().__init__()
+        self.cp_rank = cp_rank
+        self.window = window
+
+    def _spans(self, chunk: int) -> list[tuple[int, int]]:
+        """Return for each chunk its first key and its end."""
+        before = self.cp_rank.seq_len if self.window is None else self.window - 1
+        spans = []
+        for index in self.cp_rank.chunks:
+            first = max(0, index * chunk - before)
+            spans.append((first, (index + 1) * chunk))
+        return spans
+
+    def prepare(self, doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return for each chunk the mask of its queries over its keys; None: that of the window
+        alone.
+
+        doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, keys] bool. None:
+        torch's `CausalBias`, which attention kernels for GPUs know; elsewhere torch makes a mask
+        [chunk, keys] of it.
+        """
+        chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
+        spans = self._spans(chunk)
+        if doc_ids is None:
+            early, late = (self._causal(chunk, end) for _, end in spans)
+            return early, late
+        own = self.cp_rank.part(doc_ids).chunk(2, 1)
+        early, late = (
+            self._same_document(queries, doc_ids[:, begin:end])
+            for queries, (begin, end) in zip(own, spans, strict=True)
+        )
+        return early, late
+
+    def _causal(self, chunk: int, end: int) -> Tensor | None:
+        """Return the mask of one chunk over its keys; None: the window decides."""
+        from torch.nn.attention.bias import causal_lower_right  # it loads the compiler
+
+        if self.window is not None and self.window < end:
+            return None
+        # Made here, since `torch.compile` can take them as arguments but cannot make them in a
+        # graph. They hold no data, and dispatch modes (a trace without data, a counter of FLOPs)
+        # cannot take them.
+        with _disable_current_modes():
+            return causal_lower_right(chunk, end)
+
+    def _same_document(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Return [batch, 1, queries, keys] bool from the numbers of their documents."""
+        same = queries.unsqueeze(2) == keys.unsqueeze(1)
+        seen = band(queries.size(1), keys.size(1), self.window, queries.device)
+        return (same & seen).unsqueeze(1)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, Tensor | None]
+    ) -> Tensor:
+        """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …].
+
+        Return q's shape.
+        """
+        keys, values = self.cp_rank.gather(torch.stack((k, v)), dim=3).unbind(0)
+        spans = self._spans(q.size(2) // 2)
+        parts = []
+        for (begin, end), queries, seen in zip(spans, q.chunk(2, 2), mask, strict=True):
+            if seen is None:
+                seen = band(queries.size(2), end - begin, self.window, q.device)
+            parts.append(attend(queries, keys[:, :, begin:end], values[:, :, begin:end], seen))
+        return torch.cat(parts, 2)
+
+
+def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let `model` take each rank's part of the tokens (`split_batch`), in place.
+
+    mesh: from `DistEnv.build_mesh`. Replaces every block's `inner_attention`; where a call gives no
+    `positions`, they are those of this rank's part. Weights stay as they are.
+
+    Raises ParallelismError if the model has no such attention. A call with a sequence that is, as a
+    whole, longer than the model's RoPE tables raises it too.
+    """
+    cp_rank = CPRank.of(mesh)
+    owners = [module for module in model.modules() if _REPLACED in dict(module.named_children())]
+    if not owners:
+        raise ParallelismError(
+            f"context parallelism finds no {_REPLACED!r} in {type(model).__name__}"
+        )
+    for owner in owners:
+        window = getattr(owner.get_submodule(_REPLACED), "window", None)
+        setattr(owner, _REPLACED, ContextAttention(cp_rank, window))
+    model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)
+
+
+def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A hook before each forward pass: passes the positions of this rank's tokens in the
+    sequence.
+    """
+    given = inspect.signature(model.forward).bind(*args, **kwargs)
+    local = given.args[0]
+    positions = given.arguments.get("positions")
+    doc_ids = given.arguments.get("doc_ids")
+    # Given positions tell the length: the hidden states of a pipeline may also be divided over
+    # other ranks.
+    own = local.size(1) if positions is None else positions.size(-1)
+    if doc_ids is not None:
+        own = doc_ids.size(1) // cp_rank.degree
+    cp_rank.seq_len = own * cp_rank.degree
+    rope: Any = model.get_submodule("rope")
+    if cp_rank.seq_len > rope.max_seq_len:
+        raise ParallelismError(
+            f"{cp_rank.degree} ranks with {own} tokens each share a sequence of "
+            f"{cp_rank.seq_len}, but the model's RoPE tables have {rope.max_seq_len}: does each "
+            "rank take its part only (split_batch)?"
+        )
+    if positions is None and doc_ids is not None:
+        positions = cp_rank.part(document_positions(doc_ids))
+    elif positions is None:
+        positions = cp_rank.part(torch.arange(cp_rank.seq_len, device=local.device), 0).unsqueeze(0)
+    given.arguments["positions"] = positions
+    return given.args, given.kwargs

@@ -1,0 +1,139 @@
+"""Matrix products in float8, through torchao: what titanlite knows of them, moment by moment.
+
+    choice.py    which linears, and why not the others    checks.py   other keys, model, machine
+    convert.py   the linears of a model                   tensor.py   … shared by ranks
+    gathered.py  weights that FSDP gathers in float8      exact.py    … in high precision again
+    error.py     the error in the loss, a callback        report.py   rows of the start report
+    package.py   torchao
+
+The keys are `titanlite.config.sections.Float8`. Files that need torch are imported where they are
+used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.rules import Finding, broken_rules
+from titanlite.features.feature import Feature
+from titanlite.features.float8 import checks
+from titanlite.features.float8.choice import Float8Choice, choose_linears, converted_names
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.config.errors import Problem
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.config.sections import Float8
+    from titanlite.features.float8.error import Float8ErrorCheck
+    from titanlite.models.linears import Linears
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.product_speed import ProductSpeed
+    from titanlite.plan.step_sizes import StepSizes
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.report import Row, Setup
+
+
+class Float8Feature(Feature):
+    """float8 in a run that has it on."""
+
+    key = checks.ENABLE
+    model_field = "linears"
+
+    def __init__(self, section: Float8) -> None:
+        self.section = section
+
+    def choices(self, linears: Linears) -> list[Float8Choice]:
+        """Decide for each kind of linear of the whole model."""
+        return choose_linears(linears, self.section)
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterable[Finding]:
+        return broken_rules(config, checks.NEEDS, checks.EXCLUDES)
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        return checks.misfits(run, args)
+
+    def warnings(self, run: RunConfig) -> Iterable[str]:
+        return checks.wide_filters(run)
+
+    # On the machine
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
+        return checks.machine_problems(self.section)
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        from titanlite.features.float8.report import float8_rows
+
+        choices = self.choices(builder.linears)
+        return float8_rows(self.section, choices, setup, builder.compiles("model"))
+
+    # The model: `titanlite.parallel.parallelize` calls these, each at its place
+
+    def convert(self, model: nn.Module, linears: Linears, *, gathers: bool = True) -> None:
+        """Convert a model or pipeline stage on the meta device, in place.
+
+        linears: of the whole model. gathers: FSDP will gather its weights.
+        """
+        from titanlite.features.float8.convert import apply_float8
+
+        names = converted_names(self.choices(linears))
+        if names:
+            apply_float8(
+                model,
+                names,
+                self.section.recipe_name,
+                all_gather=gathers and self.section.enable_fsdp_float8_all_gather,
+                emulate=self.section.emulate,
+            )
+
+    def compile_options(self) -> dict[str, Any]:
+        """Return inductor's settings for blocks with converted linears."""
+        from titanlite.features.float8.convert import COMPILE_OPTIONS
+
+        return COMPILE_OPTIONS.get(self.section.recipe_name.partition("_")[0], {})
+
+    def after_sharding(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Let FSDP send float8 weights over a backend that does not know them."""
+        from titanlite.features.float8 import gathered, tensor
+
+        gathers = self.section.enable_fsdp_float8_all_gather
+        if gathers and not tensor.sends_float8(mesh["dp_shard"]):
+            gathered.gather_as_bytes(model)
+
+    # The plan: `titanlite.plan` calls these
+
+    def speed(self, step: StepSizes) -> ProductSpeed:
+        """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""
+        from titanlite.features.float8.plan_speed import Float8Speed
+        from titanlite.plan.product_speed import ProductSpeed
+
+        return ProductSpeed(step) if self.section.emulate else Float8Speed(self.section, step)
+
+    # The step: `titanlite.start` calls these
+
+    def after_update(self, model: nn.Module, mesh: DeviceMesh) -> Callable[[], None]:
+        """Return what a step calls when the weights are new."""
+        from titanlite.features.float8.gathered import ScalePrecompute
+        from titanlite.step import do_nothing
+
+        if not self.section.precompute_float8_dynamic_scale_for_fsdp:
+            return do_nothing
+        return ScalePrecompute(model, mesh)
+
+    def drift_check(
+        self, dtype: torch.dtype, write: Callable[[int, Mapping[str, float]], None]
+    ) -> Float8ErrorCheck | None:
+        """Return the callback that measures the error in the loss; None: it is off.
+
+        dtype: of activations. write: takes a step and a row for metrics.jsonl.
+        """
+        from titanlite.features.float8.error import Float8ErrorCheck
+
+        if not self.section.drift_check:
+            return None
+        return Float8ErrorCheck(self.section.drift_check, dtype, write)

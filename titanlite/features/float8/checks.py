@@ -1,0 +1,178 @@
+"""What float8 needs of other keys, of the model on its ranks, and of the machine."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.errors import Problem
+from titanlite.config.rules import Finding, Rule, several
+from titanlite.config.sections import AUTO_FILTER, Float8
+from titanlite.config.toml import quote
+from titanlite.features.float8.choice import MULTIPLE, Float8Choice, choose_linears, name_filters
+from titanlite.models.linears import Linears, linears_of
+from titanlite.models.spec import ShapeError
+from titanlite.parallel import ParallelismError
+from titanlite.utils import counted
+
+if TYPE_CHECKING:
+    from titanlite.start.derive import RunConfig
+
+ENABLE = "float8.enable_float8_linear"
+FILTERS = "float8.filter_fqns"
+GATHER = "float8.enable_fsdp_float8_all_gather"
+PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
+RECIPE = "float8.recipe_name"
+
+
+# Other keys
+
+
+def _not_tensorwise(recipe: str) -> bool:
+    return recipe != "tensorwise"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int)
+
+
+def _has_auto(filters: list[str]) -> bool:
+    return AUTO_FILTER in filters
+
+
+NEEDS = [
+    Rule(PRECOMPUTE, True, GATHER, True, "other weights get their scales after the gathering"),
+]
+EXCLUDES = [
+    Rule(
+        RECIPE,
+        _not_tensorwise,
+        "training.tensor_parallel_degree",
+        several,
+        'torchao divides products of "tensorwise" only',
+    ),
+    Rule(GATHER, True, RECIPE, _not_tensorwise, "it needs one scale for each weight: tensorwise"),
+    Rule(
+        GATHER,
+        True,
+        "training.reshard_after_forward",
+        _is_number,
+        "torch gathers float8 weights from all ranks only",
+    ),
+    Rule(
+        PRECOMPUTE,
+        True,
+        "training.enable_cpu_offload",
+        True,
+        "weights in host memory lose their scales",
+    ),
+    Rule(
+        FILTERS,
+        _has_auto,
+        RECIPE,
+        "rowwise_with_gw_hp",
+        "torchao has no sizes: set float8.min_features",
+    ),
+]
+
+
+# The model on its ranks
+
+
+def misfits(run: RunConfig, args: Any) -> Iterator[Finding]:
+    """Check that float8 can take the products of the model, and that it takes some."""
+    # The head stays, whatever its size.
+    known = replace(args, vocab_size=args.vocab_size or 1)
+    linears = linears_of(run.spec, known, run.mesh.tensor)
+    choices = choose_linears(linears, run.float8)
+    unknown = list(_unknown_filters(run.float8, linears))
+    yield from unknown
+    if not unknown:
+        yield from _nothing_converted(choices)
+    yield from _odd_tokens(run)
+    if run.float8.enable_fsdp_float8_all_gather:
+        yield from _uneven_rows(run, choices)
+
+
+def _unknown_filters(settings: Float8, linears: Linears) -> Iterator[Finding]:
+    """Find filters that are part of no name."""
+    components = [part for name in linears.sizes for part in name.split(".") if not part.isdigit()]
+    hint = (
+        f"parts of names are {', '.join(dict.fromkeys(components))}; the head is "
+        f"{linears.head}, and it always stays in high precision"
+    )
+    for part in name_filters(settings):
+        if not part or not any(part in name for name in linears.sizes):
+            yield "unknown-value", FILTERS, f"{quote(part)} is part of no linear's name", hint
+
+
+def _nothing_converted(choices: Sequence[Float8Choice]) -> Iterator[Finding]:
+    if any(choice.converted for choice in choices):
+        return
+    shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
+    message = f"leaves no product in float8: {shown}"
+    yield "model", ENABLE, message, "convert some linears, or set it to false"
+
+
+def _odd_tokens(run: RunConfig) -> Iterator[Finding]:
+    """Check the number of tokens in a product of one rank."""
+    pieces = run.pipeline.microbatches
+    rows = run.training.batch_size // pieces
+    length = run.training.seq_len // run.mesh.context
+    if rows * length % MULTIPLE == 0:
+        return
+    by = f"{counted(rows, 'sequences')} x {length} tokens on each rank = {rows * length}"
+    message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
+    fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pieces
+    batch = f"training.batch_size = {fitting} or a multiple of it"
+    yield "divide", ENABLE, message, f"these work: {batch}, or another training.seq_len"
+
+
+def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Finding]:
+    """Check that FSDP's ranks hold equal parts of the weights that are gathered in float8."""
+    shards = run.mesh.weight_shards
+    odd = [one for one in choices if one.converted and one.size.out_features % shards]
+    if not odd:
+        return
+    which = ", ".join(f"{one.kind} has {one.size.out_features}" for one in odd)
+    message = f"needs weights whose rows divide over the {shards} ranks that share them; {which}"
+    kept = f"keep them with {FILTERS} = {quote([one.kind for one in odd])}"
+    yield "divide", GATHER, message, f"{kept}, or set it to false"
+
+
+def wide_filters(run: RunConfig) -> Iterator[str]:
+    """Warn of filters that end within a number of some names, as layers.1 in layers.10."""
+    parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
+    if not parts or run.spec.linears is None:
+        return
+    try:
+        names = "\n".join(run.spec.linears(run.model_args(1)))
+    except ShapeError:  # `titanlite.start.fit.misfits` reports it
+        return
+    for part in parts:
+        others = re.findall(rf"^.*?{re.escape(part)}\d+", names, re.MULTILINE)
+        if others:
+            found = ", ".join(dict.fromkeys(others))
+            yield f"{FILTERS}: {quote(part)} is also part of {found}; {quote(f'{part}.')} is not"
+
+
+# The machine
+
+
+def machine_problems(settings: Float8) -> Iterator[Problem]:
+    """Find what this machine lacks for float8 products, if they are not emulated."""
+    if settings.emulate:
+        return
+    from titanlite.features.float8.package import check_float8
+
+    try:
+        check_float8()
+    except ParallelismError as error:
+        hint = (
+            "set it to false; float8.emulate = true computes with the same rounded numbers in "
+            "float32, which is slow and for tests"
+        )
+        yield Problem("", ENABLE, str(error), hint)

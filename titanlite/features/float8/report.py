@@ -1,0 +1,46 @@
+"""Rows of the start report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from titanlite.config.sections import Float8
+from titanlite.features.float8.choice import Float8Choice
+from titanlite.utils import counted
+
+if TYPE_CHECKING:
+    from titanlite.start.report import Row, Setup
+
+
+def float8_rows(
+    float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool
+) -> Iterator[Row]:
+    """Return one row of all, and one for each kind of linear."""
+    total = sum(len(choice.names) for choice in choices)
+    converted = sum(len(choice.names) for choice in choices if choice.converted)
+    emulated = ", emulated in float32 (slow, for tests)" if float8.emulate else ""
+    parts = [f"{float8.recipe_name}{emulated}"]
+    if float8.enable_fsdp_float8_all_gather:
+        parts.append(f"weights gathered in float8, {_scales(float8)}")
+    parts.append(f"{converted:,} of {total:,} linears")
+    parts.append(f"M = {setup.tokens:,} tokens in a product of one rank")
+    if float8.drift_check:
+        parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
+    yield "float8", "; ".join(parts)
+    for choice in choices:
+        size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
+        what = "in float8" if choice.converted else f"kept: {choice.reason}"
+        yield f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"
+    if not compiled and not setup.cpu:
+        yield (
+            "warning",
+            "float8 without training.compile is slower than bf16: scaling and rounding run as "
+            "kernels of their own. Set training.compile = true",
+        )
+
+
+def _scales(float8: Float8) -> str:
+    if float8.precompute_float8_dynamic_scale_for_fsdp:
+        return "all scales by one all-reduce after the update"
+    return "each scale found as it is"

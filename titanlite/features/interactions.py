@@ -1,0 +1,81 @@
+"""Rules that concern two features, each with the reason that made it. No torch here.
+
+A rule about one feature and a key is in that feature's folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from titanlite.config.sections import ActivationCheckpoint, Config, Experimental, Float8
+from titanlite.config.toml import quote
+
+_AC_OPTION = "activation_checkpoint.selective_ac_option"
+
+
+def compiles_halves(ac: ActivationCheckpoint, float8: Float8, experimental: Experimental) -> bool:
+    """Whether `torch.compile` needs halves of the blocks whose products ranks share.
+
+    Before torch 2.13 whole blocks have wrong gradients. With full recomputation torch cannot divide
+    their graph: it puts a device mesh among the saved tensors. With offload, float8 and
+    asynchronous tensor parallelism the gradients of whole blocks are not tested.
+    """
+    untested = (
+        ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
+    )
+    recomputes_little = _is_by_op(ac) or ac.mode == "none"
+    return untested or not recomputes_little or version("torch") < "2.13"
+
+
+def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
+    """Find what excludes schedules that split a backward into one for inputs and one for weights.
+
+    Yield the reason and the remedy of each.
+    """
+    ac = d.activation_checkpoint
+    reshard = d.training.reshard_after_forward
+    if d.training.compile and "model" in d.compile.components:
+        reason = "a compiled block has one backward, which would run twice or fail"
+        yield reason, 'training.compile = false, or compile.components = ["loss"]'
+    if _is_by_op(ac):
+        reason = f'{_AC_OPTION} = "op" lets a block be run again only once'
+        yield reason, 'activation_checkpoint.mode = "full" or "none"'
+    if d.float8.enable_float8_linear:
+        reason = "a float8 linear has one backward, which would run twice"
+        yield reason, "float8.enable_float8_linear = false"
+    if reshard not in ("default", "never"):
+        frees = f"training.reshard_after_forward = {quote(reshard)} frees the weights in between"
+        remedy = 'training.reshard_after_forward = "default"'
+        yield f"{frees}: they would get no gradient", remedy
+
+
+def needs_whole_groups(d: Config) -> Iterator[str]:
+    """Find what excludes FSDP groups inside of blocks. Yield the reason of each."""
+    if d.training.compile and "model" in d.compile.components:
+        yield "training.compile makes one graph of the block around it"
+    if _is_by_op(d.activation_checkpoint):
+        # torch matches a block's operators by their order, and the second time weights are gathered
+        # at other places.
+        yield f'{_AC_OPTION} = "op" runs the block around it again, by operator'
+    if d.activation_checkpoint.offload:
+        # Weights that stay on the device are listed where the block begins; these are gathered
+        # later.
+        yield (
+            "activation_checkpoint.offload would send its gathered weights to host memory with "
+            "the block's"
+        )
+
+
+def is_below_bf16(d: Config) -> bool:
+    """Whether products are rounded more than those of bf16.
+
+    Then other losses count as equal in the check of a resume, and the MFU, which is of the peak in
+    bf16, says so.
+    """
+    return d.float8.enable_float8_linear
+
+
+def _is_by_op(ac: ActivationCheckpoint) -> bool:
+    """Whether recomputation is decided operator by operator."""
+    return ac.mode == "selective" and ac.selective_ac_option == "op"

@@ -1,0 +1,73 @@
+"""The loss in chunks of the tokens: what titanlite knows of it, moment by moment.
+
+    head.py      a head that computes the loss too, and its way under tensor parallelism
+
+The key is `training.loss_chunks`. head.py needs torch and is imported where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.errors import Problem
+from titanlite.config.rules import Finding
+from titanlite.features.feature import Feature
+from titanlite.utils import counted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.config.loaded import LoadedConfig
+    from titanlite.start.derive import RunConfig
+
+
+class LossChunks(Feature):
+    """The loss in more than one chunk."""
+
+    key = "training.loss_chunks"
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+
+    # Before the ranks start
+
+    def contradictions(self, config: LoadedConfig) -> Iterator[Finding]:
+        """Check that there is a token for each chunk."""
+        d = config.sections
+        pieces = (
+            d.experimental.pipeline_parallel_microbatches or d.experimental.pipeline_parallel_degree
+        )
+        rows = max(d.training.batch_size // pieces, 1)
+        length = max(d.training.seq_len // d.experimental.context_parallel_degree, 1)
+        tokens = rows * length
+        if self.chunks <= tokens:
+            return
+        all_tokens = (
+            f"{counted(tokens, 'tokens')} ({counted(rows, 'sequences')} x "
+            f"{counted(length, 'tokens')})"
+        )
+        message = f"is {self.chunks}, but a rank computes the loss of {all_tokens} at once"
+        yield "conflict", self.key, message, f"take {tokens} at most"
+
+    # On the machine
+
+    def machine_problems(self, run: RunConfig, args: Any | None) -> Iterable[Problem]:
+        """Find what keeps the model from computing its loss in chunks: it is tried."""
+        if args is None:
+            return
+        try:
+            self.apply(run.spec.build_on_meta(args), run.spec.head)
+        except ValueError as error:
+            yield Problem("", self.key, str(error), "set it to 1")
+
+    # The model: `titanlite.parallel.parallelize` calls it first of all
+
+    def apply(self, model: nn.Module, head: str) -> None:
+        """Let a model or pipeline stage on the meta device compute its loss, in place.
+
+        head: name of the linear that computes the logits. Raises ValueError as `chunk_head` does.
+        """
+        from titanlite.features.loss_chunks.head import chunk_head
+
+        chunk_head(model, self.chunks, head)

@@ -1,0 +1,120 @@
+"""The built-in model families. Each is imported when it is asked for. No torch here."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from titanlite.models.spec import Misfit, ModelSpec, ShapeError, names_like, shown
+from titanlite.utils import is_dotted, resolve_as
+
+#: Values of `model.name`.
+_NAMES = ("llama2", "llama3", "mistral", "mixtral", "qwen3", "hf")
+
+
+@functools.cache
+def _builtin(name: str) -> ModelSpec:
+    """Import a family and return its spec."""
+    if name == "mistral":
+        from titanlite.models import mistral
+
+        return mistral.SPEC
+    if name == "mixtral":
+        from titanlite.models import mixtral
+
+        return mixtral.SPEC
+    if name == "qwen3":
+        from titanlite.models import qwen3
+
+        return qwen3.SPEC
+    if name == "hf":
+        from titanlite.models import hf
+
+        return hf.SPEC
+    from titanlite.models.llama import decoder_spec
+    from titanlite.models.llama_shapes import SHAPES
+
+    return decoder_spec(name, SHAPES[name])
+
+
+class _Families(Mapping[str, ModelSpec]):
+    """Name → spec; the names are known without an import of the families."""
+
+    def __getitem__(self, name: str) -> ModelSpec:
+        if name not in _NAMES:
+            raise KeyError(name)
+        return _builtin(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _NAMES
+
+
+#: The built-in models by `model.name`.
+SPECS: Mapping[str, ModelSpec] = _Families()
+
+
+def get_spec(name: str) -> ModelSpec:
+    """Return the spec of a built-in model, or of a dotted path.
+
+    Raises ShapeError for any other name.
+    """
+    if is_dotted(name):
+        try:
+            return resolve_as(
+                name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec"
+            )
+        except ValueError as error:
+            hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
+            raise ShapeError(Misfit(str(error), "name", hint)) from error
+    if name not in SPECS:
+        raise ShapeError(Misfit(f"no model {shown(name)}", "name", names_like(name, SPECS)))
+    return SPECS[name]
+
+
+@functools.cache
+def _model_types() -> dict[str, str]:
+    """Return Hugging Face's `model_type` → the built-in family; of several with one type, the
+    last.
+    """
+    known: dict[str, str] = {}
+    for name, spec in SPECS.items():
+        flavors = list(spec.flavors.values())
+        if not flavors:
+            continue
+        args = replace(flavors[0], vocab_size=1)
+        known[spec.hf_config(args)["model_type"]] = name
+    return known
+
+
+def builtin_family(config: Mapping[str, Any]) -> str | None:
+    """Return the built-in family of a config.json, by its `model_type`; None: there is none."""
+    return _model_types().get(str(config.get("model_type")))
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging
+    Face describes.
+
+    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that
+    titanlite lacks.
+    """
+    builtin = builtin_family(config)
+    family = builtin or "hf"
+    try:
+        return family, SPECS[family].args_from_hf(config)
+    except ValueError as error:
+        if builtin:
+            raise
+        names = ", ".join(sorted(_model_types()))
+        kind = config.get("model_type")
+        raise ValueError(
+            f"model_type is {kind!r}, and there is no such model here: {names}; {error}"
+        ) from error

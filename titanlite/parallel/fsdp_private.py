@@ -1,0 +1,34 @@
+"""The parts of torch's `fully_shard` that are not public, in one place.
+
+`tests/parallel/test_fsdp_private.py` names each private name that titanlite uses, so that a torch
+which lacks one fails there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as FSDPParam
+
+
+def has_parameter_groups(model: nn.Module) -> bool:
+    """Return whether `parameter_groups` finds them: torch 2.11 has another layout."""
+    return hasattr(cast(FSDPModule, model)._get_fsdp_state(), "_fsdp_param_groups")
+
+
+def parameter_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield the groups of parameters (`FSDPParamGroup`) that `fully_shard` has made in a model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from module._get_fsdp_state()._fsdp_param_groups
+
+
+def streams_of(model: nn.Module) -> Any:
+    """Return the CUDA streams (`FSDPCommContext`) of the root, which all its modules share from
+    the first forward pass on.
+    """
+    return cast(FSDPModule, model)._get_fsdp_state()._comm_ctx
