@@ -48,8 +48,11 @@ def test_damaged_newest_is_named_and_the_one_before_is_used(
     write(tmp_path, 5, 6)
     damage(tmp_path / "step-6")
     manifest, passed = find(tmp_path)
-    assert manifest is not None and manifest.step == 5
-    assert len(passed) == 1 and reason in passed[0] and "step-6" in passed[0]
+    assert manifest is not None
+    assert manifest.step == 5
+    assert len(passed) == 1
+    assert reason in passed[0]
+    assert "step-6" in passed[0]
 
 
 def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
@@ -70,7 +73,8 @@ def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
         ):
             use()
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()} == before
-    assert steps_in(tmp_path) == [5, 6] and find(tmp_path, 5)[0] is not None
+    assert steps_in(tmp_path) == [5, 6]
+    assert find(tmp_path, 5)[0] is not None
     assert [entry.state for entry in list_checkpoints(tmp_path)] == ["valid", "newer format"]
 
 
@@ -90,6 +94,8 @@ def test_newest_is_found_by_number_and_a_demanded_step_by_name(tmp_path: Path) -
 def test_known_damage_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path, 4, 5)
     manifest, passed = find(tmp_path, known_bad={5: "a hash differs"})
-    assert manifest is not None and manifest.step == 4 and passed == ["a hash differs"]
+    assert manifest is not None
+    assert manifest.step == 4
+    assert passed == ["a hash differs"]
     with pytest.raises(CheckpointError, match="a hash differs"):
         find(tmp_path, 5, known_bad={5: "a hash differs"})

@@ -84,11 +84,12 @@ def test_saves_work_and_old_checkpoints_stay(
             steps = (RUN, locked.root, first, last)
             pool(2).run(s3.there, locked.environment, train, *steps, every=2, keep_latest_k=1)
         manifest, passed = find(locked.path)
-        assert manifest is not None and manifest.step == 6 and passed == []
+        assert manifest is not None
+        assert manifest.step == 6
+        assert passed == []
         assert steps_in(locked.path) == [2, 4, 6]
-        assert ".metadata" in names(locked.path / "step-6") and ".metadata.tmp" not in names(
-            locked.path / "step-6"
-        )
+        assert ".metadata" in names(locked.path / "step-6")
+        assert ".metadata.tmp" not in names(locked.path / "step-6")
         assert any("manifest.json" in request for request in denied), (
             "it has tried to delete old ones"
         )

@@ -31,7 +31,8 @@ def _left(path: Path, **settings: Any) -> dict[str, Any]:
     check = ResumeCheck(path, 0, HERE, **settings)
     assert _step(check, 4, 9.0) is None
     state = check.at_save(4, "abc")
-    assert _step(check, 5, 2.5) is None and _step(check, 6, 2.25) is None
+    assert _step(check, 5, 2.5) is None
+    assert _step(check, 6, 2.25) is None
     return state
 
 
@@ -68,18 +69,21 @@ def test_the_last_bit_counts_unless_a_setting_has_changed(
 ) -> None:
     state = _left(tmp_path / FILE, tolerance=tolerance)
     result = _step(_again(tmp_path / FILE, state, setting={"ranks": setting}), 5, *now)
-    assert result.verified == verified and part in result.text
+    assert result.verified == verified
+    assert part in result.text
     assert result.text.startswith("RESUME NOT VERIFIED") != verified
 
 
 def test_another_batch_is_named(tmp_path: Path) -> None:
     state = _left(tmp_path / FILE)
     verified, text = _step(_again(tmp_path / FILE, state, batch="xyz"), 5, 2.5)
-    assert not verified and "the next batch is not the one" in text
+    assert not verified
+    assert "the next batch is not the one" in text
     verified, text = _step(
         _again(tmp_path / FILE, state, batch="xyz", changes=("data: d there, x here",)), 5, 7.0
     )
-    assert verified and "as allowed: data: d there, x here" in text
+    assert verified
+    assert "as allowed: data: d there, x here" in text
 
 
 def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
@@ -90,7 +94,8 @@ def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
     _left(path)
     state = ResumeCheck(path, 0, HERE).at_save(4, "abc")
     verified, text = _step(_again(path, state), 5, 2.0)
-    assert verified and "no earlier attempt has left figures of step 5" in text
+    assert verified
+    assert "no earlier attempt has left figures of step 5" in text
     check = _again(path, state)
     assert "bit for bit" in _step(check, 5, 2.0).text and _step(check, 6, 2.25) is None, (
         "it is told once"

@@ -67,7 +67,8 @@ def test_the_readmes_examples_are_what_is_printed(capsys):
         readme,
         re.DOTALL,
     )
-    assert explained is not None and refused is not None
+    assert explained is not None
+    assert refused is not None
     assert main(["config", "explain", explained[1], explained[2]]) == 0
     assert capsys.readouterr().out == explained[3]
     assert main(["config", "check", *refused[1].split(), '"3e-4"']) == 2

@@ -54,10 +54,8 @@ def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> N
         assert (tmp_path / committed.name).read_bytes() == committed.read_bytes()
     readme = (BUNDLED_TOKENIZER.parent / "README.md").read_text()
     for line in said.splitlines():
-        assert (
-            line.split("; ")[1].split(" ")[0] in readme
-            and line.split(", ")[-1].split(" ")[0] in readme
-        )
+        assert line.split("; ")[1].split(" ")[0] in readme
+        assert line.split(", ")[-1].split(" ")[0] in readme
 
 
 def test_the_committed_prompts_are_what_the_script_makes(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("source", [LLAMA3, MARKED])
 def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, source: str) -> None:
-    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = load_tokenizer(str(folder))
     (tmp_path / "own.jinja").write_text(source)
     template = load_template(None if source == LLAMA3 else str(tmp_path / "own.jinja"), ours)
     theirs.chat_template = source
@@ -81,11 +82,9 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
         )
         assert ids.tolist() == expected["input_ids"]
         if source == MARKED:
-            assert (
-                mask.astype(int).tolist() == expected["assistant_masks"]
-                and mask.any()
-                and not mask.all()
-            )
+            assert mask.astype(int).tolist() == expected["assistant_masks"]
+            assert mask.any()
+            assert not mask.all()
             continue
         wanted = []  # each turn is the model's addition to its prompt
         for n, message in enumerate(chat):
@@ -114,7 +113,9 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     from pyarrow import parquet
 
     chats = [[*chat, {"role": "user", "content": str(n)}] for n in range(9) for chat in CHATS]
-    lines, table, out = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "out"
+    lines = tmp_path / "a.jsonl"
+    table = tmp_path / "a.parquet"
+    out = tmp_path / "out"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     parquet.write_table(pyarrow.table({"messages": chats}), table)
     prepare = [
@@ -176,7 +177,8 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
 def test_errors_name_file_and_record(
     folder: Path, tmp_path: Path, messages: Any, source: str, said: str
 ) -> None:
-    path, template = tmp_path / "a.jsonl", tmp_path / "own.jinja"
+    path = tmp_path / "a.jsonl"
+    template = tmp_path / "own.jinja"
     path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (CHATS[0], messages)))
     template.write_text(source)
     line = 1 if messages == CHATS[0] else 2
@@ -195,11 +197,15 @@ def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
     tokenizer = load_tokenizer()
     ids, mask = encode_chat("\ufdd0Good eve\ufdd1\ufdd0ning\ufdd1 to the user", tokenizer)
     after = tokenizer.decode(ids[~mask].tolist())
-    assert len(ids) == len(mask) and mask.any() and after and after in " to the user"
+    assert len(ids) == len(mask)
+    assert mask.any()
+    assert after
+    assert after in " to the user"
 
 
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "a.jsonl", load_tokenizer()
+    path = tmp_path / "a.jsonl"
+    tokenizer = load_tokenizer()
     path.write_text("{}\n")
     chats = [None, ChatTemplate("a"), ChatTemplate("b")]
     stamps = {_stamp([path], tokenizer, 2304, Columns("text", chat=chat)) for chat in chats}
@@ -221,7 +227,8 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
 def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, template = load_tokenizer(), tmp_path / "own.jinja"
+    tokenizer = load_tokenizer()
+    template = tmp_path / "own.jinja"
     tokenizer.folder = str(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(
         b'\xef\xbb\xbf{"model_max_length": 8, "pad_token": "[P]"}'
@@ -239,7 +246,8 @@ def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
 
     monkeypatch.setattr("titanlite.data.chat.read_url", read)
     tokenizer.folder = "https://models"
-    assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens) and asked == []
+    assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens)
+    assert asked == []
     with pytest.raises(DataError, match="brings no chat template"):
         load_template(None, tokenizer)
     assert len(asked) == 2

@@ -248,10 +248,8 @@ def test_without_transformers_the_files_are_copied(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = hf_files(str(llama_2(tmp_path)))
-    assert (
-        found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
-        and "tokenizer.json" not in found
-    )
+    assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
+    assert "tokenizer.json" not in found
 
 
 def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:

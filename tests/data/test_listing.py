@@ -34,7 +34,8 @@ def read(folder: Path | str, **keys: object) -> list[str]:
     rows = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).open(
         source, "data.source[0]", 8, None
     )
-    assert isinstance(rows, PackedDataset) and rows.listing is not None
+    assert isinstance(rows, PackedDataset)
+    assert rows.listing is not None
     places = itertools.pairwise(rows.corpus.offsets.tolist())
     texts = [rows.corpus.read(begin, end)[1:-1].tolist() for begin, end in places]
     return [TOKENIZER.decode(ids) for ids in texts]
@@ -122,7 +123,8 @@ def test_each_line_of_a_refusal_reads_one_text_and_all_lines_read_all(
     assert lines[1] == "  one of these lines in [[data.source]], number 1 says which is meant:"
     keys = [loads(line.strip()) for line in lines[2:] if "=" in line]
     found = [read(line["path"]) for line in keys if "path" in line]
-    assert len(found) > 1 and sorted(name for part in found for name in part) == sorted(names)
+    assert len(found) > 1
+    assert sorted(name for part in found for name in part) == sorted(names)
     assert {len({Path(name).suffix for name in part}) for part in found} == {1}
     splits = [
         read(folder, split=line["split"]) for line in keys if line.get("split", "all") != "all"
@@ -219,7 +221,8 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
         ours = {
             split: sorted(Path(n).name for n in read(folder, split=split)) for split in expected
         }
-        assert ours == expected and len(expected) > 1
+        assert ours == expected
+        assert len(expected) > 1
 
 
 def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_path: Path) -> None:

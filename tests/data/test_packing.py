@@ -110,13 +110,15 @@ def test_every_token_is_a_target_once_per_epoch(
 def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> None:
     endless = PackedDataset(corpus, seq_len=64, seed=3)
     stream = stream_of(corpus, 12, 3)
-    assert stream[:599] != stream[599:1198] and sorted(stream[:599]) == sorted(stream[599:1198])
+    assert stream[:599] != stream[599:1198]
+    assert sorted(stream[:599]) == sorted(stream[599:1198])
     for i in np.random.default_rng(0).permutation(101).tolist():
         tokens, labels, _ = endless.sequence(i)
         start = endless.window(i) * 64
         assert tokens.tolist() == stream[start : start + 64]
         assert labels.tolist() == stream[start + 1 : start + 65]
-    assert endless._epoch.cache_info().currsize <= 3 and endless._order.cache_info().currsize <= 2
+    assert endless._epoch.cache_info().currsize <= 3
+    assert endless._order.cache_info().currsize <= 2
     other = PackedDataset(corpus, seq_len=64, seed=4)
     assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
 

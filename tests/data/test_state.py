@@ -83,7 +83,8 @@ def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str],
     """Each value at each place: a row comes, or a DataError; nothing else, such as an
     IndexError.
     """
-    state, refused = _state(names, kind), 0
+    state = _state(names, kind)
+    refused = 0
     assert state["left_out"] == [[8, 16]]
     for path in _paths(state):
         for value in HOSTILE if path else ():

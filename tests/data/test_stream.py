@@ -35,7 +35,9 @@ def test_each_lane_serves_each_of_its_documents_once_per_epoch(
     rows = make_stream(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
     seen: Counter[int] = Counter()
     for lane in range(lanes):
-        epochs, tokens, count = Counter(), [], 0
+        epochs = Counter()
+        tokens = []
+        count = 0
         while (
             epochs.total() < 3 * sum(sizes) // lanes
         ):  # documents by their BOS; the token after it has the number
@@ -56,7 +58,8 @@ def test_labels_are_the_next_tokens_over_windows(names) -> None:
 
 
 #: Sequences of a step, and steps of a run.
-SIZE, STEPS = 24, 8
+SIZE = 24
+STEPS = 8
 
 
 def steps_of(names: list[str]) -> list[list[list[int]]]:
@@ -138,7 +141,8 @@ def test_a_resume_reads_no_shard_that_is_done(names, opened) -> None:
     resumed = make_stream(names, lanes=1)
     resumed.load_state_dict(state)
     resumed.sequence(45)
-    assert state["cursors"][0][3] > 0 and state["cursors"][0][4] in [row for _, row in opened]
+    assert state["cursors"][0][3] > 0
+    assert state["cursors"][0][4] in [row for _, row in opened]
 
 
 def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monkeypatch) -> None:
@@ -147,23 +151,24 @@ def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monke
     reads = sorted(opened)
     opened.clear()
     monkeypatch.setattr("titanlite.data.stream._KEPT_BYTES", 1)
-    late, found = make_stream(names), []
+    late = make_stream(names)
+    found = []
     for step in range(STEPS):  # a step is logged while those after it are prepared
         for i in range(SIZE * (step + 3 if step else 0), SIZE * min(step + 4, STEPS)):
             late.sequence(i)
         found += [late.documents_in(i) for i in range(SIZE * step, SIZE * (step + 1))]
-    assert found == wanted and sorted(opened) == reads
+    assert found == wanted
+    assert sorted(opened) == reads
 
 
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
     row = make_stream(names, mask_documents=True).sequence(0)
-    assert (
-        row.documents is not None
-        and row.documents[0] == 0
-        and set(np.diff(row.documents)) == {0, 1}
-    )
+    assert row.documents is not None
+    assert row.documents[0] == 0
+    assert set(np.diff(row.documents)) == {0, 1}
     borders = np.flatnonzero(np.diff(row.documents))
-    assert all(row.labels[borders] == IGNORE) and all(row.tokens[borders] == 2)
+    assert all(row.labels[borders] == IGNORE)
+    assert all(row.tokens[borders] == 2)
 
 
 def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names) -> None:

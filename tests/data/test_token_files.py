@@ -109,10 +109,8 @@ def test_every_token_is_a_target_once_per_epoch(
     inputs: list[int] = []
     targets: list[int] = []
     for row in map(rows.sequence, order):
-        assert (
-            row.tokens.shape == row.labels.shape == (seq_len,)
-            and row.tokens.dtype == row.labels.dtype == np.int64
-        )
+        assert row.tokens.shape == row.labels.shape == (seq_len,)
+        assert row.tokens.dtype == row.labels.dtype == np.int64
         inputs += row.tokens[row.labels != IGNORE].tolist()
         targets += row.labels[row.labels != IGNORE].tolist()
     assert (inputs, targets) == (stream[:-1], stream[1:])
@@ -137,7 +135,8 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
         ]
         assert numbers_in(rows, n) == expected
         numbers = rows.sequence(n).documents
-        assert numbers is not None and numbers.dtype == np.int32
+        assert numbers is not None
+        assert numbers.dtype == np.int32
         changes = np.diff(owner[span][:7]) != 0
         borders = np.diff(owner[span]) != 0
         assert (rows.sequence(n).labels[: len(borders)][borders] == IGNORE).all()
@@ -205,7 +204,8 @@ def test_text_beside_arrays_and_indexes_of_other_programs_stays_text(tmp_path: P
     np.save(tmp_path / "lengths.npy", np.arange(10))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "a.jsonl.idx").write_bytes(b"")
-    assert not is_tokens(str(tmp_path / "a.jsonl")) and not is_tokens(str(tmp_path))
+    assert not is_tokens(str(tmp_path / "a.jsonl"))
+    assert not is_tokens(str(tmp_path))
     for name in ("a.jsonl", "a.jsonl.idx"):
         (tmp_path / name).unlink()
     assert is_tokens(str(tmp_path))
@@ -226,7 +226,8 @@ def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
         match=r"a.npy, token 1,500 \(from 0\): id -1 is outside the model's vocabulary of 2304",
     ):
         rows_of(tmp_path / "a.npy")
-    ids[1_500], ids[9_000] = 1, SIZE
+    ids[1_500] = 1
+    ids[9_000] = SIZE
     np.save(tmp_path / "a.npy", ids)
     rows = rows_of(tmp_path / "a.npy", shuffle=False)  # the sample at the start has missed it
     with pytest.raises(DataError, match=r"a.npy, token 9,000 \(from 0\): id 2304"):

@@ -110,7 +110,8 @@ def hosts(count: int, name: str = "host") -> Iterator[list[Host]]:
             _ip("-n", switch, "link", "add", "switch", "type", "bridge")
             _ip("-n", switch, "link", "set", "switch", "up")
             for i, one in enumerate(machines):
-                port, inside = f"port{i}", ("-n", one.namespace)
+                port = f"port{i}"
+                inside = ("-n", one.namespace)
                 _ip(
                     *inside,
                     "link",

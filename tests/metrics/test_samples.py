@@ -62,14 +62,13 @@ def test_samples_do_not_touch_training_and_are_equal_in_every_layout(
     pool: Pools, on_one: dict[str, Any], tmp_path: Path, layout: str
 ) -> None:
     found = pool(2).run(_both, str(tmp_path), *LAYOUTS[layout])[0]
-    rows, prompts = found["samples"], ("In the beginning", "And")
+    rows = found["samples"]
+    prompts = ("In the beginning", "And")
     assert [(row["step"], row["prompt"]) for row in rows] == [
         (s, p) for s in (1, 2) for p in prompts
     ]
-    assert (
-        all(row["tokens"] == 9 or row["finish"] == "stop" for row in rows)
-        and len({row["text"] for row in rows}) > 1
-    )
+    assert all(row["tokens"] == 9 or row["finish"] == "stop" for row in rows)
+    assert len({row["text"] for row in rows}) > 1
     assert rows == on_one["samples"]
     assert not any("compiled" in line and "again" in line for line in found["said"]), (
         "the samples run uncompiled"
@@ -99,6 +98,7 @@ def test_what_cannot_be_sampled_is_refused_before_the_model_is_built(
     pool: Pools, tmp_path: Path
 ) -> None:
     (said,) = pool(1).run(_refused, str(tmp_path))
-    assert "sample.prompts" in said and "lower sample.max_tokens" in said
+    assert "sample.prompts" in said
+    assert "lower sample.max_tokens" in said
     with pytest.raises(ConfigError, match=r"sample\.prompts.*pipeline_parallel_degree"):
         load_config("debug_model.toml", 2, [*PROMPTS, "--experimental.pipeline_parallel_degree=2"])

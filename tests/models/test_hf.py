@@ -66,7 +66,8 @@ def _compare(
     weights = {name: _whole(p) for name, p in parts.model.named_parameters()}
     theirs = reference(family, weights)
     tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(1))
-    found, expected = parts.model(tokens), theirs(tokens).logits
+    found = parts.model(tokens)
+    expected = theirs(tokens).logits
     for logits in (found, expected):
         cross_entropy_sum(logits, tokens.roll(-1, 1)).div(64).backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
@@ -95,9 +96,11 @@ def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
 ) -> None:
     flags = config_flags(tmp_path, written(tmp_path, family))
     for logits, gradients, weights, shards in pool(2).run(_compare, flags, family):
-        assert logits < 1e-5 and gradients < 2e-5
+        assert logits < 1e-5
+        assert gradients < 2e-5
         args = args_from_hf(content(family))
-        assert set(weights) == set(SPEC.hf_names(args)) and shards == len(weights)
+        assert set(weights) == set(SPEC.hf_names(args))
+        assert shards == len(weights)
         assert sum(w.size for w in weights.values()) == SPEC.count_parameters(args)
         assert bool(SPEC.tied(args)) == (family in TIED)
         for name, weight in weights.items():
@@ -184,7 +187,8 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
 @pytest.mark.parametrize("variant", ["gqa", "tied", "all"])
 def test_a_llama_is_the_same_model_by_both_names(variant: str) -> None:
     args = VARIANTS[variant]
-    ours, llama = built(args), get_spec("llama3")
+    ours = built(args)
+    llama = get_spec("llama3")
     theirs = args_from_hf(llama.hf_config(args))
     model = SPEC.build(theirs)
     model.load_state_dict(llama.to_hf(ours.state_dict(), args), strict=not args.tied)
@@ -210,9 +214,8 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
         ).max_seq_len
         == 2048
     )
-    assert (
-        SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
-    )
+    assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"]
+    assert again.vocab_size == 2304
     assert (
         args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules
         == args.skeleton.rules
@@ -290,7 +293,8 @@ def test_config_check_names_what_is_wrong(
     with pytest.raises(ConfigError) as caught:
         check_config([f"--job.config_file={TOML}", *flags], 2, training=False)
     (problem,) = caught.value.problems
-    assert problem.key == key and words in f"{problem.message}; {problem.hint}"
+    assert problem.key == key
+    assert words in f"{problem.message}; {problem.hint}"
 
 
 def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:

@@ -99,8 +99,13 @@ def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
 
 def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> None:
     torch.manual_seed(0)
-    n_heads, head_dim, dim, seq = 4, 16, 64, 10
-    x, wq, wk = torch.randn(seq, dim), torch.randn(dim, dim), torch.randn(dim, dim)
+    n_heads = 4
+    head_dim = 16
+    dim = 64
+    seq = 10
+    x = torch.randn(seq, dim)
+    wq = torch.randn(dim, dim)
+    wk = torch.randn(dim, dim)
     rotation = Llama(ARGS).rope(seq)
 
     def ours(weight: Tensor) -> Tensor:

@@ -85,5 +85,7 @@ def test_a_large_model_keeps_few_checkpoints(name: str) -> None:
     if not section.enable_checkpoint:
         return
     kept = kept_at_once(section, steps, 1.0, validated=False)
-    assert kept is not None and section.keep_latest_k == 3 and kept <= 15
+    assert kept is not None
+    assert section.keep_latest_k == 3
+    assert kept <= 15
     assert not section.keep_every or section.keep_every % section.interval == 0

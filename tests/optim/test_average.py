@@ -143,9 +143,8 @@ def test_commands_take_the_average(
 
     convert(root, tmp_path / "hf", "hf", ema=True)
     expected = load_model(_arguments(tmp_path / "hf", False)).model(torch.arange(8)[None])
-    assert torch.equal(logits(True), expected) and not torch.allclose(
-        logits(False), expected, atol=1e-4
-    )
+    assert torch.equal(logits(True), expected)
+    assert not torch.allclose(logits(False), expected, atol=1e-4)
     assert (
         main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"])
         == exit_codes.CHECKPOINT
@@ -165,11 +164,9 @@ def _arguments(path: Path, ema: bool) -> argparse.Namespace:
 def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
     pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:
-    flags, folder, root = (
-        [*EMA, "--no-validation.enable"],
-        tmp_path / "run",
-        tmp_path / "run" / "checkpoint",
-    )
+    flags = [*EMA, "--no-validation.enable"]
+    folder = tmp_path / "run"
+    root = tmp_path / "run" / "checkpoint"
     shutil.copytree(straight[0] / "step-3", root / "step-3")
     pool(2).run(train_run, str(folder), *flags)
     assert unequal(root / "step-6", straight[0] / "step-6") == []

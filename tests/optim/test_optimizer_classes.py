@@ -74,7 +74,8 @@ def follow(
 
 
 def test_a_class_gets_the_rate_its_arguments_and_the_groups() -> None:
-    ours, theirs = parameters(), parameters()
+    ours = parameters()
+    theirs = parameters()
     groups = [OptimizerGroup(pattern="norm", lr=5e-3, weight_decay=0.25)]
     settings = Optimizer(
         name="torch.optim:SGD",
@@ -138,9 +139,8 @@ def test_config_check_compares_arguments_with_the_source(tmp_path: Path) -> None
     assert load([sgd, "--optimizer.args.momentum=0.9"]).value("optimizer.name") == "torch.optim:SGD"
     text = problems(sgd, "--optimizer.args.momentun=0.9", "--optimizer.args.lr=1")
     assert "optimizer.args.momentun: 'torch.optim:SGD' has no argument of this name" in text
-    assert (
-        "nearest: momentum" in text and "optimizer.args.lr: titanlite gives this argument" in text
-    )
+    assert "nearest: momentum" in text
+    assert "optimizer.args.lr: titanlite gives this argument" in text
     (tmp_path / "own.py").write_text(OWN + "\nraise SystemExit('imported')\n")
     own = f"--optimizer.name={tmp_path}/own.py"
     assert "needs the argument power" in problems(f"{own}:Decayed")

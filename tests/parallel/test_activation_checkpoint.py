@@ -178,10 +178,8 @@ def test_weights_are_gathered_no_more_often(
     """A block is gathered once for the backward, in which its recomputation lies."""
     run = replace(RUN, training=full_precision(reshard_after_forward=reshard, **groups))
     plain = pool(2).run(count_collectives, run)[0]
-    gathers, blocks = (
-        plain[GATHER, torch.float32],
-        (2 if reshard == "always" else 1) * (FOUR.n_layers + 2),
-    )
+    gathers = plain[GATHER, torch.float32]
+    blocks = (2 if reshard == "always" else 1) * (FOUR.n_layers + 2)
     assert gathers > blocks if groups else gathers == blocks
     for activations in settings:
         assert pool(2).run(count_collectives, replace(run, activations=activations))[0] == plain
@@ -211,7 +209,9 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
     trace = {mode: traced(settings).total_bytes for mode, settings in MODES.items()}
     # [batch, seq] = 128 tokens of fp32: a block keeps its input alone, or with wq, wv, w1, w2,
     # attention and its lse.
-    tokens, ffn, heads = 4 * 32 * 4, FOUR.ffn_width, FOUR.n_heads
+    tokens = 4 * 32 * 4
+    ffn = FOUR.ffn_width
+    heads = FOUR.n_heads
     assert trace["full"] == 4 * tokens * FOUR.dim
     assert trace["op"] == 4 * tokens * (FOUR.dim * 4 + FOUR.kv_heads * FOUR.head_dim + ffn + heads)
     assert trace["every"] == (trace["none"] + trace["full"]) // 2

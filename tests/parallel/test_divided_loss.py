@@ -19,7 +19,9 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 
 IGNORE = -100
-ROWS, SEQ, VOCAB = 3, 17, 240
+ROWS = 3
+SEQ = 17
+VOCAB = 240
 
 
 def _batch(vocab: int = VOCAB, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +58,8 @@ def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, to
     """Return value and gradient in float64, from the formulas alone."""
     logits, labels = _batch()
     exact = logits.to(dtype).double().requires_grad_()
-    rows, targets = exact.flatten(0, 1), labels.flatten()
+    rows = exact.flatten(0, 1)
+    targets = labels.flatten()
     objective = F.cross_entropy(rows, targets, label_smoothing=smoothing, reduction="sum")
     (3 * (objective + z * rows[targets != IGNORE].logsumexp(-1).square().sum())).backward()
     assert exact.grad is not None

@@ -186,7 +186,8 @@ def test_stages_lie_on_ranks_as_the_schedule_runs_them() -> None:
     points = ("layers.1", "layers.2", "layers.3")
     assert split_stages(COSTS, 2, "LoopedBFS", points).ranks == (0, 1, 0, 1)
     layout = split_stages(COSTS, 2, "ZBVZeroBubble", points)
-    assert layout.ranks == (0, 1, 1, 0) and layout.on(0) == [0, 3]
+    assert layout.ranks == (0, 1, 1, 0)
+    assert layout.on(0) == [0, 3]
     assert layout.stages[3] == ("layers.3", "norm", "output")
     assert split_stages(COSTS, 3, "1F1B", ("norm", "output")).stages[1:] == (("norm",), ("output",))
 
@@ -199,7 +200,8 @@ class Nested(nn.Module):
         self.table = nn.Embedding(8, 4)
         self.scale = nn.Parameter(torch.ones(4)) if scaled else None
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8)
 
 
 def _cut(world: DistEnv, scaled: bool) -> str:

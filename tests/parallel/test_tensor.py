@@ -106,7 +106,8 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
     """Four of each a block, one each for embedding and head; all-reduces for norms' weights and for
     the loss alone.
     """
-    blocks, norms = 2, 5
+    blocks = 2
+    norms = 5
     for counts in pool(2).run(_profile, replace(RUN, **changes)):
         assert counts["reduce_scatter_tensor"] == 4 * blocks + 2
         assert counts["all_gather_into_tensor"] == 4 * blocks + 2 + gathers
@@ -117,7 +118,8 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
 
 
 def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
-    mesh, loss = run.mesh(world.size), _loss(run)
+    mesh = run.mesh(world.size)
+    loss = _loss(run)
     model, _, take = stepper(world, run, max_norm=1e9, layer_norms=True, loss_function=loss)
     data = micro_batches(run, 0, world.rank // mesh.tensor, mesh.dp_degree)
     duplicates = ReplicationFactors(mesh.tensor, mesh.tensor)

@@ -77,7 +77,8 @@ def unequal(left: AnyPath, right: AnyPath) -> list[str]:
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """The same tensors under the same names, bit for bit."""
-    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 def train(
@@ -106,7 +107,9 @@ def train(
     try:
         loaded = checkpointer.load(model, optimizer, expected)
         assert (loaded.step if loaded else 0) == first - 1
-        losses, draws, outcomes = [], [], []
+        losses = []
+        draws = []
+        outcomes = []
         for step in range(first, last + 1):
             losses.append(
                 take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item()

@@ -12,7 +12,9 @@ from tests.support.pool import Pools
 from tests.support.reference import Curve, train_reference
 from titanlite.models import get_spec
 
-STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
+STEPS = 20
+GLOBAL_BATCH = 8
+SEQ = 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
 #: Several documents in each sequence.
 DOCUMENTS = (

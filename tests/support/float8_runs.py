@@ -31,11 +31,14 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-REAL, EMULATED = Float8(enable_float8_linear=True), Float8(enable_float8_linear=True, emulate=True)
+REAL = Float8(enable_float8_linear=True)
+EMULATED = Float8(enable_float8_linear=True, emulate=True)
 GATHERED = changed(EMULATED, enable_fsdp_float8_all_gather=True)
 PRECOMPUTED = changed(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 #: Linears of TINY that are converted: seven in each of two blocks, and their parameters.
-LINEARS, CONVERTED, TOTAL = 14, 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192), 123_200
+LINEARS = 14
+CONVERTED = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
+TOTAL = 123_200
 
 
 def recipe(name: str, float8: Float8 = EMULATED) -> Float8:

@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 from tests.support.tiny import TWENTY_STEPS
 from titanlite.tools.drill.ranks import check, train
 
-STEPS, MORE, BAD_STEP = 20, 24, 5
+STEPS = 20
+MORE = 24
+BAD_STEP = 5
 #: Beside `TWENTY_STEPS`.
 FLAGS = [
     "--guard.policy=skip",

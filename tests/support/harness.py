@@ -37,11 +37,10 @@ TINY = LlamaArgs(
 )
 
 #: Ways to recompute.
-NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
-EVERY_2, OP = (
-    ActivationCheckpoint(selective_ac_option="2"),
-    ActivationCheckpoint(selective_ac_option="op"),
-)
+NONE = ActivationCheckpoint(mode="none")
+FULL = ActivationCheckpoint(mode="full")
+EVERY_2 = ActivationCheckpoint(selective_ac_option="2")
+OP = ActivationCheckpoint(selective_ac_option="op")
 MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
 #: A linear in the middle of the model.
 W2 = "layers.1.feed_forward.w2"
@@ -162,7 +161,8 @@ def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
     """This rank's share of a global batch, dealt out as the loader deals: sequence i goes to rank i
     mod degree.
     """
-    tokens, labels = run.tokens[step, rank::degree], run.labels[step, rank::degree]
+    tokens = run.tokens[step, rank::degree]
+    labels = run.labels[step, rank::degree]
     whole = (
         [tokens, labels]
         if run.documents is None
@@ -194,7 +194,8 @@ def alone(
     """
     most = int(documents.max()) + 1
     size = torch.Size([len(tokens), tokens.size(1) * most, tokens.size(2)])
-    apart, targets = torch.zeros(size, dtype=torch.int64), torch.full(size, -100)
+    apart = torch.zeros(size, dtype=torch.int64)
+    targets = torch.full(size, -100)
     for step, row in torch.cartesian_prod(
         torch.arange(size[0]), torch.arange(tokens.size(1))
     ).tolist():
@@ -320,7 +321,8 @@ def batches(
     """
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(0, vocab, (steps, global_batch, seq_len + 1), generator=generator)
-    tokens, labels = window[..., :-1].contiguous(), window[..., 1:].clone()
+    tokens = window[..., :-1].contiguous()
+    labels = window[..., 1:].clone()
     lengths = torch.randint(1, seq_len + 1, (steps, global_batch), generator=generator)
     lengths[:, 0] = 1
     labels[torch.arange(seq_len) >= lengths[..., None]] = -100

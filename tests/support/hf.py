@@ -76,32 +76,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi": {**SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "gpt2": {
-        **{
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 256,
-            "vocab_size": 2304,
-            "bos_token_id": 1,
-        },
-        **{"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "vocab_size": 2304,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
     },
 }
 
 
 FLAGS = [
-    *[
-        "--training.seq_len=32",
-        "--training.batch_size=2",
-        "--training.global_batch_size=4",
-        "--metrics.log_freq=1",
-    ],
-    *[
-        "--training.warmup_steps=1",
-        "--lr_scheduler.total_steps=4",
-        "--no-validation.enable",
-        KEPT_TOKENS,
-    ],
+    "--training.seq_len=32",
+    "--training.batch_size=2",
+    "--training.global_batch_size=4",
+    "--metrics.log_freq=1",
+    "--training.warmup_steps=1",
+    "--lr_scheduler.total_steps=4",
+    "--no-validation.enable",
+    KEPT_TOKENS,
 ]
 
 

@@ -14,7 +14,9 @@ from titanlite.runs.lock import (
 
 def compete(place: AnyPath, count: int) -> tuple[int, int]:
     """Take a lock from so many threads at once; how many held it and how many were refused."""
-    gate, over, outcomes = threading.Barrier(count), threading.Event(), list[str]()
+    gate = threading.Barrier(count)
+    over = threading.Event()
+    outcomes = list[str]()
 
     def attempt() -> None:
         gate.wait()

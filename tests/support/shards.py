@@ -39,7 +39,8 @@ def write_c4(root: Path, shards: int) -> None:
     folder = root / "datasets/allenai/c4/en"
     folder.mkdir(parents=True)
     (folder.parent / "README.md").write_text(CARD)
-    lines, size = LINES.splitlines(), len(TEXTS) // shards
+    lines = LINES.splitlines()
+    size = len(TEXTS) // shards
     for k in range(shards):
         content = gzip.compress(b"\n".join(lines[k * size : (k + 1) * size]))
         (folder / f"c4-train.{k:05}-of-{shards:05}.json.gz").write_bytes(content)
@@ -59,7 +60,8 @@ def encode(record: Record) -> tuple[np.ndarray, int]:
 
 def write_shards(folder: Path, sizes: list[int]) -> list[str]:
     """Write files of so many documents; their texts count on over all files."""
-    first, names = 0, []
+    first = 0
+    names = []
     for number, size in enumerate(sizes):
         path = folder / f"part-{number:02}.jsonl.gz"
         lines = "".join(json.dumps({"text": str(first + i)}) + "\n" for i in range(size))

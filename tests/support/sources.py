@@ -12,12 +12,15 @@ from titanlite.data.rows import Row, Rows
 class Numbers(Rows):
     """A source whose row i holds i; a stream notes the lanes that were asked for."""
 
-    seq_len, tokens_per_epoch, fingerprint = 2, None, "ab" * 32
+    seq_len = 2
+    tokens_per_epoch = None
+    fingerprint = "ab" * 32
     total_sequences: int | None = None
     settings: dict[str, Any] = {"shuffle": True}
 
     def __init__(self, total: int | None = None, lanes: int | None = None) -> None:
-        self.total_sequences, self.noted_lanes = total, lanes
+        self.total_sequences = total
+        self.noted_lanes = lanes
         self.asked: set[int] = set()
 
     def sequence(self, index: int) -> Row:

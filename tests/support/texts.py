@@ -55,19 +55,15 @@ def write_files(folder: Path, *names: str) -> Path:
 
 
 CLONE = [
-    *(
-        "README.md",
-        "LICENSE.txt",
-        ".git/a.jsonl",
-        ".gitattributes",
-        "dataset_infos.json",
-        "data/_SUCCESS",
-    ),
-    *(
-        "data/train-00000-of-00002.parquet",
-        "data/train-00001-of-00002.parquet",
-        "data/test-00000-of-00001.parquet",
-    ),
+    "README.md",
+    "LICENSE.txt",
+    ".git/a.jsonl",
+    ".gitattributes",
+    "dataset_infos.json",
+    "data/_SUCCESS",
+    "data/train-00000-of-00002.parquet",
+    "data/train-00001-of-00002.parquet",
+    "data/test-00000-of-00001.parquet",
 ]
 
 

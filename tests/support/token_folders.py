@@ -30,7 +30,8 @@ def write_prepared(
     masked: of each document.
     """
     folder.mkdir()
-    parts, at = [], 0
+    parts = []
+    at = 0
     for number, documents in enumerate(lengths):
         offsets = np.cumsum([0, *documents], dtype="<i8")
         content = {

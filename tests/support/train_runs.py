@@ -14,7 +14,8 @@ from titanlite.tools.drill.faults import NO_FAULT, Fault
 from titanlite.tools.hub.tensors import Contents, compare
 from titanlite.utils import read_lines
 
-STEPS, INTERVAL = 8, 2
+STEPS = 8
+INTERVAL = 2
 TINY = [
     "--job.config_file=debug_model.toml",
     *EIGHT_STEPS,

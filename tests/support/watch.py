@@ -17,7 +17,9 @@ from tests.support.harness import (
 )
 from titanlite.parallel.dist_env import DistEnv
 
-GATHER, REDUCE, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
+GATHER = "allgather_base"
+REDUCE = "reduce_scatter_base"
+SUM = "allreduce"
 
 
 class Watch(TorchDispatchMode):

@@ -44,7 +44,8 @@ def outcome_of(trainer: Trainer, folder: str) -> dict[str, Any]:
             trainer.train()
         except (CheckpointError, BadStepError, StopRequested) as error:
             found = {"error": str(error), "code": exit_codes.code_of(error)}
-    events, rows = Path(folder) / "guard.jsonl", Path(folder) / "metrics.jsonl"
+    events = Path(folder) / "guard.jsonl"
+    rows = Path(folder) / "metrics.jsonl"
     found["events"] = (
         [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     )

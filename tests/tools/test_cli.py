@@ -53,9 +53,8 @@ def test_flags_stand_before_and_behind_the_file(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, "config", "check", *words.split(), code=0)
-    assert (
-        "  steps          5, " in text and "files          train_configs/debug_model.toml" in text
-    )
+    assert "  steps          5, " in text
+    assert "files          train_configs/debug_model.toml" in text
 
 
 def test_words_that_belong_to_a_flag() -> None:
@@ -85,7 +84,8 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         "launch --dry-run --launch.gpus_per_node 2 local debug_model.toml",
     ]
     first, *others = [printed(capsys, *order.split(), code=0) for order in orders]
-    assert "titanlite run" in first and others == [first, first]
+    assert "titanlite run" in first
+    assert others == [first, first]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,8 @@ def test_wrong_options_show_the_usage_of_their_command(
     words: str, usage: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, *words.split(), code=exit_codes.CONFIG)
-    assert text.startswith(f"usage: {usage}") and expected in text
+    assert text.startswith(f"usage: {usage}")
+    assert expected in text
 
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,11 +106,13 @@ def test_the_command_prints_one_json_object(
         [*command, "--validation.batch_size=8"], capture_output=True, text=True, cwd=tmp_path
     )
     found = json.loads(done.stdout)
-    assert done.returncode == 0 and (found["step"], found["ranks"]) == (2, 1)
+    assert done.returncode == 0
+    assert (found["step"], found["ranks"]) == (2, 1)
     assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
         "twice the batch on half the ranks"
     )
-    assert found["tokens"] == row["validation_tokens"] and set(found["sources"]) == {
+    assert found["tokens"] == row["validation_tokens"]
+    assert set(found["sources"]) == {
         "c4_test",
         "c4_validation",
     }
@@ -123,11 +125,9 @@ def test_torchrun_starts_its_ranks_and_one_prints_the_table(
     command = [sys.executable, "-m", "titanlite", "evaluate", str(trained[0]), "--nproc-per-node=2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     title, head, *rows = done.stdout.splitlines()
-    assert (
-        done.returncode == 0
-        and title.endswith("step-2")
-        and head.split() == ["text", "loss", "perplexity", "tokens"]
-    )
+    assert done.returncode == 0
+    assert title.endswith("step-2")
+    assert head.split() == ["text", "loss", "perplexity", "tokens"]
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
 
@@ -145,7 +145,5 @@ def test_weights_of_another_tokenizer_are_refused(
         read_texts(run, step, manifest)
     with pytest.raises(ConfigError, match="tensor_parallel 3"):
         config_of(step, manifest, None, ["--training.tensor_parallel_degree=3"], 1)
-    assert (
-        main(["evaluate", str(tmp_path), "--nproc-per-node=2"]) == 4
-        and "holds no checkpoints" in capsys.readouterr().err
-    )
+    assert main(["evaluate", str(tmp_path), "--nproc-per-node=2"]) == 4
+    assert "holds no checkpoints" in capsys.readouterr().err

@@ -51,7 +51,8 @@ class Note(Callback):
         self.complete = all(p.grad is not None for p in trainer.parts.model.parameters())
 
     def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        assert self.complete and result.loss.ndim == 0
+        assert self.complete
+        assert result.loss.ndim == 0
         self.calls.append(("step", trainer.step))
 
     def on_log(self, trainer: Trainer, figures: Any) -> None:
@@ -200,10 +201,8 @@ class Needs(Callback):
 def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        resolve("os.path:join") is os.path.join
-        and resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
-    )
+    assert resolve("os.path:join") is os.path.join
+    assert resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.py").write_text(SOURCE)
     (tmp_path / "here.py").write_text(SOURCE)
@@ -249,11 +248,9 @@ def test_what_cannot_be_loaded_is_a_config_error(
         load_callbacks([path, "os:also_missing"], "run.toml:7")
     problem, other = caught.value.problems
     assert (problem.key, problem.where) == ("job.callbacks", "run.toml:7")
-    assert (
-        repr(path) in problem.message
-        and words in problem.message
-        and "also_missing" in other.message
-    )
+    assert repr(path) in problem.message
+    assert words in problem.message
+    assert "also_missing" in other.message
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
 
 
@@ -300,7 +297,9 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
     """The step at each process group that was made, in a run that saves in the background; -1:
     before the trainer.
     """
-    real, made, trainer = distributed_c10d._new_process_group_helper, list[int](), None
+    real = distributed_c10d._new_process_group_helper
+    made = list[int]()
+    trainer = None
 
     def make(*args: Any, **more: Any) -> Any:
         made.append(trainer.step if trainer else -1)

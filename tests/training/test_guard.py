@@ -33,7 +33,8 @@ CPU = torch.device("cpu")
 TOKENS, LABELS = batches(6, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 6)
 BAD = 3
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def _train(
@@ -114,7 +115,10 @@ def _spread(**changes: Any) -> Any:
     [
         (replace(RUN, implementation="foreach"), NAN),
         *(_spread(implementation=name) for name in ("fused", "for-loop")),
-        *(_spread(accumulation=2), _spread(tensor=2), _spread(context=2), _spread(pipeline=2)),
+        _spread(accumulation=2),
+        _spread(tensor=2),
+        _spread(context=2),
+        _spread(pipeline=2),
     ],
     ids=["foreach", "fused", "for-loop", "accumulation", "tensor", "context", "pipeline"],
 )
@@ -207,7 +211,8 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
             kept = [*kept, loss][-window:]
         else:
             flagged.append(step)
-    assert flagged == [bad.step for bad in guard.skipped()] and 2 < len(flagged) < 100
+    assert flagged == [bad.step for bad in guard.skipped()]
+    assert 2 < len(flagged) < 100
 
 
 def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
@@ -264,7 +269,8 @@ def test_the_end_of_a_budget_names_the_step_whose_weights_there_are() -> None:
     guard.load_state_dict(saved)
     _feed(guard, 29, 9.0)
     (skipped,) = guard.skipped()
-    assert "step 29: " in str(skipped) and "the weights are those after step 27" in str(skipped)
+    assert "step 29: " in str(skipped)
+    assert "the weights are those after step 27" in str(skipped)
     with pytest.raises(
         BadStepError, match="step 30: .*the weights are those after step 27"
     ) as caught:

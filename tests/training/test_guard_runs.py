@@ -99,18 +99,20 @@ def test_skip_goes_on_and_records_the_documents(golden: GoldenRun) -> None:
     text = read_datasets(load_config(str(golden.folder / "config.toml"), 2)).train
     assert event["documents"] == {str(n): names_in(text, n) for n in range(32, 40)}
     (line,) = [line for line in golden.console()[0] if "Skipped" in line]
-    assert (
-        line.startswith("WARNING: step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
-    )
+    assert line.startswith("WARNING: step 5: loss nan")
+    assert "rank 1" in line
+    assert "guard.jsonl" in line
 
 
 SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]
 SHORT = ["--checkpoint.interval=4", "--training.steps=9", *SPIKES]
-ROLLBACK, ASYNC = "--guard.policy=rollback", "--checkpoint.async_mode=async"
+ROLLBACK = "--guard.policy=rollback"
+ASYNC = "--checkpoint.async_mode=async"
 
 
 def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
-    rolled, plain = tmp_path / "rolled", tmp_path / "plain"
+    rolled = tmp_path / "rolled"
+    plain = tmp_path / "plain"
     found = pool(2).run(
         poisoned_run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard"
     )[0]
@@ -139,7 +141,8 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
 
 
 def _with_a_nan_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    trainer, bad = make_trainer(world, folder, *flags), [4]
+    trainer = make_trainer(world, folder, *flags)
+    bad = [4]
     model = trainer.parts.model
     model.register_forward_hook(
         lambda _, __, out: out * NAN if bad and trainer.step == 4 and bad.pop() else out
@@ -168,7 +171,8 @@ def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: 
     found = pool(1).run(_with_a_nan_in_step_4, str(tmp_path), *flags, f"--training.steps={steps}")[
         0
     ]
-    assert steps > 6 and [event["left_out"] for event in found["events"]] == ["3-4"]
+    assert steps > 6
+    assert [event["left_out"] for event in found["events"]] == ["3-4"]
     left = steps - 2 + (total % GLOBAL > 0)  # the last step is filled up
     assert sorted(losses_of(found["rows"])) == list(range(1, left + 1))
     assert steps_in(tmp_path / "checkpoint")[-1] == left
@@ -176,7 +180,8 @@ def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: 
 
 def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     trainer = make_trainer(world, folder, *flags)
-    model, last = trainer.parts.model, trainer.steps
+    model = trainer.parts.model
+    last = trainer.steps
     model.register_forward_hook(
         lambda _, __, out: out * NAN if model.training and trainer.step == last else out
     )
@@ -198,14 +203,14 @@ def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validatio
     ]
     found = pool(1).run(_with_a_nan_in_the_last_step, str(tmp_path / "run"), *flags, ROLLBACK)[0]
     end = (found["last"] - 1) // 2 * 2
-    assert found["error"] == "" and (found["step"], end > 0) == (end, True)
+    assert found["error"] == ""
+    assert (found["step"], end > 0) == (end, True)
     assert [(event["action"], event["back_to_step"]) for event in found["events"]] == [
         ("rollback", end)
     ]
     measured = [row for row in found["rows"] if "validation_loss" in row]
-    assert [row["step"] for row in measured] == [end] and math.isfinite(
-        measured[0]["validation_loss"]
-    )
+    assert [row["step"] for row in measured] == [end]
+    assert math.isfinite(measured[0]["validation_loss"])
     assert (tmp_path / "run" / "checkpoint" / f"step-{end}-hf" / "model.safetensors").is_file()
 
 
@@ -218,9 +223,11 @@ def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
     )[0]
     steps = [(e["step"], e["action"], e["data_steps"]) for e in found["events"]]
     assert steps == [(6, "rollback", "6"), (6, "rollback", "8"), (7, "stop", "11")]
-    assert found["code"] == exit_codes.GUARD and "bad were the steps 6, 6, 7" in found["error"]
+    assert found["code"] == exit_codes.GUARD
+    assert "bad were the steps 6, 6, 7" in found["error"]
     found = pool(2).run(poisoned_run, str(tmp_path / "b"), {2: NAN}, *SHORT, ROLLBACK)[0]
-    assert found["code"] == exit_codes.GUARD and "nothing to go back to" in found["error"]
+    assert found["code"] == exit_codes.GUARD
+    assert "nothing to go back to" in found["error"]
 
 
 def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
@@ -248,7 +255,9 @@ def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
     )
     root = tmp_path / "checkpoint"
     why = (root / "step-4.invalid-0" / "invalid.txt").read_text()
-    assert "suspect" in why and "2 times" in why and "the last time step 5" in why
+    assert "suspect" in why
+    assert "2 times" in why
+    assert "the last time step 5" in why
     assert sorted(path.name for path in root.iterdir()) == [
         "step-2",
         "step-4",
@@ -356,10 +365,8 @@ def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(
     pool: Pools, tmp_path: Path
 ) -> None:
     (said,) = pool(1).run(_too_large, str(tmp_path))
-    assert (
-        "model.output.weight on rank 0 does not fit float16" in said
-        and "checkpoint.export_dtype" in said
-    )
+    assert "model.output.weight on rank 0 does not fit float16" in said
+    assert "checkpoint.export_dtype" in said
 
 
 def _spoil_weight(
@@ -453,16 +460,13 @@ def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(
     named = f"--checkpoint.initial_load_path={root}/step-4"
     other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
     why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
-    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(
-        f"checkpoint.initial_load_path: {why}"
-    )
+    assert other["code"] == exit_codes.CHECKPOINT
+    assert other["error"].startswith(f"checkpoint.initial_load_path: {why}")
     found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
     assert (found["step"], found["error"]) == (8, "")
     (passed,) = [line for line in found["said"] if line.startswith("passed over")]
-    assert (
-        passed.startswith(f"passed over: {why}")
-        and f"`titanlite checkpoint rm {root}/step-4`" in passed
-    )
+    assert passed.startswith(f"passed over: {why}")
+    assert f"`titanlite checkpoint rm {root}/step-4`" in passed
     assert any("resumed from step 2" in line for line in found["said"])
     contents = Contents(root / "step-4")
     assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), (

@@ -19,16 +19,16 @@ from titanlite.trainer import Trainer
 
 FLAGS = [
     *TWENTY_STEPS,
-    *["--training.batch_size=1", "--training.global_batch_size=2"],
-    *["--training.steps=12", "--training.reshard_after_forward=always"],
+    "--training.batch_size=1",
+    "--training.global_batch_size=2",
+    "--training.steps=12",
+    "--training.reshard_after_forward=always",
     # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on
     # the host.
-    *[
-        "--metrics.log_freq=10",
-        "--optimizer.implementation=fused",
-        "--training.gc_freq=1",
-        "--no-validation.enable",
-    ],
+    "--metrics.log_freq=10",
+    "--optimizer.implementation=fused",
+    "--training.gc_freq=1",
+    "--no-validation.enable",
 ]
 RECORDS = ["--metrics.enable_tensorboard", "--metrics.layer_norms=1"]
 SKIP = [
@@ -98,11 +98,13 @@ def test_a_step_between_two_logs_sends_and_reads_only_its_own(
     pool: Pools, tmp_path: Any, flags: list[str]
 ) -> None:
     for seen in pool(2).run(_watch, str(tmp_path), flags):
-        quiet, logged = seen[QUIET], seen[LOGGED]
+        quiet = seen[QUIET]
+        logged = seen[LOGGED]
         assert quiet["sent"] == OWN
         # The guard's record, by `FiniteGuard.poll`, is the one thing that is read: on a CPU at
         # once, on a GPU that of the step before, from a copy that went on beside the work.
-        assert quiet["calls"] == {"tolist": 1} and quiet["reads"] == 0
+        assert quiet["calls"] == {"tolist": 1}
+        assert quiet["reads"] == 0
         # A log adds one collective and one read, gradient norms by layer or not.
         assert logged["sent"] == {**OWN, ("allreduce_", "torch.float64"): 1}
         assert logged["calls"] == {"tolist": 2}

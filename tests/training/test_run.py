@@ -57,7 +57,8 @@ MASKED = [
 def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
     """Losses of the same run on one rank, with every document in a row of its own and no masks."""
     parts = make_trainer(world, folder, *MASKED, "--training.steps=4").parts
-    losses, most = [], 0
+    losses = []
+    most = 0
     for step in range(1, 5):
         apart = []
         for batch in parts.loader.next_step():
@@ -101,8 +102,10 @@ def test_resume_on_other_ranks_goes_on_with_the_same_batches(
 def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     golden: GoldenRun,
 ) -> None:
-    losses, validations = golden.rows(), golden.rows("validation_loss")
-    assert losses[1]["loss"] > 7.0 and losses[20]["loss"] < losses[1]["loss"] - 0.3
+    losses = golden.rows()
+    validations = golden.rows("validation_loss")
+    assert losses[1]["loss"] > 7.0
+    assert losses[20]["loss"] < losses[1]["loss"] - 0.3
     assert sorted(validations) == [10, 20, 24]
     assert {row["validation_tokens"] for row in validations.values()} == {2 * 4 * 2 * 32}
     assert (
@@ -116,9 +119,11 @@ def test_finished_run_says_how_to_go_on(
 ) -> None:
     golden.copy(tmp_path)
     again = pool(2).run(train_run, str(tmp_path), f"--training.steps={steps}")[0]
-    assert again["step"] == 24 and len(losses_of(again["rows"])) == 24
+    assert again["step"] == 24
+    assert len(losses_of(again["rows"])) == 24
     (line,) = [line for line in again["said"] if "nothing to do" in line]
-    assert f"is of step 24 and the run has {steps} steps" in line and "raise training.steps" in line
+    assert f"is of step 24 and the run has {steps} steps" in line
+    assert "raise training.steps" in line
     assert not any("schedule changed" in line for line in again["said"])
 
 
@@ -194,7 +199,8 @@ def test_other_text_tokenizer_order_or_model_is_refused(
         refused = pool(1).run(train_run, str(tmp_path), "--training.steps=20", flag)[0]
         assert f"{name}:" in refused["error"] and "--job.dump_folder" in refused["error"], flag
         if flag == "--data.seed=5":
-            assert "in the config: " in refused["error"] and "data.seed: " in refused["error"]
+            assert "in the config: " in refused["error"]
+            assert "data.seed: " in refused["error"]
 
 
 @pytest.mark.slow
@@ -221,7 +227,8 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
     assert one["step"] == two["step"] > 3
     for step, (loss, norm, _) in losses_of(one["rows"]).items():
         other = losses_of(two["rows"])[step]
-        assert abs(loss - other[0]) < 5e-6 and abs(norm - other[1]) < 1e-4 * norm
+        assert abs(loss - other[0]) < 5e-6
+        assert abs(norm - other[1]) < 1e-4 * norm
 
 
 @pytest.mark.slow
@@ -261,11 +268,9 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     )
     wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
-    assert (
-        "training.setps" in wrong.stderr
-        and "training.steps" in wrong.stderr
-        and "Traceback" not in wrong.stderr
-    )
+    assert "training.setps" in wrong.stderr
+    assert "training.steps" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
     assert python("train.py", "--training.setps=3").returncode == exit_codes.CONFIG
 
@@ -307,7 +312,8 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     losses = [
         float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")
     ]
-    assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 16
+    assert losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.slow
@@ -360,7 +366,8 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
 @pytest.mark.slow
 def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
     for steps, on in pool(2).run(_garbage, str(tmp_path)):
-        assert steps[:2] == [3, 6] and on
+        assert steps[:2] == [3, 6]
+        assert on
 
 
 @pytest.mark.soak

@@ -86,4 +86,6 @@ def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(
     )
     # A function that was disabled before the compiler was loaded is none of its graphs'.
     assert kinds == ["_Deferred", "_Deferred", "module"]
-    assert len(graphs) == 1 and "+" not in graphs[0] and "*" in graphs[0]
+    assert len(graphs) == 1
+    assert "+" not in graphs[0]
+    assert "*" in graphs[0]

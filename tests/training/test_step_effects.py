@@ -44,7 +44,8 @@ def test_accumulation_reduces_once_or_with_every_micro_batch(
 def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool: Pools, reduce_dtype: str) -> None:
     training = Training(mixed_precision_reduce=reduce_dtype)  # type: ignore[arg-type]
     seen = pool(2).run(count_collectives, Run(TOKENS, LABELS, [1e-3], training=training))[0]
-    assert seen[GATHER, BF16] and not seen[GATHER, FP32]
+    assert seen[GATHER, BF16]
+    assert not seen[GATHER, FP32]
     assert seen[REDUCE, getattr(torch, reduce_dtype)] == UNITS
     assert sum(n for (name, _), n in seen.items() if name == REDUCE) == UNITS
 

@@ -69,9 +69,8 @@ def before_step_1(
     found = pool(ranks).run(train_run, str(folder), *chosen, *([] if flags else [sources(files)]))[
         0
     ]
-    assert sorted(validations(found)) == [0, 1] and any(
-        "validation at 0: loss" in line for line in found["said"]
-    )
+    assert sorted(validations(found)) == [0, 1]
+    assert any("validation at 0: loss" in line for line in found["said"])
     assert (
         all(
             any(f"validation at 0, {name}: loss" in line for line in found["said"])
@@ -118,9 +117,8 @@ def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
             == math.exp(loss)
         )
         assert not any(key.startswith("validation/") for key in row)
-    assert tokens["long"] > 2 * tokens["short"] > 100 and one_rank["validation_tokens"] == sum(
-        tokens.values()
-    )
+    assert tokens["long"] > 2 * tokens["short"] > 100
+    assert one_rank["validation_tokens"] == sum(tokens.values())
     mean = sum(one_rank[f"validation/{name}/loss"] * tokens[name] for name in NAMES) / sum(
         tokens.values()
     )
@@ -175,13 +173,12 @@ def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
     for step, row in validations(straight).items():
         assert read_manifest(root / f"step-{step}").validation_loss == row["validation_loss"]
     stopped = pool(2).run(_interrupted, str(tmp_path / "stopped"), *flags)[0]
-    assert (
-        stopped["step"] == 2
-        and "the test asks on rank 1" in stopped["error"]
-        and not validations(stopped)
-    )
+    assert stopped["step"] == 2
+    assert "the test asks on rank 1" in stopped["error"]
+    assert not validations(stopped)
     resumed = pool(2).run(train_run, str(tmp_path / "stopped"), *flags)[0]
-    assert validations(resumed) == validations(straight) and sorted(validations(straight)) == [2, 4]
+    assert validations(resumed) == validations(straight)
+    assert sorted(validations(straight)) == [2, 4]
 
 
 def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +196,11 @@ def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.Mon
 
 
 def test_figures_at_the_limits() -> None:
-    assert math.isnan(HeldOutLoss(0.0, 0).loss) and HeldOutLoss(1e6, 1).perplexity == math.inf
+    assert math.isnan(HeldOutLoss(0.0, 0).loss)
+    assert HeldOutLoss(1e6, 1).perplexity == math.inf
     result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
-    assert (
-        result.all.loss == 2.0 and str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
-    )
+    assert result.all.loss == 2.0
+    assert str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
 
 
 def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
@@ -244,7 +241,8 @@ def test_a_long_validation_tells_how_long_it_takes(
         for item in validation._reported(texts):
             read.append(item)
             now += 3.0
-    assert read == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)] and len(texts) == 7
+    assert read == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
+    assert len(texts) == 7
     assert caplog.messages == [
         "validating: 1 of 7 batches, about 14%, 18.0s left",
         "validating: 5 of 7 batches, about 71%, 6.0s left",
