@@ -78,10 +78,26 @@ class Row:
     seconds: list[float]
     seconds_to_warm: float
     peak_bytes: int
-    #: What all blocks keep of one micro-batch by the trace of one; of no meaning where a compiler
+    #: What all blocks keep of one micro-batch by the plan; of no meaning where a compiler
     #: decides.
     kept_bytes: int
     losses: list[float]
+
+
+def kept_bytes(args: Any, shape: Shape, mode: str, option: str) -> int:
+    """Return what all blocks keep of one micro-batch, by the plan."""
+    from titanlite.plan import blocks
+
+    size = 4 if shape.dtype == "float32" else 2
+    ops, inputs = blocks.block_ops(blocks.Shape(shape.batch * shape.seq, args, size))
+    plain = blocks.measure(ops, inputs, "none").kept
+    if mode in ("none", "budget"):
+        return shape.layers * plain
+    every = int(option) if mode == "selective" and option != "op" else 1
+    of_block = "op" if mode == "selective" and option == "op" else "full"
+    recomputing = shape.layers // every
+    kept = blocks.measure(ops, inputs, of_block).kept
+    return recomputing * kept + (shape.layers - recomputing) * plain
 
 
 def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
@@ -118,7 +134,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
             activation_checkpoint=ActivationCheckpoint(**plan),
             compile=Compile(components=["model"]),
         )
-        kept = builder.trace_activations(batch_size=shape.batch, seq_len=shape.seq)
+        kept = kept_bytes(args, shape, plan["mode"], plan.get("selective_ac_option", "op"))
         model = builder.build(seed=0)
         optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), device)
         train_step = TrainStep(
@@ -131,7 +147,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
             [Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device
         )
         at_rest = 0
-        print(json.dumps({"device": _name(device), "kept": kept.total_bytes}), flush=True)
+        print(json.dumps({"device": _name(device), "kept": kept}), flush=True)
 
         def take(step: int) -> float:
             return train_step(batches, step, lr=1e-4).loss.item()  # waits for a GPU

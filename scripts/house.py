@@ -59,6 +59,16 @@ MAY_TAKE_ALL = (
 )
 #: Annotations of parameters that take the whole config.
 WHOLE_CONFIG = {"Plans", "LoadedConfig", "Config", "RunConfig", "Derived"}
+#: A plain run: the default config on one rank, without checkpoints.
+PLAIN_FLAGS = [
+    "--job.config_file=debug_model.toml",
+    "--training.steps=2",
+    "--validation.steps=1",
+    "--checkpoint.enable_checkpoint=false",
+]
+#: Tokens of the files that it imports, and the share of the lines of their functions that do not
+#: run, in percent: what a run does not turn on is not imported.
+PLAIN_TOKENS, PLAIN_IDLE = 160_000, 45
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -92,12 +102,14 @@ class Figure:
 def main() -> None:
     repository = Path(next((word for word in sys.argv[1:] if word != "-v"), ".")).resolve()
     source, run = Source(repository), traced_run(repository)
+    plain = plain_run(repository)
     seconds = config_check_seconds(repository)
     check = Figure("titanlite config check", f"{seconds:.2f} s of CPU", {"s": seconds}, {"s": 0.25})
     figures = [
         *static_figures(source),
         *density_figures(source),
         *run_figures(source, run),
+        *plain_figures(source, plain),
         check,
     ]
     width = max(len(figure.name) for figure in figures), max(len(figure.text) for figure in figures)
@@ -201,7 +213,7 @@ def density_figures(source: Source) -> list[Figure]:
     top = len(list(source.library.glob("*.py")))
     limits = {"comprehensions": 32.7, "ternaries": 26.1, "tuple = tuple": 13.5}
     return [
-        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 310_000}),
+        Figure("tokens", f"{tokens:,}", {"": tokens}, {"": 330_000}),
         Figure("tokens a line", f"{dense}", {"": dense}, {"": 5.73}),
         Figure("lines over 100 characters", f"{wide}", {"": wide}, {"": 10}),
         Figure("in 1,000 lines", in_words(shares), shares, limits),
@@ -263,6 +275,52 @@ def run_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
         ),
         Figure("files that a save passes", text, {"": len(saved)}, {"": 8}),
     ]
+
+
+def plain_figures(source: Source, run: dict[str, list[str]]) -> list[Figure]:
+    """Return the figures of a `plain_run`: how much code it loads, and how much of it runs."""
+    imported = [source.library / name for name in run["imported"]]
+    tokens = sum(tokens_of(source.texts[path]) for path in imported)
+    ran = set(run["functions"])
+    total = running = 0
+    for path in imported:
+        for first, lines in functions_of(source.trees[path]):
+            total += lines
+            if f"{path.relative_to(source.library)}:{first}" in ran:
+                running += lines
+    idle = round(100 * (1 - running / total), 1)
+    text = f"{tokens:,} tokens in {len(imported)} files"
+    lines = f"{idle} % of {total:,} lines of functions"
+    return [
+        Figure("a plain run imports", text, {"tokens": tokens}, {"tokens": PLAIN_TOKENS}),
+        Figure("and does not run", lines, {"%": idle}, {"%": PLAIN_IDLE}),
+    ]
+
+
+def functions_of(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """Yield first line and number of lines of each function and method with a body.
+
+    Functions in functions count as a part of them. The first line is that of the first decorator,
+    as in a code object.
+    """
+    todo: list[ast.AST] = [tree]
+    while todo:
+        for node in ast.iter_child_nodes(todo.pop()):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                todo.append(node)
+            elif not is_stub(node):
+                first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+                yield first, (node.end_lineno or node.lineno) - first + 1
+
+
+def is_stub(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function has no body: of a protocol, or of a base class."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return all(
+        isinstance(one, ast.Pass)
+        or (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+        for one in body
+    )
 
 
 def in_words(numbers: Mapping[str, int]) -> str:
@@ -441,7 +499,7 @@ def environment(repository: Path) -> dict[str, str]:
 
 
 #: They replace code of torch, and torch's calls pass through them: no reader of a save meets them.
-STAND_INS = ("parallel/lazy_dynamo.py", "parallel/one_rank.py")
+STAND_INS = ("parallel/one_rank.py",)
 
 
 def traced_run(repository: Path) -> dict[str, list[str]]:
@@ -461,6 +519,54 @@ def traced_run(repository: Path) -> dict[str, list[str]]:
             sys.exit(f"the traced run failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         found: dict[str, list[str]] = json.loads(out.read_text())
         return found
+
+
+def plain_run(repository: Path) -> dict[str, list[str]]:
+    """Train two steps of the default config without checkpoints, in a process of one rank.
+
+    imported: files of the library that it imported. functions: `file:line` of those that ran.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "plain.json"
+        flags = [*PLAIN_FLAGS, f"--job.dump_folder={folder}/run"]
+        command = [sys.executable, "-c", PLAIN_TRACER, str(repository), str(out), *flags]
+        done = subprocess.run(
+            command, cwd=repository, env=environment(repository), capture_output=True, text=True
+        )
+        if not out.exists():
+            sys.exit(f"the plain run failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        found: dict[str, list[str]] = json.loads(out.read_text())
+        return found
+
+
+PLAIN_TRACER = r"""
+import json, os, runpy, sys, threading
+repository, out, *flags = sys.argv[1:]
+library = os.path.join(repository, "titanlite") + os.sep
+sys.argv = ["train.py", *flags]
+codes = set()
+def profile(frame, event, argument):
+    if event == "call":
+        codes.add(frame.f_code)
+leave = os._exit
+def finish(code):
+    sys.setprofile(None)
+    functions = [
+        f"{os.path.relpath(one.co_filename, library)}:{one.co_firstlineno}"
+        for one in list(codes) if one.co_filename.startswith(library)]
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    imported = {
+        os.path.relpath(name, library)
+        for name in files if name.startswith(library) and name.endswith(".py")}
+    if code == 0:
+        with open(out, "w") as file:
+            json.dump({"imported": sorted(imported), "functions": sorted(functions)}, file)
+    leave(code)
+os._exit = finish
+threading.setprofile(profile)
+sys.setprofile(profile)
+runpy.run_path(os.path.join(repository, "train.py"), run_name="__main__")
+"""
 
 
 TRACER = r"""

@@ -84,11 +84,9 @@ def memory_error_of(error: BaseException | None) -> BaseException | None:
     while error is not None:
         by_torch = type(error) is RuntimeError or type(error).__module__.startswith("torch")
         kinds = {kind.__name__ for kind in type(error).__mro__}
-        if (
-            kinds & {"MemoryError", "OutOfMemoryError"}
-            or by_torch
-            and _NO_MEMORY.search(str(error))
-        ):
+        if kinds & {"MemoryError", "OutOfMemoryError"}:
+            return error
+        if by_torch and _NO_MEMORY.search(str(error)):
             return error
         inner = error.__cause__ or getattr(error, "inner_exception", None)
         error = inner if kinds & _WRAPPERS else None
@@ -166,16 +164,17 @@ def report_code(code: int, error: str = "") -> bool:
     error: the last line of an unforeseen error. Return whether no other worker of this machine
     wrote that before: True for one of them, or for all where no launcher looks.
     """
-    line = (
-        f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} "
-        f"{code}{f' {json.dumps(error)}' if error else ''}\n"
-    )
+    line = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}"
+    if error:
+        line += f" {json.dumps(error)}"
+    line += "\n"
     with (
         contextlib.suppress(OSError),
         open(os.environ.get(VARIABLE) or os.devnull, "ab+", buffering=0) as file,
     ):
         file.write(line.encode())
-        end = file.tell()  # of this line, wherever others write
+        # Of this line, wherever others write.
+        end = file.tell()
         file.seek(0)
         return line not in file.read(end - len(line)).decode().splitlines(keepends=True)
     return True

@@ -14,10 +14,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, load_callbacks
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from titanlite.parallel.launch_env import LaunchEnv
     from titanlite.start.derive import RunConfig
     from titanlite.start.run_text import Datasets
+
+T = TypeVar("T")
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes
 #: torchrun end all.
@@ -183,18 +185,35 @@ class _Rank:
         from titanlite.assembly import build
         from titanlite.parallel.dist_env import connect_store
         from titanlite.parallel.process import keep_freed_memory
-        from titanlite.parallel.rendezvous import report_failure
 
-        rank, size = self.environment.rank, self.environment.world_size
         callbacks = self.load_code()
         # Before what takes longer on one rank than on another.
         self.store = connect_store()
-        with report_failure(self.store, rank, size), contextlib.ExitStack() as held:
+        with self.failure_reported(), contextlib.ExitStack() as held:
             datasets = self.prepare(held)
             with self.opened() as world:
                 if world.device.type == "cpu":
                     keep_freed_memory()
                 yield build(self.config, world, datasets, self.watchdog, callbacks)
+
+    def failure_reported(self) -> AbstractContextManager[None]:
+        """Return what tells the other ranks when this one fails before the process group exists."""
+        if self.store is None:
+            return contextlib.nullcontext()
+        from titanlite.parallel.rendezvous import report_failure
+
+        environment = self.environment
+        return report_failure(self.store, environment.rank, environment.world_size)
+
+    def share(self, name: str, make: Callable[[], T]) -> T:
+        """Return on all ranks what `make` returns on rank 0. name: of the key in the store."""
+        if self.store is None:
+            return make()
+        from titanlite.parallel.rendezvous import share_from_rank_0
+
+        rank, size = self.environment.rank, self.environment.world_size
+        patience = self.config.comm.init_timeout_seconds
+        return share_from_rank_0(self.store, rank, size, name, make, patience)
 
     def load_code(self) -> list[Callback]:
         """Set up the console and load the functions and callbacks that the config names."""
@@ -212,23 +231,21 @@ class _Rank:
 
         held: keeps the locks of the run's folders.
         """
-        from titanlite.parallel.rendezvous import share_from_rank_0
         from titanlite.start.preflight import check_machine, check_model
         from titanlite.start.run_text import read_datasets
 
         config = self.config
-        rank, size = self.environment.rank, self.environment.world_size
-        patience = config.comm.init_timeout_seconds
-        share = partial(share_from_rank_0, self.store, rank, size, patience=patience)
         check_machine(config)
         locked = _lock(self.folder, config.checkpoint, lambda: self.stop.requested)
-        share("the run's folder", lambda: held.enter_context(locked))
-        if rank == 0:
+        self.share("the run's folder", lambda: held.enter_context(locked))
+        if self.environment.rank == 0:
             _show_config(config.job, config.toml)
-        datasets = read_datasets(config, share)
+        datasets = read_datasets(config, self.share)
         check_model(config, datasets.tokenizer.vocab_size)
         if config.steps is None:
-            self.config = fitted(self.asked, size, datasets.train.total_sequences)
+            self.config = fitted(
+                self.asked, self.environment.world_size, datasets.train.total_sequences
+            )
         return datasets
 
     @contextlib.contextmanager

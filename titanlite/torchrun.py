@@ -15,7 +15,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -55,7 +56,8 @@ def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
         codes.discard(exit_codes.PREEMPTED)
-    if exit_codes.OUT_OF_MEMORY in codes:  # torchrun stops the other workers, which may save then
+    # torchrun stops the other workers, which may save then.
+    if exit_codes.OUT_OF_MEMORY in codes:
         return exit_codes.OUT_OF_MEMORY
     return min(codes - {exit_codes.LOST_PEER, exit_codes.ERROR} or codes, default=None)
 
@@ -91,20 +93,20 @@ def last_error(text: str) -> str:
 
     text: as for `worst_code`.
     """
-    return next(
-        (message for code, message in _last_restart(text) if code == exit_codes.ERROR and message),
-        "",
-    )
+    for code, message in _last_restart(text):
+        if code == exit_codes.ERROR and message:
+            return message
+    return ""
 
 
 def _last_restart(text: str) -> list[tuple[int, str]]:
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
     last = max((int(line[0]) for line in lines), default=0)
-    return [
-        (int(code), "".join(map(json.loads, words)))
-        for restart, code, *words in lines
-        if int(restart) == last
-    ]
+    found = []
+    for restart, code, *words in lines:
+        if int(restart) == last:
+            found.append((int(code), "".join(map(json.loads, words))))
+    return found
 
 
 class _Stops(logging.Filter):
@@ -135,20 +137,30 @@ def _quiet_stops() -> None:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_Stops())
 
 
+@dataclass
+class _End:
+    """How torchrun ended."""
+
+    code: int = exit_codes.DONE
+    #: For standard error, if nothing else explains the end.
+    failure: str = ""
+    #: It was asked to stop.
+    stopped: bool = False
+    #: Exit codes of the workers that failed first, negative for signals.
+    failed: list[int] = field(default_factory=list)
+
+
 def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for
     # that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    raise_file_limit(
-        2**16
-    )  # every rank of the run connects to the store, which the first torchrun serves
-    exit_on_signals(
-        *_SIGNALS
-    )  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
-    gc.disable()  # as in `titanlite.main.run`
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    # Every rank of the run connects to the store, which the first torchrun serves.
+    raise_file_limit(2**16)
+    # Until torchrun has its own handlers; SIGUSR1 stays ignored if it is.
+    exit_on_signals(*_SIGNALS)
+    # As in `titanlite.main.run`.
+    gc.disable()
     from torch.distributed.run import main as torchrun
 
     from titanlite.parallel.agents import Farewell
@@ -160,42 +172,55 @@ def main() -> NoReturn:
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
         os.environ[exit_codes.VARIABLE] = str(record)
-        code, failure, stopped, failed = exit_codes.DONE, "", False, list[int]()
-        try:
-            torchrun()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
-        except (
-            BaseException
-        ) as error:  # torchrun has several kinds for failed workers and for signals
-            code, failure = exit_codes.code_of(error), traceback.format_exc()
-            stopped = isinstance(error, SignalException | KeyboardInterrupt)
-            if isinstance(error, ChildFailedError):
-                failed = [one.exitcode for one in error.failures.values()]
-        for number in _SIGNALS:  # the workers have ended, and their code counts
+        end = _run(torchrun)
+        # The workers have ended, and their code counts.
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         # Where machines are replaced one by one, a new one must not meet the store of a failed
         # start.
-        if code == exit_codes.DONE or exit_codes.RESTART_VARIABLE not in os.environ:
-            farewell.leave(good=code == exit_codes.DONE)
+        if end.code == exit_codes.DONE or exit_codes.RESTART_VARIABLE not in os.environ:
+            farewell.leave(good=end.code == exit_codes.DONE)
         text = record.read_text() if record.exists() else None
-    if farewell.was_closed and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
-        code, failure = exit_codes.LOST_PEER, _CLOSED
-    elif stopped:
-        code = code_after_signal(text)
-    elif code and text is not None:
-        code = worst_code(text, failed) or code
+    if farewell.was_closed and end.code in (exit_codes.ERROR, exit_codes.LOST_PEER):
+        end.code = exit_codes.LOST_PEER
+        end.failure = _CLOSED
+    elif end.stopped:
+        end.code = code_after_signal(text)
+    elif end.code and text is not None:
+        end.code = worst_code(text, end.failed) or end.code
+    _explain(end, text)
+    sys.exit(code_for_scheduler(end.code, end.failed))
+
+
+def _run(torchrun: Callable[[], None]) -> _End:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        torchrun()
+    except SystemExit as end:
+        return _End(end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code))
+    except BaseException as error:
+        # torchrun has several kinds for failed workers and for signals.
+        found = _End(exit_codes.code_of(error), traceback.format_exc())
+        found.stopped = isinstance(error, SignalException | KeyboardInterrupt)
+        if isinstance(error, ChildFailedError):
+            found.failed = [one.exitcode for one in error.failures.values()]
+        return found
+    return _End()
+
+
+def _explain(end: _End, text: str | None) -> None:
+    """Print what the workers have not told. text: as for `code_after_signal`."""
     # If the workers have explained the end, torchrun's summary adds nothing; a killed worker
     # explains nothing.
-    if code in (exit_codes.ERROR, exit_codes.LOST_PEER) or (
-        code == exit_codes.CONFIG and text is None
-    ):
-        print(escape(failure), file=sys.stderr, end="")
-    if code == exit_codes.ERROR and (
-        message := last_error(text or "")
-    ):  # the last line is read first
+    is_unexplained = end.code == exit_codes.CONFIG and text is None
+    if is_unexplained or end.code in (exit_codes.ERROR, exit_codes.LOST_PEER):
+        print(escape(end.failure), file=sys.stderr, end="")
+    # The last line is read first.
+    message = last_error(text or "")
+    if end.code == exit_codes.ERROR and message:
         print(escape(f"error: {message}"), file=sys.stderr)
-    sys.exit(code_for_scheduler(code, failed))
 
 
 if __name__ == "__main__":

@@ -96,21 +96,22 @@ def _without_login(match: re.Match[str]) -> str:
 
 def _without_query(match: re.Match[str]) -> str:
     scheme, rest, mark, written = match.groups()
-    query = written.rstrip("'),.;:]}>`")  # these end a sentence or a quotation
+    # These end a sentence or a quotation.
+    query = written.rstrip("'),.;:]}>`")
     if query.endswith(REMOVED[:-1]):
         query += REMOVED[-1]
     if "=" not in query and not (mark == "?" and scheme.lower() in ("http", "https")):
-        return match[
-            0
-        ]  # `?` stands for one character of a name in a store, `#` for a part of a page
+        # `?` stands for one character of a name in a store, `#` for a part of a page.
+        return match[0]
     parts = [part for part in re.split("[&#]", query) if part]
-    kept = [
-        part
-        for part in parts
-        if (key := _HARMLESS_PART.fullmatch(part)) and key[1].lower() in _HARMLESS
-    ]
+    kept = [part for part in parts if _is_harmless(part)]
     hidden = [REMOVED] if len(kept) < len(parts) else []
     return f"{scheme}{rest}{mark}{'&'.join(kept + hidden)}{written[len(query) :]}"
+
+
+def _is_harmless(part: str) -> bool:
+    key = _HARMLESS_PART.fullmatch(part)
+    return key is not None and key[1].lower() in _HARMLESS
 
 
 def public_tree(value: Any) -> Any:
@@ -143,7 +144,8 @@ class _PublicRecords(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
         if "://" in message:
-            record.msg, record.args = public(message), None
+            record.msg = public(message)
+            record.args = None
         return True
 
 
@@ -187,10 +189,8 @@ def escape_name(text: str) -> str:
 
 def control_characters(text: str) -> list[str]:
     """Return the characters of a text that `escape_name` rewrites, in its form, each once."""
-    return [
-        _as_code(match)
-        for match in {one[0]: one for one in _CONTROL_IN_NAME.finditer(text)}.values()
-    ]
+    found = {match[0]: _as_code(match) for match in _CONTROL_IN_NAME.finditer(text)}
+    return list(found.values())
 
 
 def _as_code(match: re.Match[str]) -> str:
@@ -225,10 +225,10 @@ def counted(number: float, nouns: str) -> str:
     "batches".
     """
     shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"
-    return (
-        f"{shown} "
-        f"{nouns if number != 1 else nouns.removesuffix('es' if nouns.endswith('ches') else 's')}"
-    )
+    if number != 1:
+        return f"{shown} {nouns}"
+    ending = "es" if nouns.endswith("ches") else "s"
+    return f"{shown} {nouns.removesuffix(ending)}"
 
 
 def human_count(n: float) -> str:
@@ -326,12 +326,13 @@ def refuse_depth(value: Any) -> None:
     """
     level = [value]
     for _ in range(_DEPTH):
-        inner = [
-            list(one.values()) if isinstance(one, dict) else one
-            for one in level
-            if isinstance(one, (dict, list))
-        ]
-        level = [item for items in inner for item in items]
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner.extend(one.values())
+            elif isinstance(one, list):
+                inner.extend(one)
+        level = inner
         if not level:
             return
     raise ValueError(_TOO_DEEP)
@@ -405,7 +406,8 @@ def tell(said: Sequence[str], problems: list[str] | None) -> None:
 class MissingPackageError(Exception):
     """A package that titanlite needs is not installed."""
 
-    exit_code = 2  # as `exit_codes.CONFIG`, which this module does not import
+    # As `exit_codes.CONFIG`, which this module does not import.
+    exit_code = 2
 
 
 def missing_package(package: str) -> str:
@@ -438,18 +440,13 @@ def resolve(path: str) -> Any:
     if not (module_name and name):
         raise ValueError(f"{path!r} names no object: a colon comes before its name")
     try:
-        is_file = module_name.startswith((".", "/"))
-        module = (
-            _module_of_file(Path(module_name).resolve())
-            if is_file
-            else importlib.import_module(module_name)
-        )
+        if module_name.startswith((".", "/")):
+            module = _module_of_file(Path(module_name).resolve())
+        else:
+            module = importlib.import_module(module_name)
     except Exception as error:
-        lead = (
-            ""
-            if isinstance(error, ModuleNotFoundError | FileNotFoundError)
-            else f"{type(error).__name__}: "
-        )
+        is_missing = isinstance(error, ModuleNotFoundError | FileNotFoundError)
+        lead = "" if is_missing else f"{type(error).__name__}: "
         raise ValueError(f"{path!r} cannot be imported: {lead}{error}") from error
     try:
         return reduce(getattr, name.split("."), module)
@@ -519,8 +516,11 @@ def render(table: Table, terminal: bool) -> str:
     def align(i: int, text: str) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
-    head, *body = [
-        "  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines
-    ]
-    title = [escape_name(table.title)] if table.title else []
-    return "\n".join([*title, Style(terminal).bold(head), *body])
+    def joined(line: Sequence[str]) -> str:
+        return "  ".join(align(i, text) for i, text in enumerate(line)).rstrip()
+
+    head, *body = lines
+    shown = [Style(terminal).bold(joined(head)), *map(joined, body)]
+    if table.title:
+        shown.insert(0, escape_name(table.title))
+    return "\n".join(shown)

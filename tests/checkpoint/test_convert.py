@@ -18,7 +18,7 @@ from tests.support.checkpoints import PRINTS, flip, names, options, unequal
 from tests.support.pool import Pools
 from tests.support.processes import environment, python
 from tests.support.s3 import Storage
-from titanlite.checkpoint.hf import open_weights
+from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.meta import args_from_meta

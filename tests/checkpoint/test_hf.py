@@ -28,8 +28,8 @@ from tests.support.hf import config_flags, train_losses, unpermute, written
 from tests.support.pool import Pools
 from tests.support.s3 import Storage
 from tests.support.whole_runs import train_run
-from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
-from titanlite.checkpoint.hf_save import begin_folder, plan_files, save_hf, write_files
+from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
+from titanlite.checkpoint.hf_save import HFWeights, begin_folder, plan_files, save_hf, write_files
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, last_hf_step
 from titanlite.checkpoint.paths import AnyPath, StorePath
@@ -274,7 +274,8 @@ def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, tor
     group = torch.distributed.group.WORLD
     assert group is not None
     agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
-    save_hf(out, spec, None, empty, describe(empty), group, agree, dict, shard_bytes=100)
+    weights = HFWeights(spec, None, empty, describe(empty), dict)
+    save_hf(out, weights, group, agree, shard_bytes=100)
     return {
         name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)
     }

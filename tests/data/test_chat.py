@@ -19,7 +19,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate, encode_chat, load_template
-from titanlite.data.formats import Columns
+from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import _stamp

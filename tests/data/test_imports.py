@@ -25,6 +25,8 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith("titanli
 #: Local text that is held as a whole, from one source, split into rows.
 _PLAIN = [
     "",
+    "choose",
+    "compression",
     "corpus",
     "formats",
     "kinds",
@@ -34,9 +36,11 @@ _PLAIN = [
     "packing",
     "permutation",
     "prefetch",
+    "records",
     "rows",
     "skip_ranges",
     "sources",
+    "splits",
     "state",
     "text",
     "text_check",

@@ -20,7 +20,7 @@ from titanlite.config.load import load_file
 from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.corpus import tokenize
-from titanlite.data.formats import Columns
+from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.sources import BUNDLED, columns_of, iter_records, list_files, own_records
 from titanlite.data.text import build_dataset

@@ -24,7 +24,7 @@ from tests.support.shards import LINES, TEXTS, write_c4
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.formats import Columns
+from titanlite.data.records import Columns
 from titanlite.data.shards import Shards, url_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
@@ -189,7 +189,7 @@ CLIENT = """
 import json, os
 from titanlite.config.text_names import HubText, hub_text
 from titanlite.data import DataError
-from titanlite.data.formats import Columns
+from titanlite.data.records import Columns
 from titanlite.data.shards import Shards, hub_files
 
 os.environ["HF_TOKEN"] = "hf_right"

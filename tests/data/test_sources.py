@@ -17,7 +17,8 @@ import zstandard
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, iter_rows
+from titanlite.data.formats import iter_rows
+from titanlite.data.records import Columns
 from titanlite.data.sources import iter_records, source_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer

@@ -44,7 +44,7 @@ from titanlite.parallel.activation_checkpoint import (
     apply_ac,
     kind_of,
 )
-from titanlite.parallel.activation_trace import trace_block
+from titanlite.parallel.policy_check import check_policy
 
 
 @pytest.mark.parametrize(
@@ -248,4 +248,4 @@ def test_a_policy_that_saves_nothing_is_an_error() -> None:
     with torch.device("meta"):
         model = Shift()
     with pytest.raises(ParallelismError, match=r'"op" saves nothing in block.*native_layer_norm'):
-        trace_block(model, ["block"], OP, (2, 4), CPU, torch.float32)
+        check_policy(model, ["block"], (2, 4), CPU, torch.float32)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
+from tests.support.block_trace import trace_block
 from tests.support.float8_runs import (
     CONVERTED,
     EMULATED,
@@ -46,7 +47,6 @@ from titanlite.features.float8.package import float8_linears
 from titanlite.models import get_spec
 from titanlite.models.linears import linears_of
 from titanlite.models.spec import Size
-from titanlite.parallel.activation_trace import trace_block
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.own_linear import weights_replaced
 

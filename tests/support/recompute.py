@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from tests.support.block_trace import ActivationStats, trace_block
 from tests.support.harness import (
     TINY,
     Run,
@@ -15,7 +16,6 @@ from tests.support.harness import (
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
 from titanlite.parallel.activation_checkpoint import apply_ac
-from titanlite.parallel.activation_trace import ActivationStats, trace_block
 
 CPU = torch.device("cpu")
 

@@ -578,7 +578,6 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "__init__.py",
         "utils.py",
         "parallel/agents.py",
-        "parallel/lazy_dynamo.py",
         "tools/cli.py",
         "tools/drill/ranks.py",
         "tools/drill/faults.py",

@@ -19,6 +19,8 @@ from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, 
 from titanlite.features.float8.report import float8_rows
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
+from titanlite.plan.blocks import Repeated
+from titanlite.plan.memory import KeptActivations
 from titanlite.start import opening, report
 from titanlite.start.report import Setup
 
@@ -176,45 +178,29 @@ def test_sharding_names_its_costs() -> None:
 def test_activations_name_how_much_is_kept_and_where(
     keys: Any, recomputing: int, text: str
 ) -> None:
-    kept: Any = SimpleNamespace(
-        blocks=4,
-        recomputing=recomputing,
-        forward={"matmul": 7, "attention": 1},
-        saved={"matmul": 4, "attention": 1},
-        recomputed={"matmul": 6, "attention": 1},
-        plain_bytes=8192,
-        total_bytes=2048 * recomputing + 8192 * (4 - recomputing),
-    )
+    operators = Repeated(7, 4, True, 6, True)
+    total = 2048 * recomputing + 8192 * (4 - recomputing)
+    kept = KeptActivations(4, recomputing, total, 4 * 8192, operators)
     assert report.activations_row(ActivationCheckpoint(**keys), kept, _setup())[1].startswith(text)
     config = ActivationCheckpoint(**keys, offload=True)
     assert report.activations_row(config, kept, _setup())[1].endswith(
         "; offload has no effect on a CPU"
     )
-    away = report.activations_row(
-        config, kept, _setup(H100, degrees={**_setup().degrees, "tp": 2})
-    )[1]
-    assert "before 2 ranks share it" in away
+    away = report.activations_row(config, kept, _setup(H100))[1]
     assert re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
 
 
 def test_the_kernel_of_attention_is_named() -> None:
-    def row(device: str, window: int | None, *kernels: str) -> str:
-        kept: Any = SimpleNamespace(kernels=kernels)
-        return report.attention_row(kept, _setup(device), window)[1]
+    def row(device: str, window: int | None, dtype: str = "bfloat16", masked: bool = False) -> str:
+        return report.attention_row(_setup(device), window, dtype, masked)[1]
 
-    cudnn = "aten._scaled_dot_product_cudnn_attention.default"
-    assert (
-        row(H100, None, cudnn)
-        == "kernel cuDNN; the first that can of cuDNN, flash, efficient, math"
-    )
-    assert row(H100, None).startswith(
-        "kernel math: memory grows with the square of the length; the first"
-    )
-    window = "kernel flash of variable lengths; each token sees 100, itself and those before"
-    assert row(CPU, 100, "torch_attn._varlen_attn.default") == window
-    assert row(CPU, 2048, "aten.other.default") == "kernel aten.other.default", (
-        "the window is as long as the sequence"
-    )
+    plain = "the first kernel that can of cuDNN, flash, efficient, math"
+    assert row(H100, None) == row(H100, None, "float32", masked=True) == plain
+    assert row(H100, None, masked=True) == "kernel flash of variable lengths"
+    window = "; each token sees 100, itself and those before"
+    assert row(H100, 100) == "kernel flash of variable lengths" + window
+    assert row(CPU, 100) == "kernel flash for CPUs" + window
+    assert row(CPU, 2048) == "kernel flash for CPUs", "the window is as long as the sequence"
 
 
 def test_a_schedule_of_a_later_version_stops_no_resume() -> None:

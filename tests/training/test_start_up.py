@@ -23,27 +23,15 @@ def note(owner, name, calls, what):
         return real(*given, **named)
     setattr(owner, name, noted)
 
-operators, tokenized, graphs = [], [], []
+operators, tokenized = [], []
 name = "propagate_op_sharding_non_cached"
 note(ShardingPropagator, name, operators, lambda self, call: str(call.op))
 note(token_cache, "tokenize", tokenized, lambda *given: 1)
 assert main.run(sys.argv[1:]) == 0
 modules = list(sys.modules)
 
-import torch
-
-kinds = [type(torch._dynamo).__name__]
-plain = torch._dynamo.disable(lambda x: x + 1)
-assert plain(1) == 2
-kinds.append(type(torch._dynamo).__name__)
-def backend(graph, _):
-    graphs.append(graph.code)
-    return graph
-compiled = torch.compile(lambda x: plain(x) * 2, backend=backend)
-assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
-kinds.append(type(torch._dynamo).__name__)
 assert main.run(sys.argv[1:]) == 0
-print(json.dumps([modules, operators, len(tokenized), kinds, graphs]))
+print(json.dumps([modules, operators, len(tokenized)]))
 """
 
 
@@ -61,10 +49,9 @@ def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(
         "-c", _RUNS, *words, f"--job.dump_folder={tmp_path / 'run'}", env={"TMPDIR": str(tmp_path)}
     )
     assert done.returncode == 0, done.stderr
-    modules, operators, tokenized, kinds, graphs = json.loads(done.stdout.splitlines()[-1])
+    modules, operators, tokenized = json.loads(done.stdout.splitlines()[-1])
     unused = [
-        "torch._dynamo.eval_frame",
-        "torch._inductor",
+        "torch._inductor.graph",
         "torch.distributed.pipelining",
         "torchao",
         "transformers",
@@ -84,8 +71,3 @@ def test_a_start_imports_nothing_that_it_does_not_use_and_tokenizes_a_text_once(
     assert operators and not any("foreach" in name or "adam" in name for name in operators), (
         "AdamW on DTensors"
     )
-    # A function that was disabled before the compiler was loaded is none of its graphs'.
-    assert kinds == ["_Deferred", "_Deferred", "module"]
-    assert len(graphs) == 1
-    assert "+" not in graphs[0]
-    assert "*" in graphs[0]

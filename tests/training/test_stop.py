@@ -23,7 +23,7 @@ from tests.support.processes import ROOT, TORCHRUN, environment, python
 from tests.support.tiny import EIGHT_STEPS
 from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
-from titanlite.checkpoint.hf import open_weights
+from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv

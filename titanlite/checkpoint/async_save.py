@@ -62,7 +62,8 @@ class AsyncSave:
                 use_pinned_memory=pinned and device.type == "cuda",
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=False,  # the copying thread has nothing else to do
+                # The copying thread has nothing else to do.
+                use_non_blocking_copy=False,
             )
         )
         self._group = new_group(_TIMEOUT)
@@ -88,7 +89,8 @@ class AsyncSave:
         started = time.perf_counter()
         self._copied.clear()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())  # for the update that was issued
+            # For the update that was issued.
+            self._stream.wait_stream(torch.cuda.current_stream())
 
         def copy(tensors: Tensors) -> Tensors:
             copies = cast(Tensors, self._stager.stage(tensors))
@@ -107,7 +109,8 @@ class AsyncSave:
             except WeightsError as error:
                 self._bad = error
                 return
-            except BaseException as error:  # DCP's own is no Exception, and no caller would see it
+            except BaseException as error:
+                # DCP's own is no Exception, and no caller would see it.
                 problem = str(error) or repr(error)
             finally:
                 self._copied.set()
@@ -130,7 +133,8 @@ class AsyncSave:
 
         Call it after `await_copy` or `wait`.
         """
-        bad, self._bad = self._bad, None
+        bad = self._bad
+        self._bad = None
         if bad is not None:
             raise bad
 
@@ -157,16 +161,12 @@ class AsyncSave:
         group: in which they agree on that. A group whose communication has failed once cannot be
         used again.
         """
-        (outcome, self._outcome), problem = (self.wait(), None), ""
-        self._thread = Thread(target=lambda: self._jobs.get()(), name=THREAD, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._thread, problem = None, str(error)
+        outcome = self.wait()
+        self._outcome = None
+        problem = self._start_thread()
         failed: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            failed, (outcome is not None and bool(outcome.problem), problem), group
-        )
+        lost = outcome is not None and bool(outcome.problem)
+        dist.all_gather_object(failed, (lost, problem), group)
         if any(lost for lost, _ in failed):
             dist.destroy_process_group(self._group)
             self._group = new_group(_TIMEOUT)
@@ -178,6 +178,16 @@ class AsyncSave:
                 f"this save is in the foreground, since rank {rank} can start no thread: {text}"
             )
         return not without
+
+    def _start_thread(self) -> str:
+        """Start a thread that waits for its job; return why it could not, "" if it could."""
+        self._thread = Thread(target=lambda: self._jobs.get()(), name=THREAD, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Release memory and group; with a save still in flight (the run failed) the end of the

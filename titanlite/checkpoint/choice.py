@@ -238,7 +238,7 @@ class Chooser:
 
     def _judge_foreign(self, path: AnyPath) -> Candidate:
         """Return the weights of another program in `path`, whose config fits the model."""
-        from titanlite.checkpoint.hf import as_manifest, check_model, open_weights
+        from titanlite.checkpoint.foreign import as_manifest, check_model, open_weights
 
         if self.source_bad:
             raise CheckpointError(*self.source_bad.values())

@@ -6,8 +6,11 @@ import re
 
 from titanlite.checkpoint.paths import AnyPath, StorePath
 
-HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-META_CONFIG, META_FILES = "params.json", "consolidated.*.pth"
+HF_CONFIG = "config.json"
+HF_INDEX = "model.safetensors.index.json"
+HF_SINGLE = "model.safetensors"
+META_CONFIG = "params.json"
+META_FILES = "consolidated.*.pth"
 
 
 def holds_weights(path: AnyPath) -> bool:

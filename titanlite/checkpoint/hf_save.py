@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titanlite.checkpoint.hf import HF_CONFIG, HF_INDEX, HF_SINGLE, total_bytes
-from titanlite.checkpoint.manifest import PARTIAL, CheckpointError
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.hf_files import HF_CONFIG, HF_INDEX, HF_SINGLE
+from titanlite.checkpoint.manifest import PARTIAL
 from titanlite.checkpoint.paths import AnyPath, StorePath, files_in, remove_folder, sync_folder
+from titanlite.checkpoint.weights import total_bytes
 from titanlite.models.hf_names import HFName, as_names
 from titanlite.models.spec import ModelSpec
 
@@ -60,16 +62,18 @@ def plan_files(
     """
     files: list[File] = []
     for ours, theirs in names.items():
-        size, who = total_bytes({ours: entries[ours]}), holders[ours]
-        if not files or files[-1].holders != who or files[-1].size + size > shard_bytes:
-            turn = sum(file.holders == who for file in files)
-            files.append(File(who[turn % len(who)], who))
+        size = total_bytes({ours: entries[ours]})
+        ranks = holders[ours]
+        if not files or files[-1].holders != ranks or files[-1].size + size > shard_bytes:
+            # The ranks that hold the tensors own the files in turns.
+            turn = sum(file.holders == ranks for file in files)
+            files.append(File(ranks[turn % len(ranks)], ranks))
         files[-1].names[ours] = theirs
         files[-1].size += size
     for index, file in enumerate(files, start=1):
-        file.name = (
-            HF_SINGLE if len(files) == 1 else f"model-{index:05}-of-{len(files):05}.safetensors"
-        )
+        file.name = f"model-{index:05}-of-{len(files):05}.safetensors"
+    if len(files) == 1:
+        files[0].name = HF_SINGLE
     return files
 
 
@@ -83,24 +87,7 @@ class FileWriter:
         self._stream: BinaryIO = self._stack.enter_context(path.open("wb"))
         self._left = len(file.names)
         self._is_local = isinstance(path, Path)
-        header: dict[str, Any] = {
-            "__metadata__": {"format": "pt"}
-        }  # without it `transformers` refuses the file
-        start = 0
-        for ours, theirs in file.names.items():
-            dtype, shape = entries[ours][:2]
-            shape = shape if isinstance(theirs, str) else shape[1:]
-            for name in as_names(theirs):
-                end = start + total_bytes({name: [dtype, shape]})
-                header[name] = {
-                    "dtype": _TYPES[dtype],
-                    "shape": list(shape),
-                    "data_offsets": [start, end],
-                }
-                start = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._stream.write(len(text).to_bytes(8, "little") + text)
+        self._stream.write(_header(file, entries))
 
     def write(self, tensor: torch.Tensor) -> None:
         """Write the next tensor [whole, on the CPU]; a stack is its tensors in order.
@@ -119,6 +106,28 @@ class FileWriter:
         self._stack.close()
 
 
+def _header(file: File, entries: Entries) -> bytes:
+    """Return the bytes before the tensors: a length, and JSON with type, shape, place of each."""
+    # Without the format, `transformers` 4 refuses the file.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for ours, theirs in file.names.items():
+        dtype, shape = entries[ours][:2]
+        if not isinstance(theirs, str):
+            shape = shape[1:]
+        for name in as_names(theirs):
+            end = start + total_bytes({name: [dtype, shape]})
+            header[name] = {
+                "dtype": _TYPES[dtype],
+                "shape": list(shape),
+                "data_offsets": [start, end],
+            }
+            start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def write_files(
     folder: AnyPath,
     files: Sequence[File],
@@ -131,7 +140,8 @@ def write_files(
     read: our name → the whole tensor on the CPU; all holders of a tensor call it at the same time.
     After an error the rank goes on to gather, because the others wait for it.
     """
-    problem, writing = "", None
+    problem = ""
+    writing: Future[None] | None = None
     writers: dict[str, FileWriter] = {}
 
     def write(file: File, tensor: torch.Tensor) -> None:
@@ -143,20 +153,24 @@ def write_files(
         with ThreadPoolExecutor(1, thread_name_prefix="titanlite-hf") as pool:
             for file, ours in _interleaved([file for file in files if rank in file.holders]):
                 tensor = read(ours)
-                problem, writing = problem or _failure(writing), None
+                problem = problem or _failure(writing)
+                writing = None
                 if file.owner == rank and not problem:
                     writing = pool.submit(write, file, tensor)
                 del tensor
         return problem or _failure(writing)
     finally:
         for writer in writers.values():
-            with contextlib.suppress(OSError):  # the disk may be full
+            # The disk may be full.
+            with contextlib.suppress(OSError):
                 writer.close()
 
 
 def _failure(writing: Future[None] | None) -> str:
     error = writing.exception() if writing is not None else None
-    return "" if error is None else str(error) if isinstance(error, OSError) else repr(error)
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, OSError) else repr(error)
 
 
 def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
@@ -167,7 +181,9 @@ def _interleaved(files: Sequence[File]) -> Iterator[tuple[File, str]]:
     for start in range(0, len(files), wide):
         group = [(file, list(file.names)) for file in files[start : start + wide]]
         for place in range(max(len(names) for _, names in group)):
-            yield from ((file, names[place]) for file, names in group if place < len(names))
+            for file, names in group:
+                if place < len(names):
+                    yield file, names[place]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,10 +192,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
-        there = (
-            tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))
-        )  # it may be offloaded
-        tensor = there.full_tensor()
+        if tensor.device.type != device:
+            # It is offloaded.
+            tensor = cast(DTensor, tensor.to(device))
+        tensor = tensor.full_tensor()
     return tensor.detach().cpu()
 
 
@@ -191,30 +207,43 @@ def write_configs(
     beside: Mapping[str, bytes],
 ) -> None:
     """Write the index, the files of the tokenizer (`beside`), and config.json last."""
-    ids = json.loads(beside.get(GENERATION, b"{}"))
-    config = {
-        **config,
-        **{name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids},
-    }
-    types = {entries[name][0] for file in files for name in file.names}
-    if len(types) == 1:
-        config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
     content = dict(beside)
     if len(files) > 1:
-        where = {
-            name: file.name
-            for file in files
-            for theirs in file.names.values()
-            for name in as_names(theirs)
-        }
-        total = {"total_size": sum(file.size for file in files)}
-        content[HF_INDEX] = as_json({"metadata": total, "weight_map": dict(sorted(where.items()))})
-    for name, data in {**content, HF_CONFIG: as_json(config)}.items():
+        content[HF_INDEX] = _index(files)
+    content[HF_CONFIG] = as_json({**config, **_ids(beside), **_dtype_entries(files, entries)})
+    for name, data in content.items():
         path = folder / name
         path.write_bytes(data)
         if isinstance(path, Path):
             with open(path, "rb") as stream:
                 os.fsync(stream.fileno())
+
+
+def _index(files: Sequence[File]) -> bytes:
+    """Return the content of the index: which file holds a tensor."""
+    where = {}
+    for file in files:
+        for theirs in file.names.values():
+            for name in as_names(theirs):
+                where[name] = file.name
+    total = {"total_size": sum(file.size for file in files)}
+    return as_json({"metadata": total, "weight_map": dict(sorted(where.items()))})
+
+
+def _ids(beside: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return the tokenizer's ids that config.json repeats."""
+    ids = json.loads(beside.get(GENERATION, b"{}"))
+    return {name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}
+
+
+def _dtype_entries(files: Sequence[File], entries: Entries) -> dict[str, str]:
+    """Return config.json's entries for the type of the weights, if all have one type."""
+    types = {entries[name][0] for file in files for name in file.names}
+    if len(types) != 1:
+        return {}
+    dtype = types.pop()
+    # The latter for `transformers` 4.
+    return {"dtype": dtype, "torch_dtype": dtype}
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:
@@ -232,7 +261,8 @@ def begin_folder(final: AnyPath) -> AnyPath:
         if HF_CONFIG in there:
             raise CheckpointError(f"{final} is there already; it is not overwritten")
         if there:
-            remove_folder(final)  # remains of a save that was cut short
+            # Remains of a save that was cut short.
+            remove_folder(final)
         return final
     refuse_existing(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -256,39 +286,42 @@ def refuse_existing(path: AnyPath) -> None:
         raise CheckpointError(f"{path} is there already; it is not overwritten")
 
 
+@dataclass(frozen=True)
+class HFWeights:
+    """The weights of a model, as one rank has them."""
+
+    spec: ModelSpec
+    args: Any
+    #: This rank's tensors, by our names.
+    tensors: Mapping[str, torch.Tensor]
+    #: Of the tensors of all ranks.
+    entries: Entries
+    #: Gives name → content of the tokenizer's files.
+    beside: Callable[[], Mapping[str, bytes]]
+
+
 def save_hf(
     final: AnyPath,
-    spec: ModelSpec,
-    args: Any,
-    tensors: Mapping[str, torch.Tensor],
-    entries: Entries,
+    weights: HFWeights,
     group: dist.ProcessGroup,
     on_rank_0: Callable[[Callable[[], Any]], Any],
-    beside: Callable[[], Mapping[str, bytes]],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the weights of a sharded model to the folder `final`; all ranks call it together.
 
-    tensors, entries: this rank's, and the [dtype, shape] of all; by our names. beside: gives the
-    tokenizer's files. Raises CheckpointError, on all ranks; then there is no such folder.
+    Raises CheckpointError, on all ranks; then there is no such folder.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
     aside: AnyPath = on_rank_0(lambda: begin_folder(final))
     try:
-        held: list[list[str]] = [[] for _ in range(size)]
-        dist.all_gather_object(held, list(tensors), group)
-        names = spec.hf_names(args)
-        sets = [set(one) for one in held]
-        holders = {name: tuple(r for r, one in enumerate(sets) if name in one) for name in names}
-        files = plan_files(names, entries, holders, shard_bytes)
-        problems = [""] * size
+        files = _agree_on_files(weights, group, shard_bytes)
+        tensors, entries = weights.tensors, weights.entries
         problem = write_files(aside, files, entries, lambda name: whole(tensors[name]), rank)
-        dist.all_gather_object(problems, problem and f"rank {rank}: {problem}", group)
-        if any(problems):
-            raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")
+        _raise_together(final, problem, group)
 
         def finish() -> None:
-            write_configs(aside, spec.hf_config(args), files, entries, beside())
+            config = weights.spec.hf_config(weights.args)
+            write_configs(aside, config, files, entries, weights.beside())
             publish_folder(aside, final)
 
         on_rank_0(finish)
@@ -297,3 +330,24 @@ def save_hf(
             with contextlib.suppress(OSError):
                 remove_folder(aside)
         raise
+
+
+def _agree_on_files(weights: HFWeights, group: dist.ProcessGroup, shard_bytes: int) -> list[File]:
+    """Return the files, and who writes them, by the ranks that hold each tensor."""
+    held: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(held, list(weights.tensors), group)
+    sets = [set(names) for names in held]
+    names = weights.spec.hf_names(weights.args)
+    holders = {}
+    for name in names:
+        holders[name] = tuple(rank for rank, one in enumerate(sets) if name in one)
+    return plan_files(names, weights.entries, holders, shard_bytes)
+
+
+def _raise_together(final: AnyPath, problem: str, group: dist.ProcessGroup) -> None:
+    """Raise CheckpointError on all ranks if one of them has a problem."""
+    problems = [""] * dist.get_world_size(group)
+    mine = problem and f"rank {dist.get_rank(group)}: {problem}"
+    dist.all_gather_object(problems, mine, group)
+    if any(problems):
+        raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")

@@ -38,7 +38,7 @@ from titanlite.training.nonfinite import find_nonfinite
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.hf import WeightsReader
+    from titanlite.checkpoint.foreign import WeightsReader
     from titanlite.config.sections import Checkpoint
 
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
@@ -227,7 +227,7 @@ class Loader:
     def _reader(self, candidate: Candidate) -> CheckedReader | WeightsReader:
         if not candidate.is_foreign:
             return CheckedReader(candidate.folder, candidate.manifest)
-        from titanlite.checkpoint.hf import WeightsReader
+        from titanlite.checkpoint.foreign import WeightsReader
 
         return WeightsReader(candidate.folder, candidate.manifest, *self.model())
 

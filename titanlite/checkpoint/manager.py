@@ -313,22 +313,20 @@ class Checkpointer:
 
     def _write_hf(self, save: Save, group: dist.ProcessGroup) -> None:
         """Write the weights as a folder of Hugging Face's."""
-        from titanlite.checkpoint.hf_save import save_hf
+        from titanlite.checkpoint.hf_save import HFWeights, save_hf
 
         _check_finite(save, group)
-        spec, args = self._loader.model()
-        self._on_rank_0(self._owner.look)
         strip = len("model.")
-        save_hf(
-            save.folder,
+        spec, args = self._loader.model()
+        weights = HFWeights(
             spec,
             args,
-            {name[strip:]: tensor for name, tensor in save.tensors.items()},
-            {name[strip:]: entry for name, entry in save.draft.tensors.items()},
-            group,
-            self._on_rank_0,
-            self._tokenizer_files,
+            tensors={name[strip:]: tensor for name, tensor in save.tensors.items()},
+            entries={name[strip:]: entry for name, entry in save.draft.tensors.items()},
+            beside=self._tokenizer_files,
         )
+        self._on_rank_0(self._owner.look)
+        save_hf(save.folder, weights, group, self._on_rank_0)
 
     def _tensors_to_save(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None

@@ -43,7 +43,9 @@ INDEX = ".metadata"
 PIN = "KEEP"
 #: File with the reason in a quarantined folder, `step-N.invalid-K`.
 REASON = "invalid.txt"
-PARTIAL, DELETED = ".partial-", ".deleted-"
+#: How the names of marks begin: of a save, of a deletion.
+PARTIAL = ".partial-"
+DELETED = ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
 #: Levels of folders that `roots_below` searches.
 _DEPTH = 4
@@ -56,9 +58,11 @@ _DIGEST = "digest"
 #: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing;
 #: SHA-256 is for the index and the manifest, which decide how the rest is read.
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
-FAST_HASH, SAFE_HASH = "xxh3", "sha256"
+FAST_HASH = "xxh3"
+SAFE_HASH = "sha256"
 #: Bytes that are read at a time; files that are hashed at the same time.
-_BLOCK, _THREADS = 8 << 20, 4
+_BLOCK = 8 << 20
+_THREADS = 4
 PROGRESS_SECONDS = 10.0
 #: Called with bytes done and bytes in all, by any thread, one at a time.
 Progress = Callable[[int, int], None]
@@ -125,7 +129,8 @@ class Manifest:
 def new_hash(algorithm: str) -> Any:
     """Return an object with `update` and `hexdigest`."""
     if algorithm == FAST_HASH:
-        import xxhash  # only here: `titanlite --help` and a config's check do without
+        # Only here: `titanlite --help` and a config's check do without.
+        import xxhash
 
         return xxhash.xxh3_128()
     return hashlib.blake2b(digest_size=32) if algorithm == "blake2b" else hashlib.new(algorithm)
@@ -170,11 +175,12 @@ def last_hf_step(root: AnyPath) -> int:
 
     One without config.json is half written.
     """
-    found = (re.fullmatch(r"step-(\d+)-hf", name) for name in entries(root))
-    return max(
-        (int(one[1]) for one in found if one and (root / one[0] / "config.json").is_file()),
-        default=-1,
-    )
+    newest = -1
+    for name in entries(root):
+        match = re.fullmatch(r"step-(\d+)-hf", name)
+        if match and (root / name / "config.json").is_file():
+            newest = max(newest, int(match[1]))
+    return newest
 
 
 def step_of(folder: AnyPath) -> int | None:
@@ -188,14 +194,17 @@ def steps_in(root: AnyPath) -> list[int]:
     processes.
     """
     names = entries(root)
-    marks = [root / name for name, is_folder in names.items() if not is_folder]
-    left = {
-        folder.name
-        for mark in marks
-        if (folder := marked_folder(mark)) and not (folder / FILE).is_file()
-    }
-    folders = [root / name for name, is_folder in names.items() if is_folder and name not in left]
-    return sorted(step for folder in folders if (step := step_of(folder)) is not None)
+    leftovers = set()
+    for name, is_folder in names.items():
+        folder = None if is_folder else marked_folder(root / name)
+        if folder is not None and not (folder / FILE).is_file():
+            leftovers.add(folder.name)
+    steps = []
+    for name, is_folder in names.items():
+        step = step_of(root / name)
+        if step is not None and is_folder and name not in leftovers:
+            steps.append(step)
+    return sorted(steps)
 
 
 def marked_folder(mark: AnyPath) -> AnyPath | None:
@@ -217,11 +226,13 @@ def read_manifest(folder: AnyPath) -> Manifest:
 
 def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
     """Return file name → the fault of its length, by one listing."""
-    existing, problems = files_in(folder), {}
+    existing = files_in(folder)
+    problems = {}
     for name, size in manifest.files.items():
         if name not in existing:
             problems[name] = f"{folder / name} is missing"
-        elif (found := existing[name].st_size) != size:
+        elif existing[name].st_size != size:
+            found = existing[name].st_size
             problems[name] = f"{folder / name} has {found} bytes, the manifest says {size}"
     return problems
 
@@ -250,14 +261,7 @@ def parse_manifest(folder: AnyPath) -> Manifest:
     bad.
     """
     path = folder / FILE
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
-    except StoreError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    raw = _read_raw(folder)
     if not isinstance(raw, dict) or type(raw.get("format")) is not int:
         raise CheckpointError(f"{path} is not a titanlite manifest")
     if raw["format"] > FORMAT:
@@ -265,11 +269,8 @@ def parse_manifest(folder: AnyPath) -> Manifest:
             f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade "
             f"titanlite, or move {folder.name} to another folder"
         )
-    digest = raw.pop(_DIGEST, None)
     try:
-        has_none = raw["format"] == 1 and digest is None
-        if not has_none and digest != (now := _digest(raw)):
-            raise ValueError(f"its contents have the hash {now}, and it says {digest}")
+        _check_digest(raw)
         manifest = Manifest(**raw)
         _check_types(manifest)
     except (TypeError, ValueError, RecursionError) as error:
@@ -277,6 +278,28 @@ def parse_manifest(folder: AnyPath) -> Manifest:
     if folder.name != step_folder(folder.parent, manifest.step).name:
         raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
     return manifest
+
+
+def _read_raw(folder: AnyPath) -> Any:
+    path = folder / FILE
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
+    except StoreError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _check_digest(raw: dict[str, Any]) -> None:
+    """Take the hash of all others out of a manifest's entries. Raises ValueError if it is wrong."""
+    digest = raw.pop(_DIGEST, None)
+    if raw["format"] == 1 and digest is None:
+        return
+    now = _digest(raw)
+    if digest != now:
+        raise ValueError(f"its contents have the hash {now}, and it says {digest}")
 
 
 def _check_types(manifest: Manifest) -> None:
@@ -313,8 +336,10 @@ def check_files(
     Raises StoreError when a store cannot be asked, which says nothing of the files.
     """
     names = sorted(manifest.files) if names is None else names
-    wrong, total = _wrong_sizes(folder, manifest), sum(manifest.files[name] for name in names)
-    done, lock = 0, threading.Lock()
+    wrong = _wrong_sizes(folder, manifest)
+    total = sum(manifest.files[name] for name in names)
+    done = 0
+    lock = threading.Lock()
 
     def read(count: int) -> None:
         nonlocal done
@@ -323,24 +348,33 @@ def check_files(
             progress(done, total)
 
     def check(name: str) -> str | None:
-        path, digest = folder / name, manifest.hashes.get(name)
+        digest = manifest.hashes.get(name)
         if digest is None or name in wrong:
             return wrong.get(name)
-        try:
-            if (found := file_digest(path, digest.partition(":")[0], read)) != digest:
-                shown = [f"{one[: one.find(':') + 17]}…" for one in (digest, found)]
-                return (
-                    f"{path} has changed since it was written: {shown[0]} in the manifest, "
-                    f"{shown[1]} found"
-                )
-        except StoreError:
-            raise
-        except OSError as error:
-            return f"{path} cannot be read: {error.strerror or error}"
-        return None
+        return _changed(folder / name, digest, read)
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="titanlite-verify") as pool:
         return [problem for problem in pool.map(check, names) if problem]
+
+
+def _changed(path: AnyPath, digest: str, read: Callable[[int], None]) -> str | None:
+    """Return what is wrong with a file, by its hash; None: nothing is."""
+    try:
+        found = file_digest(path, digest.partition(":")[0], read)
+    except StoreError:
+        raise
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    if found == digest:
+        return None
+    return (
+        f"{path} has changed since it was written: {_shortened(digest)} in the manifest, "
+        f"{_shortened(found)} found"
+    )
+
+
+def _shortened(digest: str) -> str:
+    return f"{digest[: digest.index(':') + 17]}…"
 
 
 def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progress:
@@ -448,7 +482,8 @@ def roots_below(path: AnyPath) -> list[AnyPath]:
 
     def search(folder: AnyPath, levels: int) -> None:
         if isinstance(folder, Path):
-            real = str(folder.resolve())  # symbolic links may form circles
+            # Symbolic links may form circles.
+            real = str(folder.resolve())
             if real in seen:
                 return
             seen.add(real)

@@ -4,18 +4,18 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from titanlite.checkpoint.hf import Part, Slices, Weights
+from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
-from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.source_model import meta_args, read_json
+from titanlite.checkpoint.weights import Part, Slices, Weights
 from titanlite.models.families import get_spec
 from titanlite.models.hf_names import is_derived
 from titanlite.models.llama import LlamaArgs
@@ -26,18 +26,8 @@ def open_meta(path: Path, args: LlamaArgs | None) -> Weights:
     """Return the weights of a folder of Meta's: args are those of the model, None: those of
     params.json.
     """
-    file = path / META_CONFIG
-    try:
-        config, file = read_json(file), path
-        files = sorted(path.glob(META_FILES))
-        states = []
-        for file in files:
-            states.append(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-        args = args or args_from_meta(config, states)
-        names = [*hf_names(args), *(["output.weight"] if args.tied else [])]
-    # torch has many ways to refuse a cut file, or a pickle of other things than tensors
-    except Exception as error:
-        raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
+    opened = _open_files(path, args)
+    args, states = opened.args, opened.states
     wanted = get_spec("llama3").build_on_meta(args).state_dict()
     parts: dict[str, list[Part]] = {}
     for name in {name: None for state in states for name in state if not is_derived(name)}:
@@ -45,32 +35,88 @@ def open_meta(path: Path, args: LlamaArgs | None) -> Weights:
             raise CheckpointError(
                 f"{path}: not every {META_FILES} has {name}: they are not of one model"
             )
-        pieces = [state[name] for state in states]
-        whole = tuple(wanted[name].shape) if name in names else tuple(pieces[0].shape)
-        # The dimension in which the files divide the tensor; none: all have the whole of it.
-        cut = (
-            next((d for d, size in enumerate(pieces[0].shape) if size != whole[d]), None)
-            if len(states) > 1
-            else None
-        )
-        start, parts[name] = 0, []
-        for file, piece in zip(files, pieces, strict=True):
-            offsets = [0] * piece.ndim
-            offsets[cut or 0] = start
-            heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
-            order = None
-            if heads:  # a head is in one file
-                rows = torch.arange(piece.size(0))[:, None]
-                order = permute(rows, heads * piece.size(0) // whole[0])[:, 0]
-            read = partial(_meta_rows, piece, order)
-            parts[name].append(Part(file, name, piece.dtype, tuple(piece.shape), read).at(*offsets))
-            if cut is None:
-                break
-            start += piece.size(cut)
-    spare = parts.pop("output.weight", [None])[0] if args.tied else None
+        shape = tuple(wanted[name].shape) if name in opened.names else None
+        parts[name] = _parts_of(name, opened, shape)
+    spare = None
     if args.tied:
+        head = parts.pop("output.weight", None)
+        if head is not None and len(states) == 1:
+            spare = head[0]
         parts["output.weight"] = parts["tok_embeddings.weight"]
-    return Weights(path, "llama3", args, parts, config, spare if len(states) == 1 else None)
+    return Weights(path, "llama3", args, parts, opened.config, spare)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Meta's files of one model."""
+
+    config: dict[str, Any]
+    args: LlamaArgs
+    files: list[Path]
+    #: Of each file: name → tensor, mapped into memory.
+    states: list[dict[str, torch.Tensor]]
+    #: Of the tensors that the model has.
+    names: frozenset[str]
+
+
+def _open_files(path: Path, args: LlamaArgs | None) -> _Opened:
+    file = path / META_CONFIG
+    try:
+        config = read_json(file)
+        file = path
+        files = sorted(path.glob(META_FILES))
+        states = []
+        for file in files:
+            states.append(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+        args = args or args_from_meta(config, states)
+        head = {"output.weight"} if args.tied else set()
+        return _Opened(config, args, files, states, frozenset({*hf_names(args), *head}))
+    # torch has many ways to refuse a cut file, or a pickle of other things than tensors.
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
+
+
+def _parts_of(name: str, opened: _Opened, shape: tuple[int, ...] | None) -> list[Part]:
+    """Return the parts of one tensor, by file. shape: of the whole; None: the model has no such
+    tensor.
+    """
+    pieces = [state[name] for state in opened.states]
+    shape = shape or tuple(pieces[0].shape)
+    cut = _divided_dimension(pieces, shape)
+    parts = []
+    start = 0
+    for file, piece in zip(opened.files, pieces, strict=True):
+        offsets = [0] * piece.ndim
+        offsets[cut or 0] = start
+        order = _row_order(name, opened.args, piece, shape)
+        read = partial(_meta_rows, piece, order)
+        parts.append(Part(file, name, piece.dtype, tuple(piece.shape), read).at(*offsets))
+        if cut is None:
+            break
+        start += piece.size(cut)
+    return parts
+
+
+def _divided_dimension(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> int | None:
+    """Return the dimension in which files divide a tensor; None: each has the whole of it."""
+    if len(pieces) == 1:
+        return None
+    for dimension, size in enumerate(pieces[0].shape):
+        if size != shape[dimension]:
+            return dimension
+    return None
+
+
+def _row_order(
+    name: str, args: LlamaArgs, piece: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """Return our order of the rows in a part of q or k; None for other tensors."""
+    heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
+    if not heads:
+        return None
+    # A head is in one file.
+    rows = torch.arange(piece.size(0))[:, None]
+    return permute(rows, heads * piece.size(0) // shape[0])[:, 0]
 
 
 def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices) -> torch.Tensor:
@@ -87,6 +133,10 @@ def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tenso
     embedding = states[0]["tok_embeddings.weight"]
     vocabulary = embedding.size(0) * (1 if embedding.size(1) != args.dim else len(states))
     # Llama 3.2: the files hold the tied head once more.
-    heads = ((state.get("output.weight"), state["tok_embeddings.weight"]) for state in states)
-    tied = all(head is None or torch.equal(head, table) for head, table in heads)
+    tied = all(_is_tied(state) for state in states)
     return replace(args, vocab_size=vocabulary, tied=tied)
+
+
+def _is_tied(state: Mapping[str, torch.Tensor]) -> bool:
+    head = state.get("output.weight")
+    return head is None or torch.equal(head, state["tok_embeddings.weight"])

@@ -9,6 +9,7 @@ first asked.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import re
@@ -65,7 +66,8 @@ class StorePath:
 
     def __post_init__(self) -> None:
         scheme, _, rest = self.url.partition("://")
-        key = "/".join(part for part in rest.split("/") if part)  # no slash at an end, none doubled
+        # No slash at an end, none doubled.
+        key = "/".join(part for part in rest.split("/") if part)
         object.__setattr__(self, "url", f"{scheme.lower()}://{key}")
 
     def __str__(self) -> str:
@@ -106,12 +108,13 @@ class StorePath:
         except FileNotFoundError:
             return {}
         prefix = f"{self.key}/"
-        names = (
-            (entry["name"].strip("/"), entry) for entry in found
-        )  # an object "folder/" is no entry
-        return {
-            name.removeprefix(prefix): entry for name, entry in names if name.startswith(prefix)
-        }
+        records = {}
+        for entry in found:
+            name = entry["name"].strip("/")
+            # An object "folder/" is no entry.
+            if name.startswith(prefix):
+                records[name.removeprefix(prefix)] = entry
+        return records
 
     def stat(self) -> Stat:
         return _stat(self.fs.info(self.key))
@@ -145,7 +148,8 @@ class StorePath:
             self.fs.pipe_file(self.key, content, mode="create")
         except FileExistsError:
             # The answer to our own request may have been lost, and the request sent again.
-            with contextlib.suppress(FileNotFoundError):  # it may be gone again
+            # It may be gone again.
+            with contextlib.suppress(FileNotFoundError):
                 if self.read_bytes() == content:
                     return
             raise
@@ -153,7 +157,7 @@ class StorePath:
             if not _lacks_conditions(error.__cause__):
                 raise
             if self.is_file():
-                raise FileExistsError(17, "Object exists", str(self)) from None
+                raise FileExistsError(errno.EEXIST, "Object exists", str(self)) from None
             self.write_bytes(content)
 
     @contextlib.contextmanager
@@ -211,11 +215,8 @@ def entries(folder: AnyPath) -> dict[str, bool]:
 def files_in(folder: AnyPath) -> Mapping[str, Stat | os.stat_result]:
     """Return name → length and time of the files in a folder; of a store by one request."""
     if isinstance(folder, StorePath):
-        return {
-            name: _stat(entry)
-            for name, entry in folder.listing().items()
-            if entry["type"] == "file"
-        }
+        files = {name: one for name, one in folder.listing().items() if one["type"] == "file"}
+        return {name: _stat(entry) for name, entry in files.items()}
     try:
         return {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
     except (FileNotFoundError, NotADirectoryError):
@@ -228,14 +229,15 @@ def write_new(path: AnyPath, content: bytes) -> None:
         path.write_new(content)
         return
     if path.exists():
-        raise FileExistsError(17, "File exists", str(path))
+        raise FileExistsError(errno.EEXIST, "File exists", str(path))
     temporary = path.with_name(f"{path.name}.part")
     try:
         with open(temporary, "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:  # of a full disk, without a name
+    except OSError as error:
+        # Of a full disk, without a name.
         raise OSError(error.errno, f"{temporary} cannot be written: {error.strerror}") from error
     os.replace(temporary, path)
     sync_folder(path.parent)
@@ -262,9 +264,8 @@ def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
         [name for name in names if name != last],
         [name for name in names if name == last],
     ):
-        folder.fs.copy(
-            [f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part]
-        )
+        sources = [f"{folder.key}/{name}" for name in part]
+        folder.fs.copy(sources, [f"{target.key}/{name}" for name in part])
 
 
 def remove_folder(folder: AnyPath, last: str = "") -> None:
@@ -285,7 +286,9 @@ def remove_folder(folder: AnyPath, last: str = "") -> None:
 
 def _remove_objects(folder: StorePath) -> None:
     folder.fs.rm(folder.key, recursive=True)
-    if names := folder.listing():  # clients do not report objects that they may not delete
+    # Clients do not report objects that they may not delete.
+    names = folder.listing()
+    if names:
         raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
 
 
@@ -300,7 +303,8 @@ def _stat(info: Mapping[str, Any]) -> Stat:
     """Return what fsspec's record says of an object."""
     keys = ("LastModified", "last_modified", "mtime", "updated", "created")
     value = next((info[key] for key in keys if info.get(key)), 0.0)
-    if isinstance(value, str):  # of Google's store
+    # Of Google's store.
+    if isinstance(value, str):
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
     return Stat(info["size"], value.timestamp() if isinstance(value, datetime) else float(value))
 
@@ -328,7 +332,8 @@ class _Client:
     """
 
     def __init__(self, target: Any, path: StorePath) -> None:
-        self._target, self._path = target, path
+        self._target = target
+        self._path = path
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
@@ -339,15 +344,17 @@ class _Client:
         return _Client(file, self._path)
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")  # in parts: fsspec would copy a large tensor as a whole
-        return sum(
-            self._call(self._target.write, view[at : at + _PART])
-            for at in range(0, len(view), _PART)
-        )
+        # In parts: fsspec would copy a large tensor as a whole.
+        view = memoryview(data).cast("B")
+        written = 0
+        for start in range(0, len(view), _PART):
+            written += self._call(self._target.write, view[start : start + _PART])
+        return written
 
     def discard(self) -> None:
         """Leave no object of an open file."""
-        with contextlib.suppress(Exception):  # there is a reason already
+        # There is a reason already.
+        with contextlib.suppress(Exception):
             self._target.discard()
         self._target.closed = True
 
@@ -360,14 +367,16 @@ class _Client:
             if function.__name__.strip("_") in _WRITES or _NO_BUCKET.search(str(error)):
                 bucket = f"{self._path.protocol}://{self._path.key.partition('/')[0]}"
                 raise StoreError(f"{self._path}: there is no bucket {bucket}") from error
-            raise FileNotFoundError(2, "No such object", str(self._path)) from error
-        except Exception as error:  # each client has its own errors, without a common class
+            raise FileNotFoundError(errno.ENOENT, "No such object", str(self._path)) from error
+        except Exception as error:
+            # Each client has its own errors, without a common class.
             raise StoreError(f"{self._path}: {_explain(error)}") from error
 
 
 def _explain(error: Exception) -> str:
     name = type(error).__name__
-    text = re.sub(r'\?[^"\s]*', "", str(error)) or name  # without the query of an address
+    # Without the query of an address.
+    text = re.sub(r'\?[^"\s]*', "", str(error)) or name
     if "Credential" in name:
         return (
             f"no credentials ({text}): for S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
@@ -386,7 +395,6 @@ def _explain(error: Exception) -> str:
 
 def _lacks_conditions(cause: BaseException | None) -> bool:
     """Return whether a store does not know conditional requests, or its client cannot send them."""
-    return isinstance(cause, (NotImplementedError, TypeError)) or (
-        isinstance(cause, OSError)
-        and (cause.errno == 38 or "not implemented" in str(cause).lower())
-    )
+    if isinstance(cause, OSError):
+        return cause.errno == errno.ENOSYS or "not implemented" in str(cause).lower()
+    return isinstance(cause, (NotImplementedError, TypeError))

@@ -28,6 +28,16 @@ class ResumeResult(NamedTuple):
     text: str
 
 
+class _Late(NamedTuple):
+    """Loss and norm of the step after a save, on their way from a GPU."""
+
+    step: int
+    #: Of the save.
+    identity: str
+    numbers: torch.Tensor
+    event: torch.cuda.Event
+
+
 class ResumeCheck:
     """Records the step after each save, and compares it when a run resumes from that save.
 
@@ -46,12 +56,10 @@ class ResumeCheck:
         tolerance: float = 1e-4,
         exact: bool = True,
     ) -> None:
-        self.file, self.setting, self.tolerance, self.exact = (
-            Path(file),
-            dict(setting),
-            tolerance,
-            exact,
-        )
+        self.file = Path(file)
+        self.setting = dict(setting)
+        self.tolerance = tolerance
+        self.exact = exact
         self._rank = rank
         #: Step after the latest save, and that save's id.
         self._next: tuple[int, str] | None = None
@@ -59,7 +67,7 @@ class ResumeCheck:
         self._same_batch: bool | None = None
         self._earlier: dict[str, Any] | None = None
         #: Step and id of a save, and the numbers of that step on their way from a GPU.
-        self._late: tuple[int, str, torch.Tensor, torch.cuda.Event] | None = None
+        self._late: _Late | None = None
 
     def at_save(self, step: int, next_batch: str | None) -> dict[str, Any]:
         """Return an entry for the train state.
@@ -75,13 +83,15 @@ class ResumeCheck:
         """
         self._loaded = loaded
         state = loaded.train.get(RESUME) or {}
-        identity, before = state.get("id"), state.get("next_batch")
+        identity = state.get("id")
+        before = state.get("next_batch")
         self._same_batch = None if None in (before, next_batch) else before == next_batch
         records = read_lines(self.file) if self._rank == 0 and identity else []
         self._earlier = next(
             (record for record in reversed(records) if record.get("id") == identity), None
         )
-        if identity:  # without numbers yet, this attempt records them
+        # Without numbers yet, this attempt records them.
+        if identity:
             self._next = (loaded.step + 1, identity) if self._earlier is None else None
 
     def forget(self) -> None:
@@ -95,54 +105,43 @@ class ResumeCheck:
         for a GPU: the numbers of one after a save are written a step later.
         """
         self.flush()
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         save = self._next if self._next is not None and step >= self._next[0] else None
         if save is not None:
             self._next = None
         if self._rank or not (save or loaded):
             return None
-        if save is not None and step == save[0] and loaded is None and loss.is_cuda:
-            copy, event = torch.empty(2, dtype=torch.float64, pin_memory=True), torch.cuda.Event()
-            copy.copy_(torch.stack([loss.double(), norm.double()]), non_blocking=True)
-            event.record()
-            self._late = step, save[1], copy, event
+        follows_save = save is not None and step == save[0]
+        if save is not None and follows_save and loaded is None and loss.is_cuda:
+            self._late = _on_its_way(step, save[1], loss, norm)
             return None
         numbers = loss.item(), norm.item()
         finite = all(map(math.isfinite, numbers))
-        if save is not None and step == save[0]:
+        if save is not None and follows_save:
             self._record(step, save[1], *numbers)
-        return (
-            self._compare(loaded, numbers)
-            if loaded is not None and (finite or self._earlier is None)
-            else None
-        )
+        if loaded is None or (not finite and self._earlier is not None):
+            return None
+        return self._compare(loaded, numbers)
 
     def flush(self) -> None:
         """Write the numbers that are on their way from a GPU."""
-        if self._late is not None:
-            step, identity, copy, event = self._late
-            self._late = None
-            event.synchronize()
-            self._record(step, identity, *copy.tolist())
+        late = self._late
+        self._late = None
+        if late is not None:
+            late.event.synchronize()
+            self._record(late.step, late.identity, *late.numbers.tolist())
 
     def _compare(self, loaded: LoadedState, numbers: tuple[float, float]) -> ResumeResult:
         """numbers: loss and gradient norm of the first step, to compare with those of the earlier
         attempt.
         """
-        unchecked = "the files have their lengths (hashes were not compared)"
-        problems, found = [], ["every file is as it was written" if loaded.verified else unchecked]
-        changed = bool(loaded.changes) or "dataloader" in loaded.left_out
-        if self._same_batch is None:
-            found.append("which batch was to come was not recorded")
-        elif self._same_batch:
-            found.append("the next batch is the one that was to come")
-        elif changed:
-            found.append(
-                "the next batch is another one, as allowed: "
-                + ", ".join(loaded.changes or ["dataloader"])
-            )
-        else:
-            problems.append("the next batch is not the one that was to come then")
+        problems: list[str] = []
+        found = ["the files have their lengths (hashes were not compared)"]
+        if loaded.verified:
+            found = ["every file is as it was written"]
+        is_same, text = self._next_batch(loaded)
+        (found if is_same else problems).append(text)
         step = loaded.step + 1
         if self._earlier is None:
             found.append(f"no earlier attempt has left figures of step {step}")
@@ -155,32 +154,41 @@ class ResumeCheck:
         lead = "RESUME NOT VERIFIED at step" if problems else "resume verified at step"
         return ResumeResult(not problems, f"{lead} {loaded.step}: {'; '.join(problems + found)}")
 
+    def _next_batch(self, loaded: LoadedState) -> ResumeResult:
+        """Return whether the next batch is the one that was to come, as far as is known."""
+        if self._same_batch is None:
+            return ResumeResult(True, "which batch was to come was not recorded")
+        if self._same_batch:
+            return ResumeResult(True, "the next batch is the one that was to come")
+        if loaded.changes or "dataloader" in loaded.left_out:
+            allowed = ", ".join(loaded.changes or ["dataloader"])
+            return ResumeResult(True, f"the next batch is another one, as allowed: {allowed}")
+        return ResumeResult(False, "the next batch is not the one that was to come then")
+
     def _compare_numbers(
         self, now: tuple[float, float], earlier: Mapping[str, Any]
-    ) -> tuple[bool, str]:
-        then, setting = (float(earlier["loss"]), float(earlier["norm"])), earlier["setting"]
+    ) -> ResumeResult:
+        then = float(earlier["loss"]), float(earlier["norm"])
         if now == then:
-            return True, " are those of the earlier attempt, bit for bit"
-        changed = {
-            name: value for name, value in self.setting.items() if setting.get(name) != value
-        }
-        differ = ", ".join(
-            f"{name} {setting.get(name, '?')} then, {value} now" for name, value in changed.items()
-        )
-        gap = max(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in zip(now, then, strict=True))
+            return ResumeResult(True, " are those of the earlier attempt, bit for bit")
+        changed = []
+        for name, value in self.setting.items():
+            before = earlier["setting"].get(name)
+            if before != value:
+                changed.append(f"{name} {'?' if before is None else before} then, {value} now")
+        differ = ", ".join(changed)
+        gap = max(_relative_difference(a, b) for a, b in zip(now, then, strict=True))
         text = f", then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
         # Of the two attempts the coarser one decides.
-        if gap <= max(self.tolerance, earlier.get("tolerance", 0.0)) and (differ or not self.exact):
-            return (
-                True,
-                f"{text}, which is rounding ({differ or 'kernels here are not deterministic'})",
-            )
-        return False, text + (f" ({differ})" if differ else " with the same setting")
+        tolerance = max(self.tolerance, earlier.get("tolerance", 0.0))
+        if gap <= tolerance and (differ or not self.exact):
+            reason = differ or "kernels here are not deterministic"
+            return ResumeResult(True, f"{text}, which is rounding ({reason})")
+        return ResumeResult(False, text + (f" ({differ})" if differ else " with the same setting"))
 
     def _record(self, step: int, identity: str, loss: float, norm: float) -> None:
-        if not (
-            math.isfinite(loss) and math.isfinite(norm)
-        ):  # the step was skipped, or it ends the run
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            # The step was skipped, or it ends the run.
             return
         record = {
             "id": identity,
@@ -188,11 +196,25 @@ class ResumeCheck:
             "loss": loss,
             "norm": norm,
             "tolerance": self.tolerance,
+            "setting": self.setting,
         }
         try:
-            append_line(self.file, {**record, "setting": self.setting})
+            append_line(self.file, record)
         except OSError as error:
             logger.warning(
                 f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be "
                 "compared"
             )
+
+
+def _on_its_way(step: int, identity: str, loss: torch.Tensor, norm: torch.Tensor) -> _Late:
+    """Start the copy of a step's numbers from a GPU, and wait for nothing."""
+    numbers = torch.empty(2, dtype=torch.float64, pin_memory=True)
+    event = torch.cuda.Event()
+    numbers.copy_(torch.stack([loss.double(), norm.double()]), non_blocking=True)
+    event.record()
+    return _Late(step, identity, numbers, event)
+
+
+def _relative_difference(a: float, b: float) -> float:
+    return abs(a - b) / (max(abs(a), abs(b)) or 1.0)

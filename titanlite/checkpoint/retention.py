@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -64,16 +64,16 @@ def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
     takes too long.
     """
     final = step_folder(root, step)
-    left = [
-        path
-        for path in leftovers(root)
-        if path.name.startswith(PARTIAL) or marked_folder(path) == final
-    ]
+    left = []
+    for path in leftovers(root):
+        if path.name.startswith(PARTIAL) or marked_folder(path) == final:
+            left.append(path)
     if left and not deleter.wait(_SETTLE_SECONDS):
         raise CheckpointError(
             f"{root}: old checkpoints are still being deleted; nothing is written meanwhile"
         )
-    _delete(left)  # a store that forbids deletions is no reason not to save
+    # A store that forbids deletions is no reason not to save.
+    _delete(left)
 
 
 def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) -> AnyPath:
@@ -83,14 +83,10 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
     An invalid checkpoint of that step, or one in `known_bad`, is quarantined. Raises
     CheckpointError for a valid one.
     """
-    final, reason = step_folder(root, step), (known_bad or {}).get(step)
+    final = step_folder(root, step)
     if final.exists():
-        try:
-            read_manifest(final)
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            reason = reason or str(error)
+        fault = _fault(final)
+        reason = (known_bad or {}).get(step) or fault
         if reason is None:
             raise CheckpointError(
                 f"{final} already holds a valid checkpoint; it is not overwritten"
@@ -102,6 +98,17 @@ def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) 
     if isinstance(final, Path):
         final.mkdir()
     return final
+
+
+def _fault(folder: AnyPath) -> str | None:
+    """Return why a folder is no valid checkpoint. Raises NewerFormatError."""
+    try:
+        read_manifest(folder)
+    except NewerFormatError:
+        raise
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _mark_path(kind: str, folder: AnyPath) -> AnyPath:
@@ -132,9 +139,8 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{folder} already holds a checkpoint; it is not overwritten"
         ) from None
-    with suppress(
-        OSError
-    ):  # the mark of a published folder means nothing, and goes with the next save
+    # The mark of a published folder means nothing, and goes with the next save.
+    with suppress(OSError):
         for mark in marks_of(folder):
             mark.unlink(missing_ok=True)
     sync_folder(folder.parent)
@@ -149,7 +155,8 @@ def unpublish(folder: AnyPath, pinned_too: bool = False) -> AnyPath | None:
         return _unpublish_object(folder, pinned_too)
     if folder.is_symlink():
         mark = _mark(DELETED, folder)
-        folder.unlink()  # its target belongs to someone else
+        # Its target belongs to someone else.
+        folder.unlink()
         return mark
     aside = _mark_path(DELETED, folder)
     assert isinstance(aside, Path)
@@ -175,7 +182,9 @@ def _unpublish_object(folder: StorePath, pinned_too: bool) -> AnyPath | None:
     mark = known[0] if known else _mark_path(DELETED, folder)
     mark.write_bytes(content)
     (folder / FILE).unlink(missing_ok=True)
-    return None if not pinned_too and _put_back(mark) else mark
+    if not pinned_too and _put_back(mark):
+        return None
+    return mark
 
 
 #: Where a name KEEP that this module makes leads to: a place in a folder that does not exist.
@@ -206,7 +215,8 @@ def _forbid_pin(folder: Path) -> bool:
         pin.symlink_to(_NOWHERE)
     except FileExistsError:
         return _is_forbidden(pin)
-    except OSError:  # a file system without links
+    except OSError:
+        # A file system without links.
         return not is_pinned(folder)
     return True
 
@@ -240,7 +250,8 @@ def _put_back_object(mark: AnyPath, folder: AnyPath) -> bool:
     if not content:
         return False
     write_new(folder / FILE, content)
-    if not is_valid(folder):  # a part of it is gone already
+    if not is_valid(folder):
+        # A part of it is gone already.
         (folder / FILE).unlink()
         return False
     mark.unlink(missing_ok=True)
@@ -299,7 +310,8 @@ def _stays(leftover: AnyPath, folder: AnyPath) -> bool:
     can be.
     """
     if not leftover.name.startswith(DELETED):
-        return False  # of a save that has not ended: nothing can be loaded from it
+        # Of a save that has not ended: nothing can be loaded from it.
+        return False
     if folder == leftover and isinstance(folder, Path):
         if _forbid_pin(folder):
             return False
@@ -314,24 +326,36 @@ def quarantine(folder: AnyPath, reason: str) -> AnyPath:
 
     In a store it is copied and then deleted: a crash leaves the whole of one of them.
     """
-    names = entries(folder.parent)
-    name = next(name for i in range(10**6) if (name := f"{folder.name}.invalid-{i}") not in names)
-    aside, content = folder.parent / name, f"{reason}\n".encode()
-    if isinstance(folder, StorePath):
-        begun = _mark(PARTIAL, aside)
-        copy_folder(folder, folder.parent / name, last=FILE)
-        (aside / REASON).write_bytes(content)
-        begun.unlink(missing_ok=True)
-        mark = unpublish(folder, pinned_too=True)  # the copy is pinned as it was
-        assert mark is not None
-        delete(mark, pinned_too=True)
-    else:
+    aside = _free_name(folder)
+    content = f"{reason}\n".encode()
+    if isinstance(folder, StorePath) and isinstance(aside, StorePath):
+        _move_objects(folder, aside, content)
+    elif isinstance(folder, Path):
         with suppress(OSError):
             (folder / REASON).write_bytes(content)
-        folder.rename(folder.with_name(name))
+        folder.rename(folder.with_name(aside.name))
         sync_folder(folder.parent)
     logger.warning(f"{folder} is now {aside.name}: {reason}")
     return aside
+
+
+def _free_name(folder: AnyPath) -> AnyPath:
+    names = entries(folder.parent)
+    number = 0
+    while f"{folder.name}.invalid-{number}" in names:
+        number += 1
+    return folder.parent / f"{folder.name}.invalid-{number}"
+
+
+def _move_objects(folder: StorePath, aside: StorePath, reason: bytes) -> None:
+    """Copy a checkpoint in a store to another name, then delete it; a pin is copied too."""
+    begun = _mark(PARTIAL, aside)
+    copy_folder(folder, aside, last=FILE)
+    (aside / REASON).write_bytes(reason)
+    begun.unlink(missing_ok=True)
+    mark = unpublish(folder, pinned_too=True)
+    assert mark is not None
+    delete(mark, pinned_too=True)
 
 
 class Deleter:
@@ -351,7 +375,8 @@ class Deleter:
         if new:
             thread = Thread(target=_delete, args=(new,), name="titanlite-delete", daemon=True)
             thread.start()
-            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+            self._threads = [other for other in self._threads if other.is_alive()]
+            self._threads.append(thread)
 
     def wait(self, seconds: float) -> bool:
         """Wait until all is deleted, at most so long; return whether it is."""
@@ -398,39 +423,51 @@ def prune(
     head = read_manifest(step_folder(root, newest))
     if head.weights_only:
         return []
-    valid = {newest: head}
     latest = max(config.keep_latest_k, 1 if head.validation_loss is not None else 2)
-    for step in reversed(
-        [step for step in steps_in(root) if step < newest and step not in known_bad]
-    ):
-        # Those that stay count only when they are whole; of those that go, the manifest alone is
-        # read.
-        read = read_manifest if len(valid) < latest else parse_manifest
+    older = [step for step in steps_in(root) if step < newest and step not in known_bad]
+    counted = {newest: head, **_resumable(root, older, latest - 1, fingerprints)}
+    stay = {*keep, *sorted(counted)[-latest:], *_best(root, counted, config.keep_best)}
+    for step in counted:
+        is_multiple = config.keep_every > 0 and step % config.keep_every == 0
+        if is_multiple or is_milestone(step, config.milestones):
+            stay.add(step)
+    marks = []
+    for step in sorted(counted.keys() - stay):
+        folder = step_folder(root, step)
+        mark = None if is_pinned(folder) else unpublish(folder)
+        if mark is not None:
+            marks.append(mark)
+    return marks
+
+
+def _resumable(
+    root: AnyPath, steps: Sequence[int], latest: int, fingerprints: Mapping[str, str] | None
+) -> dict[int, Manifest]:
+    """Return the checkpoints of this run by step, newest first.
+
+    The `latest` ones stay: they count only when they are whole. Of others the manifest alone is
+    read.
+    """
+    found: dict[int, Manifest] = {}
+    for step in reversed(steps):
+        read = read_manifest if len(found) < latest else parse_manifest
         with suppress(CheckpointError):
             manifest = read(step_folder(root, step))
             if manifest.can_be_resumed_by(fingerprints):
-                valid[step] = manifest
-    stay = {*keep, *sorted(valid)[-latest:], *_best(root, valid, config.keep_best)}
-    every = config.keep_every
-    stay |= {
-        step
-        for step in valid
-        if (every and step % every == 0) or is_milestone(step, config.milestones)
-    }
-    going = (step_folder(root, step) for step in sorted(valid.keys() - stay))
-    marks = [unpublish(folder) for folder in going if not is_pinned(folder)]
-    return [mark for mark in marks if mark is not None]
+                found[step] = manifest
+    return found
 
 
 def _best(root: AnyPath, valid: Mapping[int, Manifest], count: int) -> set[int]:
     """Return the `count` steps of lowest validation loss on each held-out text; of equal losses the
     earlier.
     """
-    losses = sorted(
-        (m.validation_loss, step) for step, m in valid.items() if m.validation_loss is not None
-    )
+    losses = []
+    for step, manifest in valid.items():
+        if manifest.validation_loss is not None:
+            losses.append((manifest.validation_loss, step))
     best: dict[str, list[int]] = {}
-    for _, step in losses:
+    for _, step in sorted(losses):
         found = best.setdefault(valid[step].held_out, [])
         if len(found) < count and is_valid(step_folder(root, step)):
             found.append(step)

@@ -51,8 +51,11 @@ class SaveSchedule:
         clock: Callable[[], float] = time.monotonic,
         held_out: str = "",
     ) -> None:
-        self.config, self._held_out = config, held_out
-        self._world, self._fingerprints, self._clock = world, fingerprints, clock
+        self.config = config
+        self._held_out = held_out
+        self._world = world
+        self._fingerprints = fingerprints
+        self._clock = clock
         #: Start of the interval; None before the first question.
         self._begun: float | None = None
         #: The latest step in question; step and time of the latest synchronization; step of the
@@ -69,8 +72,10 @@ class SaveSchedule:
         config = self.config
         if self._begun is None:
             self.begin(step)
-        elif step <= self._asked:  # the run was rolled back to an earlier step
-            self._synced, self._next_sync = (step, self._clock()), step + 1
+        elif step <= self._asked:
+            # The run was rolled back to an earlier step.
+            self._synced = step, self._clock()
+            self._next_sync = step + 1
         self._asked = step
         if is_milestone(step, config.milestones) or (
             config.enable_first_step_checkpoint and step == 1
@@ -105,7 +110,8 @@ class SaveSchedule:
         )
         if self.config.interval_type == "steps" or self._begun is None:
             return better, step
-        now, (before, then) = self._clock(), self._synced
+        now = self._clock()
+        before, then = self._synced
         self._synced = (step, now)
         left = self.config.interval - (now - self._begun)
         pace = (now - then) / max(step - before, 1)
@@ -122,14 +128,15 @@ class SaveSchedule:
         """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is
         as low.
         """
-        root, lower = to_path(self.config.folder), 0
+        root = to_path(self.config.folder)
+        as_low = 0
         try:
             for step in steps_in(root):
                 with suppress(CheckpointError):
                     manifest = parse_manifest(step_folder(root, step))
-                    lower += (
-                        self._compares(manifest) and cast("float", manifest.validation_loss) <= loss
-                    )
+                    if self._compares(manifest) and cast("float", manifest.validation_loss) <= loss:
+                        as_low += 1
         except OSError:
-            return True  # the folder cannot be read: the save will say why
-        return lower < self.config.keep_best
+            # The folder cannot be read: the save will say why.
+            return True
+        return as_low < self.config.keep_best

@@ -14,7 +14,11 @@ from titanlite.config.toml import quote
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.utils import Table, render
 
-MISSING, UNEXPECTED, SHAPE, DTYPE = "missing", "unexpected", "another shape", "another dtype"
+#: Kinds of differences.
+MISSING = "missing"
+UNEXPECTED = "unexpected"
+SHAPE = "another shape"
+DTYPE = "another dtype"
 _FLOATS = {"float64", "float32", "bfloat16", "float16"}
 #: Rows of the table of differences: one screen, with the text around it.
 _ROWS = 20
@@ -51,62 +55,65 @@ def select(
     Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and
     when nothing is left.
     """
-    prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
     patterns = [entry for entry in exclude if entry not in GROUPS]
     _must_match("checkpoint.exclude_from_loading", patterns, {*saved, *wanted}, GROUPS)
     _must_match("checkpoint.allow_missing", allow_missing, wanted)
+    ignored = _ignored(saved, wanted, exclude, allow_missing)
 
-    def matches(name: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-    ignored = {
-        name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)
-    }
-    ignored |= {name for name in wanted if name not in saved and matches(name, allow_missing)}
-    own = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
-    fresh = tuple(f"optimizer.state.{name}." for name in own)
-    ignored |= {
-        name
-        for name in {*saved, *wanted}
-        if name.startswith(fresh) or name.removeprefix(AVERAGE) in own
-    }
-
-    problems = {
-        name: compare_entries(saved.get(name), wanted.get(name))
-        for name in {*saved, *wanted} - ignored
-    }
-    floats = {
-        n
-        for n, problem in problems.items()
-        if problem == DTYPE and {saved[n][0], wanted[n][0]} <= _FLOATS
-    }
-    converted = floats if convert else set()
-    found = {
-        name: problem for name, problem in problems.items() if problem and name not in converted
-    }
+    found: dict[str, str] = {}
+    floats = set()
+    for name in {*saved, *wanted} - ignored:
+        problem = compare_entries(saved.get(name), wanted.get(name))
+        if problem == DTYPE and {saved[name][0], wanted[name][0]} <= _FLOATS:
+            floats.add(name)
+        if problem and not (convert and name in floats):
+            found[name] = problem
     if found:
         offered = _offered_keys(found, {*saved, *wanted}, floats, source)
         raise CheckpointError(difference_table(found, saved, wanted, source) + offered)
+
     load = frozenset(wanted) - ignored
     if not load:
         raise CheckpointError(f"checkpoint.exclude_from_loading leaves nothing of {source} to load")
-    return Selection(load, frozenset(wanted) & ignored, frozenset(converted))
+    return Selection(load, frozenset(wanted) & ignored, frozenset(floats))
+
+
+def _ignored(
+    saved: Described, wanted: Described, exclude: Sequence[str], allow_missing: Sequence[str]
+) -> set[str]:
+    """Return the tensors that are neither compared nor loaded."""
+    prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
+    patterns = [entry for entry in exclude if entry not in GROUPS]
+    ignored = set()
+    for name in {*saved, *wanted}:
+        may_be_missing = name not in saved and _matches(name, allow_missing)
+        if name.startswith(prefixes) or _matches(name, patterns) or may_be_missing:
+            ignored.add(name)
+    # What belongs to a weight that is not loaded is not loaded either.
+    weights = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
+    states = tuple(f"optimizer.state.{name}." for name in weights)
+    for name in {*saved, *wanted}:
+        if name.startswith(states) or name.removeprefix(AVERAGE) in weights:
+            ignored.add(name)
+    return ignored
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _must_match(
     key: str, patterns: Sequence[str], names: Collection[str], words: Sequence[str] = ()
 ) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            known = (
-                f" It takes {', '.join(words)}, and patterns of tensor names"
-                if words
-                else " It takes patterns"
-            )
-            example = next(iter(sorted(names, key=_natural)), "")
-            raise CheckpointError(
-                f"{key}: {pattern!r} matches no tensor.{known} such as {example!r} or 'model.*'"
-            )
+        if any(fnmatchcase(name, pattern) for name in names):
+            continue
+        known = f"{', '.join(words)}, and patterns of tensor names" if words else "patterns"
+        example = min(names, key=_natural, default="")
+        raise CheckpointError(
+            f"{key}: {pattern!r} matches no tensor. It takes {known} such as {example!r} or "
+            "'model.*'"
+        )
 
 
 def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
@@ -128,24 +135,18 @@ def difference_table(
 ) -> str:
     """Return a table of differences (name → problem), at most a screen of it."""
     counts = Counter(found.values())
-    summary = ", ".join(
-        f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind]
-    )
-    names = sorted(found, key=_natural)
-    rows = [
-        [name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]]
-        for name in names[:_ROWS]
-    ]
-    table = render(
-        Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False
-    )
-    lines = [
-        f"{source} does not fit this model: {summary}",
-        *(f"  {line}" for line in table.splitlines()),
-    ]
-    return "\n".join(
-        [*lines, *([f"  … and {len(found) - _ROWS} more"] if len(found) > _ROWS else [])]
-    )
+    kinds = [kind for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind]]
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+    rows = []
+    for name in sorted(found, key=_natural)[:_ROWS]:
+        rows.append([name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]])
+    columns = ("tensor", "there", "here", "problem")
+    table = render(Table(columns, rows, left=(0, 1, 2, 3)), terminal=False)
+    lines = [f"{source} does not fit this model: {summary}"]
+    lines += [f"  {line}" for line in table.splitlines()]
+    if len(found) > _ROWS:
+        lines.append(f"  … and {len(found) - _ROWS} more")
+    return "\n".join(lines)
 
 
 def _offered_keys(
@@ -155,7 +156,8 @@ def _offered_keys(
 
     floats: differ in their floating-point type alone.
     """
-    ways, found_names = [], sorted(found, key=_natural)
+    ways = []
+    found_names = sorted(found, key=_natural)
     # A weight's pattern covers the optimizer's state of it.
     weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
     if all(name.startswith(AVERAGE) for name in found_names):
@@ -182,19 +184,17 @@ def _offered_keys(
         )
     if rest:
         patterns = _patterns(rest, {*names} - {*rest})
-        ways.append(
-            f"checkpoint.exclude_from_loading = {patterns} leaves out what "
-            f"{'else ' * bool(missing)}differs"
-        )
+        what = "what else differs" if missing else "what differs"
+        ways.append(f"checkpoint.exclude_from_loading = {patterns} leaves out {what}")
     return "\nIf that is meant: " + "; ".join(ways)
 
 
 def _shown(entry: Sequence[Any] | None) -> str:
     if entry is None:
         return "–"
-    return f"{entry[0]}{list(entry[1])}" + (
-        f" ({entry[2]})" if len(entry) > 2 else ""
-    )  # of a foreign file: its place
+    # Of a foreign file: its place.
+    place = f" ({entry[2]})" if len(entry) > 2 else ""
+    return f"{entry[0]}{list(entry[1])}{place}"
 
 
 def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:
@@ -207,7 +207,16 @@ def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> s
             continue
         block = re.sub(r"(\.layers\.\d+)\..*", r"\1.*", name)
         across = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
-        fitting = (p for p in (block, across) if not any(fnmatchcase(other, p) for other in others))
-        found[next(fitting, name)] = None
-    shown = [f'"{pattern}"' for pattern in list(found)[:most]] + ["…"] * (len(found) > most)
+        found[_fitting((block, across), others) or name] = None
+    shown = [f'"{pattern}"' for pattern in list(found)[:most]]
+    if len(found) > most:
+        shown.append("…")
     return f"[{', '.join(shown)}]"
+
+
+def _fitting(patterns: Sequence[str], others: Collection[str]) -> str:
+    """Return the first pattern that matches none of `others`; "": there is none."""
+    for pattern in patterns:
+        if not any(fnmatchcase(other, pattern) for other in others):
+            return pattern
+    return ""

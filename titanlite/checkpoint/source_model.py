@@ -18,13 +18,14 @@ from titanlite.checkpoint.hf_files import HF_CONFIG, META_CONFIG, META_FILES
 from titanlite.checkpoint.manifest import FILE as MANIFEST
 from titanlite.checkpoint.manifest import (
     CheckpointError,
+    Manifest,
     find,
     parse_manifest,
     root_of,
     step_folder,
     step_of,
 )
-from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.paths import AnyPath
 from titanlite.config.toml import quote
 from titanlite.models.families import builtin_family
 from titanlite.models.fields import checked_fields
@@ -79,17 +80,15 @@ def read_model(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     asked.
     """
     folder = path.parent if isinstance(path, Path) and path.is_file() else path
+    has_hf = (folder / HF_CONFIG).is_file()
     if isinstance(folder, Path):
-        if (folder / META_CONFIG).is_file() and (
-            any(folder.glob(META_FILES)) or not (folder / HF_CONFIG).is_file()
-        ):
+        has_meta = (folder / META_CONFIG).is_file()
+        if has_meta and (any(folder.glob(META_FILES)) or not has_hf):
             return from_meta(folder / META_CONFIG, read_json(folder / META_CONFIG), spec)
-        if (folder / HF_CONFIG).is_file():
-            return from_hf(folder / HF_CONFIG, read_json(folder / HF_CONFIG), spec)
-        if path != folder or any(folder.glob("*.safetensors")):
-            return None
-    elif (folder / HF_CONFIG).is_file():
+    if has_hf:
         return from_hf(folder / HF_CONFIG, read_json(folder / HF_CONFIG), spec)
+    if isinstance(folder, Path) and (path != folder or any(folder.glob("*.safetensors"))):
+        return None
     return from_checkpoint(folder, name, spec)
 
 
@@ -127,11 +126,11 @@ def from_meta(file: AnyPath, content: Mapping[str, Any], spec: ModelSpec) -> Sou
         args = meta_args(content)
     except ValueError as error:
         return SourceModel(file, problem=str(error))
-    # Only the tensors tell whether the head is tied. Files that some programs write name no width.
-    unknown = {
-        "tied",
-        *({"ffn_dim"} if not {"multiple_of", "ffn_dim_multiplier"} & content.keys() else ()),
-    }
+    # Only the tensors tell whether the head is tied.
+    unknown = {"tied"}
+    if not {"multiple_of", "ffn_dim_multiplier"} & content.keys():
+        # Files that some programs write name no width.
+        unknown.add("ffn_dim")
     return SourceModel(file, args=args, unknown=frozenset(unknown))
 
 
@@ -155,7 +154,8 @@ def meta_args(content: Mapping[str, Any]) -> LlamaArgs:
     return LlamaArgs(
         **given,
         vocab_size=vocabulary if vocabulary > 0 else None,
-        rope_theta=entry_of(content, "rope_theta", float, 10000.0),  # Llama 2's does not say it
+        # Llama 2's does not say it.
+        rope_theta=entry_of(content, "rope_theta", float, 10000.0),
         rope_scaling=scaling if entry_of(content, "use_scaled_rope", bool, False) else None,
         tied=bool(published and published.tied),
     )
@@ -169,35 +169,34 @@ def _published(dim: int, n_layers: int) -> LlamaArgs | None:
 
 def from_checkpoint(path: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
     """Return the model of a checkpoint, or of the newest in a run or its folder of checkpoints."""
-    if step_of(path) is not None:
-        folder, manifest = path, parse_manifest(path)
-    else:
-        root = root_of(path)
-        found, passed = find(root)
-        if found is None:
-            raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
-        folder, manifest = step_folder(root, found.step), found
+    folder, manifest = _checkpoint_in(path)
     record = manifest.config.get("model")
     if not isinstance(record, dict):
-        return None  # of an early version
-    family, values = (
-        str(record.get("family")),
-        {key: value for key, value in record.items() if key != "family"},
-    )
+        # Of an early version.
+        return None
+    family = str(record.get("family"))
     file = folder / MANIFEST
     # A dotted path in a manifest is a name of somebody else's file: nothing is imported by it.
-    if (
-        family != name
-        and not (is_dotted(family) and is_dotted(name))
-        and not is_alike(family, spec)
-    ):
+    both_dotted = is_dotted(family) and is_dotted(name)
+    if family != name and not both_dotted and not is_alike(family, spec):
         return SourceModel(file, family)
+    values = {key: value for key, value in record.items() if key != "family"}
     try:
-        return SourceModel(
-            file, args=spec.args_class(**checked_fields(spec.args_class, values, ""))
-        )
+        args = spec.args_class(**checked_fields(spec.args_class, values, ""))
     except (TypeError, ValueError) as error:
         return SourceModel(file, problem=str(error))
+    return SourceModel(file, args=args)
+
+
+def _checkpoint_in(path: AnyPath) -> tuple[AnyPath, Manifest]:
+    """Return the folder of a checkpoint and its manifest: `path`, or the newest valid one in it."""
+    if step_of(path) is not None:
+        return path, parse_manifest(path)
+    root = root_of(path)
+    found, passed = find(root)
+    if found is None:
+        raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
+    return step_folder(root, found.step), found
 
 
 def _is_decoder(spec: ModelSpec) -> bool:
@@ -226,15 +225,17 @@ def differences(there: SourceModel, name: str, spec: ModelSpec, args: Any) -> li
         return [f"model.name is {quote(name)} here, {quote(there.family)} there"]
     if there.args is None:
         return [there.problem]
-    theirs, ours = deciding(there.args), deciding(args)
-    skipped = there.unknown | {
-        key for key in ("vocab_size",) if None in (theirs.get(key), ours.get(key))
-    }
-    return [
-        f"{key_of(field)} is {_shown(ours.get(field))} here, {_shown(theirs.get(field))} there"
-        for field in {**ours, **theirs}
-        if field not in skipped and ours.get(field) != theirs.get(field)
-    ]
+    theirs = deciding(there.args)
+    ours = deciding(args)
+    skipped = set(there.unknown)
+    if theirs.get("vocab_size") is None or ours.get("vocab_size") is None:
+        skipped.add("vocab_size")
+    lines = []
+    for field in {**ours, **theirs}:
+        here, at_source = ours.get(field), theirs.get(field)
+        if field not in skipped and here != at_source:
+            lines.append(f"{key_of(field)} is {_shown(here)} here, {_shown(at_source)} there")
+    return lines
 
 
 def key_of(field: str) -> str:
@@ -248,11 +249,8 @@ def deciding(args: Any) -> dict[str, Any]:
     """
     if hasattr(args, "deciding"):
         return dict(args.deciding())
-    return {
-        field.name: getattr(args, field.name)
-        for field in fields(args)
-        if field.name != "max_seq_len"
-    }
+    names = [field.name for field in fields(args)]
+    return {name: getattr(args, name) for name in names if name != "max_seq_len"}
 
 
 def flavor_like(there: SourceModel, spec: ModelSpec) -> str:
@@ -287,8 +285,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, RopeScaling):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     return "none" if value is None else quote(value)
-
-
-def is_local(path: AnyPath) -> bool:
-    """Return whether a path is on this machine and there."""
-    return not isinstance(path, StorePath) and path.exists()

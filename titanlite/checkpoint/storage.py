@@ -62,7 +62,7 @@ from titanlite.parallel.own_linear import weights_replaced
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.hf import WeightsReader
+    from titanlite.checkpoint.foreign import WeightsReader
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -87,21 +87,28 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
 
         weights = {name: plain(tensor) for name, tensor in weights.items()}
     tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-    if optimizer is None:
-        return tensors
+    if optimizer is not None:
+        for name, value in _optimizer_state(model, optimizer).items():
+            tensors[f"optimizer.{name}"] = value
+    return tensors
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     fresh = not optimizer.state
-    state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    state = {name: value for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)}
-    if numbers := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise TypeError(
-            f"{numbers[0]} of {type(optimizer).__name__} is no tensor, and checkpoints hold "
-            "tensors only"
-        )
-    if fresh:  # torch makes the state by a step of size zero, which is counted in it
+    found: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    state = {name: value for name, value in found.items() if not name.startswith(_HYPERPARAMETERS)}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"{name} of {type(optimizer).__name__} is no tensor, and checkpoints hold tensors "
+                "only"
+            )
+    if fresh:
+        # torch makes the state by a step of size zero, which is counted in it.
         for entry in optimizer.state.values():
             for value in entry.values():
                 value.zero_()
-    return {**tensors, **{f"optimizer.{name}": value for name, value in state.items()}}
+    return state
 
 
 def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -109,7 +116,7 @@ def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     integers stay.
     """
     wanted: torch.dtype = getattr(torch, dtype)
-    return tensor.to(wanted) if tensor.is_floating_point() and tensor.dtype != wanted else tensor
+    return tensor.to(wanted) if tensor.is_floating_point() else tensor
 
 
 def scatter(
@@ -181,8 +188,10 @@ class _HashingStream:
     """A file open for writing that hashes its bytes. DCP only ever appends."""
 
     def __init__(self, stream: BinaryIO, algorithm: str) -> None:
-        self._stream, self._algorithm = stream, algorithm
-        self._hash, self._size = new_hash(algorithm), 0
+        self._stream = stream
+        self._algorithm = algorithm
+        self._hash = new_hash(algorithm)
+        self._size = 0
         #: The error of the disk, if there was one.
         self.failure: OSError | None = None
 
@@ -216,6 +225,20 @@ class _HashingStream:
         return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
 
 
+def _algorithm_of(file: str) -> str:
+    """Return the hash of a file. The index decides how the rest is read: its hash must hold against
+    more than a bad disk.
+    """
+    return SAFE_HASH if file.startswith(INDEX) else FAST_HASH
+
+
+def _with_name(error: Exception, path: AnyPath) -> Exception:
+    """Return an error of the disk with the path: errors of writing do not name the file."""
+    if isinstance(error, StoreError) or not isinstance(error, OSError) or error.errno is None:
+        return error
+    return OSError(error.errno, error.strerror, str(path))
+
+
 class _Files(FileSystemBase):
     """DCP's file-system interface for folders and stores alike. DCP takes paths as opaque
     values.
@@ -234,23 +257,12 @@ class _Files(FileSystemBase):
         hashing = None
         try:
             with path.open(mode) as stream:
-                # The index decides how the rest is read: its hash must hold against more than a bad
-                # disk.
-                hashing = _HashingStream(
-                    stream, SAFE_HASH if path.name.startswith(INDEX) else FAST_HASH
-                )
+                hashing = _HashingStream(stream, _algorithm_of(path.name))
                 yield cast(io.IOBase, hashing)
         except (OSError, RuntimeError) as error:
-            # torch.save complains of its position in the file, and errors of writing do not name
-            # the file.
-            cause = hashing.failure if hashing and hashing.failure else error
-            if (
-                isinstance(cause, OSError)
-                and not isinstance(cause, StoreError)
-                and cause.errno is not None
-            ):
-                cause = OSError(cause.errno, cause.strerror, str(path))
-            raise cause from None
+            # torch.save complains of its position in the file, where the disk was the cause.
+            failure = hashing.failure if hashing else None
+            raise _with_name(failure or error, path) from None
         self.written[path.name] = hashing.written()
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -303,12 +315,11 @@ class HashingWriter(FileSystemWriter):
         if isinstance(self.path, Path):
             return plans
         attempt = uuid.uuid4().hex[:8]
-        return [
-            replace(
-                p, storage_data=replace(p.storage_data, prefix=f"{p.storage_data.prefix}{attempt}_")
-            )
-            for p in plans
-        ]
+        renamed = []
+        for plan in plans:
+            prefix = f"{plan.storage_data.prefix}{attempt}_"
+            renamed.append(replace(plan, storage_data=replace(plan.storage_data, prefix=prefix)))
+        return renamed
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # Each file has a hash; torch's own checksums within it were a third of a save's computing.
@@ -323,9 +334,11 @@ class HashingWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for rank, result in enumerate(results):
             files = cast("dict[str, Written]", result.pop())
-            self.written.update((name, file._replace(rank=rank)) for name, file in files.items())
+            for name, file in files.items():
+                self.written[name] = file._replace(rank=rank)
         self._write_index(metadata, results)
-        self.written.update(self._files.written)  # with the index
+        # With the index.
+        self.written.update(self._files.written)
 
     def _write_index(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Do the rest of what torch's `finish` does, but write the index under its own name at
@@ -336,9 +349,10 @@ class HashingWriter(FileSystemWriter):
         other name before.
         """
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {
-            one.index: one.storage_data for result in results for one in result
-        }
+        metadata.storage_data = {}
+        for result in results:
+            for one in result:
+                metadata.storage_data[one.index] = one.storage_data
         metadata.storage_meta = self.storage_meta()
         with self._files.create_stream(cast(Any, self.path) / INDEX, "wb") as stream:
             pickle.dump(metadata, stream)
@@ -355,7 +369,8 @@ class CheckedReader(FileSystemReader):
         super().__init__(str(folder))
         self.fs = cast(Any, _Files())
         self.path = cast(Any, folder)
-        self.folder, self.manifest = folder, manifest
+        self.folder = folder
+        self.manifest = manifest
         self._metadata: Metadata | None = None
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
@@ -385,28 +400,25 @@ class CheckedReader(FileSystemReader):
 
 # The index: a pickle from another program, read as data, so that no code in it runs
 
-_CLASSES = (
-    "Metadata",
-    "TensorStorageMetadata",
-    "TensorProperties",
-    "ChunkStorageMetadata",
-    "MetadataIndex",
-)
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 #: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as
 #: `torch.float32`.
 _KNOWN = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_METADATA, "Metadata"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_FILESYSTEM, "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
-    (
-        "builtins",
-        "getattr",
-    ),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
+    # Python 3.13.
+    ("pathlib._local", "PosixPath"),
+    # Members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called.
+    ("builtins", "getattr"),
 }
 
 
@@ -441,44 +453,44 @@ def _read_index(data: bytes, manifest: Manifest) -> Metadata:
     """
     try:
         content = _Unpickler(io.BytesIO(data)).load().state
-        tensors = {
-            name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()
-        }
-        places = content["storage_data"].items()
-        storage = dict(_place(key.state, entry.state, manifest.files) for key, entry in places)
+        tensors = {}
+        for name, record in content["state_dict_metadata"].items():
+            tensors[name] = _tensor(record.state)
+        storage = {}
+        for key, entry in content["storage_data"].items():
+            index, place = _place(key.state, entry.state, manifest.files)
+            storage[index] = place
     except ValueError:
         raise
-    except Exception as error:  # a pickle can go wrong in any way
+    except Exception as error:
+        # A pickle can go wrong in any way.
         raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
-    if {
-        name: [_dtype_name(one.properties.dtype), list(one.size)] for name, one in tensors.items()
-    } != manifest.tensors:
+    described = {}
+    for name, tensor in tensors.items():
+        described[name] = [_dtype_name(tensor.properties.dtype), list(tensor.size)]
+    if described != manifest.tensors:
         raise ValueError("its tensors are not those of the manifest")
     return Metadata(cast(Any, tensors), storage_data=storage)
 
 
 def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
-    pieces = [piece.state for piece in state["chunks"]]
-    chunks = [
-        ChunkStorageMetadata(_size(piece["offsets"]), _size(piece["sizes"])) for piece in pieces
-    ]
-    return TensorStorageMetadata(
-        TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks
-    )
+    chunks = []
+    for piece in state["chunks"]:
+        offsets = _size(piece.state["offsets"])
+        chunks.append(ChunkStorageMetadata(offsets, _size(piece.state["sizes"])))
+    properties = TensorProperties(state["properties"].state[0])
+    return TensorStorageMetadata(properties, _size(state["size"]), chunks)
 
 
 def _place(
     key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]
 ) -> tuple[MetadataIndex, _StorageInfo]:
     """Return where one piece of a tensor lies."""
-    file, start, length = (entry[field] for field in ("relative_path", "offset", "length"))
+    file, start, length = entry["relative_path"], entry["offset"], entry["length"]
     if not isinstance(file, str) or file not in files:
         raise ValueError(f"it names the file {file!r}, which is not in the manifest")
-    if (
-        type(start) is not int
-        or type(length) is not int
-        or not 0 <= start <= start + length <= files[file]
-    ):
+    are_numbers = type(start) is int and type(length) is int
+    if not are_numbers or not 0 <= start <= start + length <= files[file]:
         raise ValueError(f"its place of {key['fqn']!r} lies outside of {file}")
     if entry.get("transform_descriptors"):
         raise ValueError(f"{key['fqn']!r} is transformed, which no checkpoint here is")
@@ -522,7 +534,8 @@ def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup 
     if world.rank == 0:
         try:
             result = action()
-        except Exception as error:  # the other ranks wait for an answer in any case
+        except Exception as error:
+            # The other ranks wait for an answer in any case.
             problem = str(error) if isinstance(error, (CheckpointError, OSError)) else repr(error)
     answer = [(result, problem)]
     dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
@@ -539,11 +552,13 @@ def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup) -> T:
     problem = ""
     try:
         result = action()
-    except Exception as error:  # the other ranks wait for an answer in any case
+    except Exception as error:
+        # The other ranks wait for an answer in any case.
         problem = str(error) or repr(error)
     problems = [""] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group)
-    if found := [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]:
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+    if found:
         raise CheckpointError("; ".join(found))
     return result
 
@@ -557,12 +572,10 @@ def dcp_errors(action: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        failures = ((rank, failure[0]) for rank, failure in error.failures.items())
-        plain = (OSError, CheckpointError)
-        causes = {
-            f"rank {rank}: {cause if isinstance(cause, plain) else repr(cause)}"
-            for rank, cause in failures
-        }
+        causes = set()
+        for rank, (cause, _) in error.failures.items():
+            speaks = isinstance(cause, (OSError, CheckpointError))
+            causes.add(f"rank {rank}: {cause if speaks else repr(cause)}")
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
@@ -605,15 +618,20 @@ def verify_files(
         problems = check_files(reader.folder, reader.manifest, names, show)
         if index:
             reader.read_metadata()
-    except CheckpointError as error:  # of the index
+    except CheckpointError as error:
+        # Of the index.
         problems = [*problems, str(error)]
-    except Exception as error:  # the others wait for this rank's answer in any case
+    except Exception as error:
+        # The others wait for this rank's answer in any case.
         told = error if isinstance(error, StoreError) else f"{reader.folder}: {error!r}"
         failure = f"rank {world.rank} cannot read {told}"
     found = [(problems, failure)] * world.size
     dist.all_gather_object(found, (problems, failure), group)
-    if failures := sorted(text for _, text in found if text):
+    failures = sorted(text for _, text in found if text)
+    if failures:
         raise CheckpointError("; ".join(failures))
     every = sorted({problem for part, _ in found for problem in part})
+    if not every:
+        return None
     more = f" (and {len(every) - 1} more of its files)" if len(every) > 1 else ""
-    return every[0] + more if every else None
+    return every[0] + more

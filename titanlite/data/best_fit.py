@@ -72,11 +72,11 @@ class BestFitDataset(PackedDataset):
         """Return the pieces of a row, in the order of documents, each with the next token of its
         document.
         """
-        row, offsets = window % self.sequences_per_epoch, self.corpus.offsets
+        row = window % self.sequences_per_epoch
+        offsets = self.corpus.offsets
         begins = self._begins[self._starts[row] : self._starts[row + 1]]
-        ends = np.minimum(
-            begins + self.seq_len + 1, offsets[np.searchsorted(offsets, begins, side="right")]
-        )
+        document_ends = offsets[np.searchsorted(offsets, begins, side="right")]
+        ends = np.minimum(begins + self.seq_len + 1, document_ends)
         return [[one] for one in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
@@ -90,11 +90,14 @@ def packed(
     """
     pieces = -(-np.diff(offsets)[order] // seq_len)
     document = np.repeat(order, pieces)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first_pieces = np.cumsum(pieces) - pieces
+    number = np.arange(len(document)) - np.repeat(first_pieces, pieces)
     begins = offsets[document] + number * seq_len
     lengths = np.minimum(offsets[document + 1] - begins, seq_len)
-    most = max_documents(seq_len) - 1  # padding is one more
-    row_of, rows = np.empty(len(begins), dtype=np.int64), 0
+    # Padding is one more.
+    most = max_documents(seq_len) - 1
+    row_of = np.empty(len(begins), dtype=np.int64)
+    rows = 0
     for first in range(0, len(begins), GROUP):
         found = best_fit(lengths[first : first + GROUP].tolist(), seq_len, most)
         row_of[first : first + GROUP] = np.add(found, rows)
@@ -103,8 +106,10 @@ def packed(
     firsts = np.unique(row_of, return_index=True)[1]
     place = np.empty(rows, dtype=np.int64)
     place[np.argsort(firsts)] = np.arange(rows)
-    by_row = np.argsort(place[row_of], kind="stable")
-    return begins[by_row], np.concatenate([[0], np.cumsum(np.bincount(place[row_of]))])
+    places = place[row_of]
+    by_row = np.argsort(places, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(places))])
+    return begins[by_row], starts
 
 
 def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
@@ -114,9 +119,11 @@ def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
     lengths: in tokens, at most `room`, the length of a row. most: pieces in a row.
     """
     row_of = [0] * len(lengths)
-    pieces: list[int] = []  # in each row
+    #: Number of pieces in each row.
+    pieces: list[int] = []
     by_room: defaultdict[int, list[int]] = defaultdict(list)
-    rooms = 0  # bit n: a row with room for n more tokens exists
+    #: Bit n: a row with room for n more tokens exists.
+    rooms = 0
     for piece in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[piece]
         fitting = rooms >> length
@@ -126,7 +133,8 @@ def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
             if not by_room[length + left]:
                 rooms ^= 1 << (length + left)
         else:
-            row, left = len(pieces), room - length
+            row = len(pieces)
+            left = room - length
             pieces.append(0)
         row_of[piece] = row
         pieces[row] += 1

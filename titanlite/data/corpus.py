@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.records import Record
 from titanlite.data.rows import FilePlace
-from titanlite.data.sources import Record, iter_records
+from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, logger, progress_text
 
@@ -214,32 +215,20 @@ def tokenize(
     token id of `vocab_size` (the model's) or more.
     """
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
-    parts, lengths, masks, read = list[NDArray[Any]](), list[int](), list[NDArray[Any]](), 0
-    began = reported = time.monotonic()
-    for documents in encode(
-        iter_records(files) if records is None else records, tokenizer, vocab_size, workers
-    ):
-        parts.append(np.concatenate([ids for _, ids, _ in documents]).astype(dtype_for(vocab_size)))
+    dtype = dtype_for(vocab_size)
+    parts: list[NDArray[Any]] = []
+    lengths: list[int] = []
+    masks: list[NDArray[np.bool_]] = []
+    progress = _Progress(files)
+    if records is None:
+        records = iter_records(files)
+    for documents in encode(records, tokenizer, vocab_size, workers):
+        parts.append(np.concatenate([document.ids for document in documents]).astype(dtype))
         for record, ids, mask in documents:
-            texts = (
-                [(b"prompt ", record.prompt), (b"", record.text)]
-                if record.prompt
-                else [(b"", record.text)]
-            )
-            for kind, text in texts:
-                content = text.encode("utf-8", errors="surrogatepass")
-                digest.update(b"%s%d %s" % (kind, len(content), content))
-                read += len(content)
+            progress.bytes += _add_text(digest, record)
             lengths.append(len(ids))
             masks.append(mask)
-        if time.monotonic() - reported > REPORT_EVERY:
-            reported = time.monotonic()
-            share = progress_text(read, text_size(files), reported - began)
-            logger.info(
-                f"reading text: {len(lengths):,} documents, {read / 1e6:,.0f} MB so "
-                f"far{share and f', {share}'}; now in {record.file}, one of "
-                f"{counted(len(files) or 1, 'files')}"
-            )
+        progress.report(documents[-1].record, len(lengths))
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Corpus(
         tokens=np.concatenate(parts),
@@ -276,8 +265,46 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-#: Endings of files whose text is packed, and bytes of text to a byte of such a file, as a guess.
-_PACKED, _PACKING_RATIO = (".gz", ".zst", ".parquet"), 2.5
+def _add_text(digest: hashlib._Hash, record: Record) -> int:
+    """Add the texts of a record to a hash; return their bytes."""
+    texts = [(b"", record.text)]
+    if record.prompt:
+        texts.insert(0, (b"prompt ", record.prompt))
+    size = 0
+    for kind, text in texts:
+        content = text.encode("utf-8", errors="surrogatepass")
+        digest.update(b"%s%d %s" % (kind, len(content), content))
+        size += len(content)
+    return size
+
+
+class _Progress:
+    """Tells now and then how far the reading of some files is."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._began = self._reported = time.monotonic()
+        #: Of text so far.
+        self.bytes = 0
+
+    def report(self, record: Record, documents: int) -> None:
+        """record: the latest."""
+        now = time.monotonic()
+        if now - self._reported <= REPORT_EVERY:
+            return
+        self._reported = now
+        share = progress_text(self.bytes, text_size(self._files), now - self._began)
+        logger.info(
+            f"reading text: {documents:,} documents, {self.bytes / 1e6:,.0f} MB so "
+            f"far{share and f', {share}'}; now in {record.file}, one of "
+            f"{counted(len(self._files) or 1, 'files')}"
+        )
+
+
+#: Endings of files whose text is packed.
+_PACKED = (".gz", ".zst", ".parquet")
+#: Bytes of text to a byte of such a file, as a guess.
+_PACKING_RATIO = 2.5
 
 
 def text_size(files: Sequence[Path]) -> float:
@@ -338,7 +365,8 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
             size += len(record.text)
             if size >= _CHUNK:
                 yield chunk
-                chunk, size = [], 0
+                chunk = []
+                size = 0
     except DataError:
         if chunk:
             yield chunk
@@ -355,11 +383,9 @@ def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int
         yield from map(function, items)
         return
     ahead: deque[Future[_Out]] = deque()
-    pool, source, error = (
-        ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize"),
-        iter(items),
-        None,
-    )
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize")
+    source = iter(items)
+    error: StopIteration | DataError | None = None
     try:
         while error is None:
             try:
@@ -391,10 +417,12 @@ def encode_record(
 
         ids, mask = encode_chat(record.text, tokenizer)
     else:
-        ids, mask = tokenizer.encode_document(record.text), np.zeros(0, dtype=bool)
+        ids = tokenizer.encode_document(record.text)
+        mask = np.zeros(0, dtype=bool)
     if record.prompt:
         before = tokenizer.encode_document(record.prompt)[:-1]
-        ids, mask = np.concatenate([before, ids[1:]]), np.zeros(len(before), dtype=bool)
+        ids = np.concatenate([before, ids[1:]])
+        mask = np.zeros(len(before), dtype=bool)
     if not len(ids):
         raise DataError(
             f"{record.file}: record {record.number} has no tokens; leave it out, or mend the chat "

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus, targets_of
-from titanlite.data.formats import Record
 from titanlite.data.packing import Window, make_row
 from titanlite.data.permutation import epoch_order
+from titanlite.data.records import Record
 from titanlite.data.rows import Row
 from titanlite.data.shards import Shards
 from titanlite.data.state import StateError

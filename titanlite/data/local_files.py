@@ -1,6 +1,6 @@
 """The files of a local path: a file, a folder or a pattern.
 
-The rules are those of `titanlite.data.listing`.
+The rules are those of `titanlite.data.choose`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from titanlite.data import DataError
+from titanlite.data.choose import choose, named_files
 from titanlite.data.kinds import is_hidden, why_no_text
-from titanlite.data.listing import FoundFile, Listing, Place, choose, named_files
+from titanlite.data.listing import FoundFile, Listing, Place
 
 
 def list_text(place: Place) -> Listing:

@@ -49,11 +49,11 @@ def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_document
     A token predicts the next one of its window; with `mask_documents` only the next one of its
     document.
     """
-    tokens, labels = (
-        np.full(seq_len, pad_id, dtype=np.int64),
-        np.full(seq_len, IGNORE, dtype=np.int64),
-    )
-    begins, at = np.zeros(seq_len + 1, dtype=np.int32), 0
+    tokens = np.full(seq_len, pad_id, dtype=np.int64)
+    labels = np.full(seq_len, IGNORE, dtype=np.int64)
+    # 1 where a document begins, with a place behind the row.
+    begins = np.zeros(seq_len + 1, dtype=np.int32)
+    at = 0
     for ids, targets, starts in windows:
         tokens[at : at + len(ids)] = ids[: seq_len - at]
         following = labels[at : at + len(ids) - 1]
@@ -64,7 +64,9 @@ def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_document
         at += len(ids)
     if not mask_documents:
         return Row(tokens, labels)
-    begins[0], begins[at : at + 1] = 0, at > 0  # padding counts as one more document
+    begins[0] = 0
+    # Padding counts as one more document.
+    begins[at : at + 1] = at > 0
     documents = np.cumsum(begins, dtype=np.int32)
     labels[documents[1:] != documents[:-1]] = IGNORE
     return Row(tokens, labels, documents[:-1])
@@ -143,14 +145,15 @@ class PackedDataset(Rows):
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the fingerprint."""
-        masks = {"mask_documents": True} if self.mask_documents else {}
-        return {
+        settings = {
             "seq_len": self.seq_len,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "epochs": self.epochs,
-            **masks,
         }
+        if self.mask_documents:
+            settings["mask_documents"] = True
+        return settings
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`.
@@ -174,17 +177,18 @@ class PackedDataset(Rows):
         return make_row((), self.seq_len, self.corpus.pad_id, self.mask_documents)
 
     def _read(self, ranges: Sequence[Range]) -> Window:
-        ids = np.concatenate([self.corpus.read(*one) for one in ranges])
-        targets = (
-            np.concatenate([self.corpus.is_target(*one) for one in ranges])
-            if self.corpus.has_targets
-            else None
-        )
+        corpus = self.corpus
+        ids = np.concatenate([corpus.read(*one) for one in ranges])
+        targets = None
+        if corpus.has_targets:
+            targets = np.concatenate([corpus.is_target(*one) for one in ranges])
         if not self.mask_documents:
             return Window(ids, targets)
-        begins, before = [], 0
+        begins: list[NDArray[np.int64]] = []
+        before = 0
         for begin, end in ranges:
-            begins.append(self.corpus.documents_in(begin, end)[:, 1] - begin + before)
+            first_tokens = corpus.documents_in(begin, end)[:, 1]
+            begins.append(first_tokens - begin + before)
             before += end - begin
         return Window(ids, targets, np.concatenate(begins))
 
@@ -210,9 +214,9 @@ class PackedDataset(Rows):
         found: list[tuple[int, int]] = []
         for begin, end in itertools.chain.from_iterable(self.ranges(self.window(index))):
             documents = self.corpus.documents_in(begin, end)
-            found += zip(
-                documents[:, 0].tolist(), np.diff(documents[:, 1], append=end).tolist(), strict=True
-            )
+            numbers = documents[:, 0]
+            lengths = np.diff(documents[:, 1], append=end)
+            found += zip(numbers.tolist(), lengths.tolist(), strict=True)
         return found
 
     def place_of(self, document: int) -> FilePlace | None:
@@ -226,7 +230,8 @@ class PackedDataset(Rows):
         Here it is one window: seq_len + 1 tokens from window * seq_len of all epochs end to end,
         fewer at the end.
         """
-        size, begin = self.corpus.size, window * self.seq_len
+        size = self.corpus.size
+        begin = window * self.seq_len
         end = begin + self.seq_len + 1
         if self.epochs is not None:
             end = min(end, self.epochs * size)
@@ -248,7 +253,8 @@ class PackedDataset(Rows):
         place = int(np.searchsorted(starts, begin, side="right")) - 1
         found: list[Range] = []
         while length > 0:
-            first, end = self.corpus.offsets[order[place] : order[place] + 2].tolist()
+            document = order[place]
+            first, end = self.corpus.offsets[document : document + 2].tolist()
             first += begin - int(starts[place])
             end = min(first + length, end)
             found.append((first, end))

@@ -20,19 +20,14 @@ from titanlite.config.data_sections import DataSource
 from titanlite.config.text_names import HubText, hub_text
 from titanlite.config.urls import chain_problem, public_name
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, Record, read_file
+from titanlite.data.choose import choose, listing_of, named_files
+from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format, is_hidden
-from titanlite.data.listing import (
-    ALL_SPLITS,
-    FoundFile,
-    Listing,
-    Place,
-    choose,
-    listing_of,
-    named_files,
-)
+from titanlite.data.listing import FoundFile, Listing, Place
+from titanlite.data.records import Columns, Record
 from titanlite.data.remote import FileChangedError, check_url, retried
 from titanlite.data.sources import TextFiles, key_of
+from titanlite.data.splits import ALL_SPLITS
 from titanlite.utils import counted, logger
 
 #: Seconds for a remote source to list its files.
@@ -130,7 +125,7 @@ def url_files(url: str, key: str) -> list[str]:
 
 
 def url_text(place: Place) -> Listing:
-    """Return the text behind a URL, by the rules of `titanlite.data.listing`.
+    """Return the text behind a URL, by the rules of `titanlite.data.choose`.
 
     Of a folder without any name of a kind of text all files are read. Raises DataError as
     `url_files`, and where a folder leaves open which files are meant.

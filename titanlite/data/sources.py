@@ -18,10 +18,11 @@ from titanlite.config.extensions import load_function
 from titanlite.config.text_names import REGISTERED
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, Record, read_file, strings_of
+from titanlite.data.formats import read_file
 from titanlite.data.kinds import Format
 from titanlite.data.listing import Listing, Place
 from titanlite.data.local_files import list_text
+from titanlite.data.records import Columns, Record, strings_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -79,7 +80,7 @@ def find_text(
         dataset: a name in `BUNDLED`; any other needs a path.
         path: see `list_text`; None: the bundled text.
         key: of the path in the config, for errors.
-        split, format: those that are asked for, see `titanlite.data.listing`.
+        split, format: those that are asked for, see `titanlite.data.choose`.
 
     Raises DataError for text that is not bundled, a missing path, or one without such a file.
     """

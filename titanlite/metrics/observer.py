@@ -18,7 +18,6 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.boards import TensorBoard, WandbWriter, tags
 from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, start_view, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
 from titanlite.metrics.throughput import StragglerDetector, Throughput, read_memory, reset_peak
@@ -29,6 +28,7 @@ from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.metrics.boards import BackgroundWriter, TensorBoard, WandbWriter
     from titanlite.metrics.live import LiveView
     from titanlite.trainer import Trainer
 
@@ -94,6 +94,8 @@ class MetricsLogger(Callback):
             self._jsonl = MetricsLog(folder / FILE)
             self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
             if self._metrics.enable_wandb:
+                from titanlite.metrics.boards import WandbWriter
+
                 config = loads(self._toml)
                 self._tracker = WandbWriter(
                     folder, config, self._job.description, 1 if is_new else step + 1
@@ -179,8 +181,12 @@ class MetricsLogger(Callback):
         """Write a row to metrics.jsonl, TensorBoard and Weights & Biases."""
         if self._jsonl:
             self._jsonl.write({"step": step, "time": time.time(), **row})
-        for board in (self._tensorboard, self._tracker):
-            if board:
+        boards: list[BackgroundWriter | None] = [self._tensorboard, self._tracker]
+        open_boards = [board for board in boards if board is not None]
+        if open_boards:
+            from titanlite.metrics.boards import tags
+
+            for board in open_boards:
                 board.write(step, tags(row))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
@@ -198,6 +204,8 @@ class MetricsLogger(Callback):
         if self._metrics.enable_tensorboard and (self._world.rank == 0 or everywhere):
             folder = Path(self._metrics.save_tb_folder)
             folder = folder / f"rank_{self._world.rank}" if everywhere else folder
+            from titanlite.metrics.boards import TensorBoard
+
             self._tensorboard = TensorBoard(folder, purge_step=step + 1)
 
     def _is_logged(self, step: int, steps: int) -> bool:

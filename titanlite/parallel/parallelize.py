@@ -35,7 +35,6 @@ from titanlite.parallel.local import parts_of
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups
 
 if TYPE_CHECKING:
-    from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.compile import CompileWatch
     from titanlite.parallel.pipeline import Pipeline
     from titanlite.parallel.pipeline_split import StageLayout
@@ -264,31 +263,6 @@ class ModelBuilder:
         """Those of the whole model. Raises ParallelismError for a model that names none."""
         offered(self.spec, "linears")
         return linears_of(self.spec, self.args, self.tp)
-
-    def trace_activations(
-        self, *, batch_size: int, seq_len: int, masked: bool = False
-    ) -> ActivationStats:
-        """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
-
-        batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at
-        documents.
-        """
-        from titanlite.parallel.activation_trace import trace_block
-
-        model = self.spec.build_on_meta(self.args)
-        float8 = float8_of(self.float8)
-        if float8 is not None:
-            # The trace gathers nothing.
-            float8.convert(model, self.linears, gathers=False)
-        context = context_of(self.cp)
-        if context is not None:
-            context.apply(model, self.mesh)
-        tokens = batch_size // self.microbatches, seq_len // self.cp
-        names = self.spec.block_names(self.args)
-        whole = seq_len if masked else None
-        return trace_block(
-            model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype, whole
-        )
 
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""

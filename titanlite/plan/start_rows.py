@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.plan.memory import NoFormula, estimate
+from titanlite.plan.memory import KeptActivations, NoFormula, estimate, kept_activations
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.start.derive import RunConfig
 from titanlite.utils import human_bytes
@@ -19,7 +19,8 @@ def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]
         return []
     except Exception as error:
         return [("note", f"the memory of this run is not planned: {type(error).__name__}: {error}")]
-    size, of_rank = planned.peak.total, f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
+    size = planned.peak.total
+    of_rank = f", on rank {planned.rank}" if run.mesh.pipeline > 1 else ""
     if device == "cpu":
         text = f"{human_bytes(size)} of tensors per rank (the process itself takes more)"
     else:
@@ -27,13 +28,20 @@ def start_rows(run: RunConfig, device: str, total: int) -> list[tuple[str, str]]
         text = f"{size / GIB:,.1f} GiB of tensors, {needed}, of {total / GIB:,.1f} per GPU"
     rows = [("memory", f"{planned_word(run)} {text}, in {planned.peak.place}{of_rank}")]
     if device == "cuda" and needed_bytes(planned) > total:
-        rows.append(
-            (
-                "warning",
-                "by the plan this run needs more memory than a GPU has: it may end with code 8",
-            )
-        )
+        text = "by the plan this run needs more memory than a GPU has: it may end with code 8"
+        rows.append(("warning", text))
     return rows
+
+
+def planned_activations(run: RunConfig, device: str) -> KeptActivations | None:
+    """Return what the blocks of a run keep; None for a model without formulas.
+
+    It raises nothing. device: "cuda" or "cpu".
+    """
+    try:
+        return kept_activations(run, device)
+    except Exception:  # a note of `start_rows` tells what is no `NoFormula`
+        return None
 
 
 def planned_word(run: RunConfig) -> str:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.utils import atomic_write, logger, parse_json, timestamp
@@ -52,6 +52,13 @@ class LockLostError(OSError):
     """Another run has taken the folder over."""
 
 
+class _Renewal(NamedTuple):
+    #: Seconds since 1970.
+    time: float
+    #: Seconds that have passed since.
+    age: float
+
+
 class RunLock:
     """Holds `folder/run.lock` while the block runs. Rank 0 of a run takes it for all ranks.
 
@@ -76,7 +83,10 @@ class RunLock:
         key: str = "job.dump_folder",
         ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.folder, self.path, self._key, self._ending = folder, folder / FILE, key, ending
+        self.folder = folder
+        self.path = folder / FILE
+        self._key = key
+        self._ending = ending
         #: Distinguishes this hold from all others, also of the same process.
         self._token = secrets.token_hex(8)
         self._content = b""
@@ -95,7 +105,8 @@ class RunLock:
         try:
             self._take(self.path)
             self._thread.start()
-        except BaseException:  # also of a signal
+        except BaseException:
+            # Also of a signal.
             self.__exit__()
             raise
         return self
@@ -122,11 +133,14 @@ class RunLock:
     def _take(self, path: Path | StorePath) -> None:
         """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
         while not self._create(path):
-            if (holder := _read(path)) == {}:  # perhaps it is being written at this moment
+            holder = _read(path)
+            if holder == {}:
+                # Perhaps it is being written at this moment.
                 time.sleep(_POLL_SECONDS)
                 holder = _read(path)
             if holder is None:
-                continue  # released in between
+                # Released in between.
+                continue
             if self._is_alive(path, holder):
                 if self._outlasts(path, holder):
                     continue
@@ -165,11 +179,13 @@ class RunLock:
             if not isinstance(path, Path):
                 path.write_new(self._content)
                 return True
-            with path.open("xb") as stream:  # O_EXCL is atomic on NFS 3 and later: open(2)
+            # O_EXCL is atomic on NFS 3 and later: open(2).
+            with path.open("xb") as stream:
                 try:
                     stream.write(self._content)
                     stream.flush()
-                except BaseException:  # a full disk, or a signal
+                except BaseException:
+                    # A full disk, or a signal.
                     path.unlink(missing_ok=True)
                     raise
         except FileExistsError:
@@ -182,29 +198,40 @@ class RunLock:
         """
         if holder.get(_RELEASED):
             return False
-        if (alive := _process_is_alive(holder)) is not None:
+        alive = _process_is_alive(holder)
+        if alive is not None:
             return alive
-        probe = (
-            self.folder / f".{FILE}.now.{self._token}"
-        )  # tells the time of the file system or the store
-        try:
-            probe.write_bytes(b"")
-            now, seen = _modified(probe), _modified(path)
-        finally:
-            _remove(probe)
-        if now is None or seen is None:
+        seen = self._last_renewal(path)
+        if seen is None:
             return False
-        deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
-        if (wait := deadline - time.monotonic()) > 0:
+        deadline = time.monotonic() + LEASE_SECONDS - seen.age
+        wait = deadline - time.monotonic()
+        if wait > 0:
             logger.warning(
                 f"{path} is held by another machine or container: {_describe(holder)}. Watching "
                 f"for up to {wait:.0f} s whether it is alive"
             )
         while time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
-            if (now := _modified(path)) != seen:
+            now = _modified(path)
+            if now != seen.time:
                 return now is not None
         return False
+
+    def _last_renewal(self, path: Path | StorePath) -> _Renewal | None:
+        """Return the time of a lock, by the clock of the file system or the store; None without a
+        lock.
+        """
+        probe = self.folder / f".{FILE}.now.{self._token}"
+        try:
+            probe.write_bytes(b"")
+            now = _modified(probe)
+            seen = _modified(path)
+        finally:
+            _remove(probe)
+        if now is None or seen is None:
+            return None
+        return _Renewal(seen, max(now - seen, 0.0))
 
     def _outlasts(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
         """Wait for a live holder that was asked to stop; return whether it has gone."""
@@ -221,7 +248,8 @@ class RunLock:
             if now is None or now.get(_RELEASED) or _process_is_alive(holder) is False:
                 return True
             if now and now.get("token") != holder.get("token"):
-                return True  # another run was faster
+                # Another run was faster.
+                return True
         return False
 
     def _announce_end(self) -> None:
@@ -234,7 +262,8 @@ class RunLock:
 
     def _renew(self) -> None:
         check = OwnershipCheck(self.folder, self._token)
-        due, announced = time.monotonic() + RENEW_SECONDS, False
+        due = time.monotonic() + RENEW_SECONDS
+        announced = False
         while not self._released.wait(min(_NOTICE_SECONDS, RENEW_SECONDS)):
             ends = not announced and self._ending()
             if not ends and time.monotonic() < due:
@@ -253,7 +282,8 @@ class RunLock:
                 logger.error(f"{error}: two runs may be writing into {self.folder}")
                 return
             except OSError:
-                continue  # the file system or the store does not answer; try again
+                # The file system or the store does not answer; try again.
+                continue
 
 
 class OwnershipCheck:
@@ -262,7 +292,9 @@ class OwnershipCheck:
     """
 
     def __init__(self, folder: Path | StorePath, token: object = None) -> None:
-        self._path, self._token, self._looked = folder / FILE, token, token is not None
+        self._path = folder / FILE
+        self._token = token
+        self._looked = token is not None
 
     def look(self) -> None:
         """Raise LockLostError when the lock belongs to another run than at the first call, OSError
@@ -270,7 +302,8 @@ class OwnershipCheck:
         """
         holder = _read(self._path)
         if not self._looked:
-            self._looked, self._token = True, (holder or {}).get("token")
+            self._looked = True
+            self._token = (holder or {}).get("token")
         elif holder is not None and holder.get("token") != self._token:
             raise LockLostError(
                 f"{self._path} was taken over by another run: {_describe(holder)}. Nothing is "
@@ -286,14 +319,14 @@ def last_sign_of_life(folder: Path) -> float | None:
     nothing.
     """
     with suppress(OSError):
-        holder, renewed = _read(folder / FILE), _modified(folder / FILE)
-        if holder is not None and renewed is not None:
-            alive = False if holder.get(_RELEASED) else _process_is_alive(holder)
-            return (
-                renewed
-                if alive or (alive is None and time.time() - renewed <= LEASE_SECONDS)
-                else None
-            )
+        holder = _read(folder / FILE)
+        renewed = _modified(folder / FILE)
+        if holder is None or renewed is None or holder.get(_RELEASED):
+            return None
+        alive = _process_is_alive(holder)
+        if alive is None:
+            alive = time.time() - renewed <= LEASE_SECONDS
+        return renewed if alive else None
     return None
 
 
@@ -340,7 +373,8 @@ def _describe(holder: dict[str, Any]) -> str:
 
 def _process_is_alive(holder: dict[str, Any]) -> bool | None:
     """Return whether a holder's process runs; None where this machine or container cannot know."""
-    process, space = holder.get("process"), _process(os.getpid()).get("space")
+    process = holder.get("process")
+    space = _process(os.getpid()).get("space")
     if not isinstance(process, dict) or space is None or process.get("space") != space:
         return None
     number = process.get("id")
@@ -364,8 +398,6 @@ def _process(pid: int) -> dict[str, Any]:
         )
     except OSError:
         return {"id": pid}
-    return (
-        {"id": pid}
-        if fields[0] in "ZX"
-        else {"id": pid, "started": int(fields[19]), "space": space}
-    )
+    if fields[0] in "ZX":
+        return {"id": pid}
+    return {"id": pid, "started": int(fields[19]), "space": space}

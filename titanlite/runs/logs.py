@@ -79,7 +79,6 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
         log(logging.INFO, f"rank {rank} ends")
     finally:
         logger.removeHandler(file)
-        with suppress(
-            OSError
-        ):  # of a full disk, which `handleError` has told; it must not replace the run's own end
+        # `handleError` has told of a full disk. That must not replace the run's own end.
+        with suppress(OSError):
             file.close()

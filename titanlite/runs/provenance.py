@@ -27,12 +27,33 @@ from titanlite.utils import REMOVED, public
 DIFF_LIMIT = 1 << 20
 
 _LIBRARIES = (
-    *("torch", "torchao", "triton", "numpy", "msgspec", "datasets", "safetensors", "transformers"),
-    *("tiktoken", "sentencepiece", "tokenizers"),
+    "torch",
+    "torchao",
+    "triton",
+    "numpy",
+    "msgspec",
+    "datasets",
+    "safetensors",
+    "transformers",
+    "tiktoken",
+    "sentencepiece",
+    "tokenizers",
 )
 _PREFIXES = (
-    *("CUDA_", "CUBLAS_", "NVIDIA_VISIBLE_", "NCCL_", "GLOO_", "FI_", "UCX_"),
-    *("TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "SLURM_"),
+    "CUDA_",
+    "CUBLAS_",
+    "NVIDIA_VISIBLE_",
+    "NCCL_",
+    "GLOO_",
+    "FI_",
+    "UCX_",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "SLURM_",
 )
 _NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "LD_PRELOAD")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "JWT", "AUTH")
@@ -69,11 +90,12 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that affect results or speed, without those whose names suggest a
     secret.
     """
-    return {
-        name: public(value)
-        for name, value in sorted(variables.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret(name)
-    }
+    found = {}
+    for name, value in sorted(variables.items()):
+        matters = name.startswith(_PREFIXES) or name in _NAMES
+        if matters and not is_secret(name):
+            found[name] = public(value)
+    return found
 
 
 def command(argv: Sequence[str]) -> list[str]:
@@ -89,9 +111,10 @@ def command(argv: Sequence[str]) -> list[str]:
         match = _LAUNCH.fullmatch(word)
         hidden = match is not None and (match["name"] is None or is_secret(match["name"]))
         hide_next = hidden and match is not None and match["value"] is None
-        words.append(
-            f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else public(word)
-        )
+        if hidden and not hide_next:
+            words.append(f"{word.partition('=')[0]}={REMOVED}")
+        else:
+            words.append(public(word))
     return words
 
 
@@ -136,17 +159,21 @@ def config_changes(old: object, new: object) -> dict[str, str]:
     if not (isinstance(old, str) and isinstance(new, str)):
         return {}
     try:
-        sides = config_values(old), config_values(new)
+        old_values = config_values(old)
+        new_values = config_values(new)
     except TOMLDecodeError:
         return {}
     found = {}
-    for key in {**sides[0], **sides[1]}:
-        before, now = (
-            json.dumps(side[key], default=str) if key in side else "(not set)" for side in sides
-        )
+    for key in {**old_values, **new_values}:
+        before = _shown(old_values, key)
+        now = _shown(new_values, key)
         if before != now and key not in _NOT_COMPARED:
             found[key] = f"{before} -> {now}"
     return found
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], default=str) if key in values else "(not set)"
 
 
 @dataclass(frozen=True)

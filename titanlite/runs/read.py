@@ -28,18 +28,18 @@ _NO_RUNS_INSIDE = re.compile(
     r"\..*|checkpoint|logs|tb|profile_traces|memory_snapshot|step-\d+|__pycache__"
 )
 _FIGURES = (
-    *(
-        "step",
-        "time",
-        "loss",
-        "tps",
-        "mfu",
-        "memory_gib",
-        "reserved_gib",
-        "seconds_per_step",
-        "tokens_seen",
-    ),
-    *("validation_loss", "grad_norm", "lr"),
+    "step",
+    "time",
+    "loss",
+    "tps",
+    "mfu",
+    "memory_gib",
+    "reserved_gib",
+    "seconds_per_step",
+    "tokens_seen",
+    "validation_loss",
+    "grad_norm",
+    "lr",
 )
 
 Row = Mapping[str, float]
@@ -97,11 +97,9 @@ class Run:
         """Steps done, as far as is known."""
         known = [row["step"] for row in self.rows[-1:]]
         for attempt in self.attempts[-1:]:
-            known += [
-                attempt[name]
-                for name in ("first_step", "step")
-                if isinstance(attempt.get(name), int)
-            ]
+            for name in ("first_step", "step"):
+                if isinstance(attempt.get(name), int):
+                    known.append(attempt[name])
         return int(max(known)) if known else None
 
     @property
@@ -124,16 +122,21 @@ class Run:
         """
         spans = [(attempt["started"] or 0.0, attempt.get("ended")) for attempt in self.attempts]
         spans = spans or [(start, None) for start in self._times[:1]]
+        if not spans:
+            return None
         total = 0.0
-        for (start, ended), end in zip(
-            spans, [*(later for later, _ in spans[1:]), math.inf], strict=False
-        ):
-            seen = [start, *(time for time in self._times if start <= time < end)]
-            total += max(
-                (ended or max([*seen, self.alive or start] if end == math.inf else seen)) - start,
-                0.0,
-            )
-        return total if spans else None
+        for place, (start, ended) in enumerate(spans):
+            is_last = place + 1 == len(spans)
+            next_start = math.inf if is_last else spans[place + 1][0]
+            total += max((ended or self._last_sign(start, next_start)) - start, 0.0)
+        return total
+
+    def _last_sign(self, start: float, end: float) -> float:
+        """Return when an attempt between two times last showed that it lived."""
+        seen = [start, *(time for time in self._times if start <= time < end)]
+        if end == math.inf:
+            seen.append(self.alive or start)
+        return max(seen)
 
     @property
     def _times(self) -> list[float]:
@@ -143,9 +146,8 @@ class Run:
         """Return the training rows by attempt; one list where nothing distinguishes the
         attempts.
         """
-        starts = [
-            attempt["started"] for attempt in self.attempts[1:] if attempt["started"] is not None
-        ]
+        later = [attempt["started"] for attempt in self.attempts[1:]]
+        starts = [start for start in later if start is not None]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
         for row in self.training:
             parts[bisect_right(starts, row["time"]) if "time" in row else -1].append(row)
@@ -160,13 +162,11 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     """
     path = Path(path)
     problems: list[str] = []
-    rows: tuple[Row, ...] = ()
     if path.is_file() and path.name not in (FILE, OLD_FILE, METRICS):
         if path.suffix != ".jsonl":
             raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
-        rows = _rows(
-            path, problems
-        )  # of the rest of the folder, nothing surely belongs to that run
+        # Nothing of the rest of the folder surely belongs to that run.
+        rows = _rows(path, problems)
         return Run(path, rows=rows, problems=tuple(problems))
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
@@ -179,13 +179,8 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
-    attempts = read_attempts(folder, problems)
-    # A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a
-    # step of another run.
-    new = (
-        one.get("first_step") == 0 or str(one.get("began")).startswith("from ") for one in attempts
-    )
-    begin = max((i for i, is_new in enumerate(new) if is_new), default=0)
+    attempts = _attempts_of_last_run(folder, problems)
+    rows = ()
     with suppress(FileNotFoundError):
         rows = _rows(folder / METRICS, problems)
     config = None
@@ -197,8 +192,21 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
         if not partial:
             raise
         problems.append(str(error))
-    alive = last_sign_of_life(folder)
-    return Run(folder, tuple(attempts[begin:]), rows, config, alive, tuple(problems))
+    return Run(folder, attempts, rows, config, last_sign_of_life(folder), tuple(problems))
+
+
+def _attempts_of_last_run(folder: Path, problems: list[str]) -> tuple[Attempt, ...]:
+    """Return the attempts since the last one that began a run.
+
+    A new run in the folder of an earlier one has its own metrics and attempts. It may begin at a
+    step of another run.
+    """
+    attempts = read_attempts(folder, problems)
+    begin = 0
+    for place, attempt in enumerate(attempts):
+        if attempt.get("first_step") == 0 or str(attempt.get("began")).startswith("from "):
+            begin = place
+    return tuple(attempts[begin:])
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -212,20 +220,21 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
             f"{folder}: there is no such folder; runs are written to job.dump_folder, name it or "
             "a folder above it"
         )
-    found, seen = [], set()
+    found: list[Path] = []
+    seen: set[str] = set()
     for path, folders, files in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(path)) in seen:  # symbolic links may form circles
+        # Symbolic links may form circles.
+        real = os.path.realpath(path)
+        if real in seen:
             folders.clear()
             continue
         seen.add(real)
         if {FILE, OLD_FILE, METRICS} & {*files}:
             found.append(Path(path))
-        deepest = len(Path(path).relative_to(folder).parts) >= depth
-        folders[:] = (
-            []
-            if deepest
-            else sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
-        )
+        if len(Path(path).relative_to(folder).parts) >= depth:
+            folders.clear()
+        else:
+            folders[:] = sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
     return found
 
 
@@ -236,28 +245,38 @@ def _rows(path: Path, problems: list[str]) -> tuple[Row, ...]:
     A figure that is no number is left out, and named in `problems`. Raises FileNotFoundError.
     """
     rows: list[dict[str, float]] = []
-    step, tokens = 0.0, 0.0
+    step = 0.0
+    tokens = 0.0
     for raw in read_metrics(path, problems):
-        if "step" not in raw:
-            continue
-        row: dict[str, float] = {}
-        for name in (name for name in _FIGURES if name in raw):
-            number = _number(raw[name])
-            if number is None or (name == "step" and not abs(number) < 2**63):
-                where = f"{path}: row of step {raw['step']!r:.40}: {name} is {raw[name]!r:.40}"
-                problems.append(f"{where}, not a number; it is left out")
-            else:
-                row[name] = number
+        row = _figures(raw, path, problems)
         if "step" not in row:
             continue
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
-            if row["step"] > step and row["seconds_per_step"] > 0:
-                row["total_tps"] = (
-                    (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
-                )
-            step, tokens = row["step"], row["tokens_seen"]
+            steps = row["step"] - step
+            seconds = row["seconds_per_step"]
+            if steps > 0 and seconds > 0:
+                row["total_tps"] = (row["tokens_seen"] - tokens) / steps / seconds
+            step = row["step"]
+            tokens = row["tokens_seen"]
         rows.append(row)
     return tuple(rows)
+
+
+def _figures(raw: Mapping[str, Any], path: Path, problems: list[str]) -> dict[str, float]:
+    """Return the figures of a line of a metrics file; none for one without a step."""
+    row: dict[str, float] = {}
+    if "step" not in raw:
+        return row
+    for name in _FIGURES:
+        if name not in raw:
+            continue
+        number = _number(raw[name])
+        if number is None or (name == "step" and not abs(number) < 2**63):
+            where = f"{path}: row of step {raw['step']!r:.40}: {name} is {raw[name]!r:.40}"
+            problems.append(f"{where}, not a number; it is left out")
+        else:
+            row[name] = number
+    return row
 
 
 def _number(value: Any) -> float | None:

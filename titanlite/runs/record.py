@@ -131,7 +131,8 @@ class AttemptRecord:
 
     def saved(self, step: int, tokens: int) -> None:
         """Note that the checkpoint of `step`, after so many tokens, exists."""
-        self._saved_step, self._kept = step, (step, tokens)
+        self._saved_step = step
+        self._kept = step, tokens
 
     def end(
         self, state: FinalState, step: int, tokens: int = 0, exit_code: int = 0, reason: str = ""

@@ -29,8 +29,10 @@ def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
 def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
-    shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
-    for name in ("aux_loss", "z_loss"):  # of a mixture's router, they change no output
+    # The length of the RoPE tables changes no weight.
+    shape.pop("max_seq_len")
+    # Of a mixture's router, they change no output.
+    for name in ("aux_loss", "z_loss"):
         shape.pop(name, None)
     if is_dotted(model):
         shape["model"] = os.path.basename(model)

@@ -27,7 +27,9 @@ from titanlite.models.spec import ModelSpec
 if TYPE_CHECKING:
     from titanlite.checkpoint.source_model import SourceModel
 
-_LOAD, _FLAVOR, _CONFIG = "checkpoint.initial_load_path", "model.flavor", "model.hf_config"
+_LOAD = "checkpoint.initial_load_path"
+_FLAVOR = "model.flavor"
+_CONFIG = "model.hf_config"
 _ALLOWED = 'If the difference is meant, and changes no shape: checkpoint.allow_changes = ["model"]'
 
 
@@ -36,7 +38,8 @@ class FolderShapeError(ValueError):
 
     def __init__(self, key: str, message: str, advice: str = "") -> None:
         super().__init__(message)
-        self.key, self.advice = key, advice
+        self.key = key
+        self.advice = advice
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,15 @@ class _Source:
 def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
     """Return the first of the places of a shape that there is. Raises FolderShapeError."""
     spec = get_spec(model.name)
-    key, path = _LOAD, section.initial_load_path
+    key = _LOAD
+    path = section.initial_load_path
     try:
         own = _of_own_checkpoint(to_path(folder), model.name, spec)
         if own is not None:
             return _Source(key, path, own)
         if model.hf_config is not None:
-            key, path = _CONFIG, model.hf_config
+            key = _CONFIG
+            path = model.hf_config
             return _Source(key, path, _of_config(path, model.name, spec))
         if path is not None:
             return _Source(key, path, _of_folder(to_path(path), model.name, spec))
@@ -112,7 +117,8 @@ def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel
         return None
     from titanlite.checkpoint.source_model import from_checkpoint
 
-    with contextlib.suppress(CheckpointError):  # a run tells what is wrong there
+    # A run tells what is wrong there.
+    with contextlib.suppress(CheckpointError):
         return from_checkpoint(root, name, spec)
     return None
 
@@ -133,7 +139,8 @@ def _of_config(source: str, name: str, spec: ModelSpec) -> SourceModel | None:
         return read_model(Path(source), name, spec)
     try:
         file = Path(config_file(source))
-    except Exception as error:  # huggingface_hub and its HTTP client raise their own classes
+    except Exception as error:
+        # huggingface_hub and its HTTP client raise their own classes.
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckpointError(reason) from error
     return from_hf(file, read_json(file), spec)

@@ -14,7 +14,9 @@ from titanlite.config.extensions import load_function
 from titanlite.features import async_tp_of, float8_of
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
+from titanlite.models.llama import LlamaArgs
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.activation_checkpoint import is_by_op
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
@@ -51,14 +53,21 @@ def build_model(
     """
     degrees = run.mesh
     args = run.model_args(tokenizer_size)
-    _prepare_compiler(run, world)
+    if run.training.compile:
+        from titanlite.parallel.compile import prepare_compile
+
+        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
     mesh = world.build_mesh(**degrees.dimensions)
     builder = _builder(run, args, mesh, world.device)
     loss = _loss(run, builder)
     async_tp = async_tp_of(run.experimental)
     if async_tp is not None:
         async_tp.enable(mesh)
-    model = make(builder) if make else builder.build(run.training.seed or 0)
+    if make is None:
+        _check_policy(run, builder)
+        model = builder.build(run.training.seed or 0)
+    else:
+        model = make(builder)
     world.apply_timeout()
     runner = _runner(run, builder, model, loss)
     if run.training.seed is not None:
@@ -67,17 +76,6 @@ def build_model(
     _tell_experts(run, args, model)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
-
-
-def _prepare_compiler(run: RunConfig, world: DistEnv) -> None:
-    if run.training.compile:
-        from titanlite.parallel.compile import prepare_compile
-
-        prepare_compile(run.compile.backend, world.device.type, run.compile.cache_dir)
-    else:
-        from titanlite.parallel.lazy_dynamo import defer_dynamo
-
-        defer_dynamo()
 
 
 def _builder(run: RunConfig, args: Any, mesh: DeviceMesh, device: torch.device) -> ModelBuilder:
@@ -107,6 +105,21 @@ def _loss(run: RunConfig, builder: ModelBuilder) -> LossFunction:
     from titanlite.metrics.figures import RowLosses
 
     return RowLosses(loss, run.batch.seq_len // run.mesh.context)
+
+
+def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
+    """Check that the per-op policy saves something in a block of a model that is not our own.
+
+    Raises ParallelismError.
+    """
+    if not is_by_op(run.activation_checkpoint) or isinstance(builder.args, LlamaArgs):
+        return
+    from titanlite.parallel.policy_check import check_policy
+
+    names = run.spec.block_names(builder.args)
+    size = run.batch.micro_batch_size // run.pipeline.microbatches, run.batch.seq_len
+    model = run.spec.build_on_meta(builder.args)
+    check_policy(model, names, size, builder.device, builder.param_dtype)
 
 
 def _runner(run: RunConfig, builder: ModelBuilder, model: nn.Module, loss: LossFunction) -> Runner:

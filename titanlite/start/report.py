@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly import Built
-    from titanlite.parallel.activation_trace import ActivationStats
     from titanlite.parallel.pipeline_split import StageLayout
+    from titanlite.plan.memory import KeptActivations
 
 Row = tuple[str, str]
 
@@ -180,64 +180,49 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
     return [("sharding", "; ".join(parts))] if parts else []
 
 
-def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: Setup) -> Row:
-    """kept: statistics of a traced block."""
-    every_byte = human_bytes(kept.blocks * kept.plain_bytes)
-    amount = f"{human_bytes(kept.total_bytes)} of {every_byte} kept per micro-batch"
-    again = {kind: times for kind, times in kept.recomputed.items() if times}
-    recomputed = _runs(kept.forward, again) if again else "no product"
+def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: Setup) -> Row:
+    """kept: by the plan."""
+    amount = f"{human_bytes(kept.kept)} of {human_bytes(kept.plain)} kept per micro-batch"
+    count = kept.operators
+    repeated = _operators(count.repeated_products, count.products, count.repeats_attention)
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
     elif config.mode == "selective" and config.selective_ac_option == "op":
-        text = (
-            f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes "
-            f"{recomputed}"
-        )
+        saved = _operators(count.saved_products, count.products, count.saves_attention)
+        text = f"by operation: each block saves {saved} and recomputes {repeated}"
     elif kept.recomputing:
         blocks = counted(kept.blocks, "blocks")
-        text = f"{kept.recomputing} of {blocks} keep only their input and recompute {recomputed}"
+        text = f"{kept.recomputing} of {blocks} keep only their input and recompute {repeated}"
     else:
-        text, amount = (
-            "all kept",
-            f"{every_byte} in {counted(kept.blocks, 'blocks')} per micro-batch",
-        )
-    if (ranks := setup.degrees["tp"]) > 1:
-        amount += f", before {ranks} ranks share it (tensor parallelism)"
+        text = "all kept"
+        amount = f"{human_bytes(kept.plain)} in {counted(kept.blocks, 'blocks')} per micro-batch"
     parts = [text, amount]
     if config.offload:
-        away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
+        away = f"up to {human_bytes(kept.kept)} of that wait in host memory"
         parts.append(_NO_OFFLOAD if setup.cpu else away)
     return "activations", "; ".join(parts)
 
 
-#: Operators of attention → their kernels.
-_KERNELS = {
-    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
-    "aten._scaled_dot_product_flash_attention.default": "flash",
-    "aten._scaled_dot_product_efficient_attention.default": "efficient",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": "flash for CPUs",
-    "torch_attn._varlen_attn.default": "flash of variable lengths",
-}
-
-
-def attention_row(kept: ActivationStats, setup: Setup, window: int | None) -> Row:
-    """kept: statistics of a traced block. window: of the model, in tokens."""
-    names = [_KERNELS.get(name, name) for name in kept.kernels] or [
-        "math: memory grows with the square of the length"
-    ]
-    order = "" if setup.cpu else "; the first that can of cuDNN, flash, efficient, math"
-    sees = (
-        f"; each token sees {window:,}, itself and those before"
-        if window and window < setup.seq_len
-        else ""
-    )
-    return "attention", f"kernel {' and '.join(names)}{order}{sees}"
-
-
-def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
+def _operators(products: int, of: int, attention: bool) -> str:
     """Return `4 of 7 matmuls and attention`."""
-    parts = [f"{some['matmul']} of {forward['matmul']} matmuls"] if "matmul" in some else []
-    return " and ".join([*parts, *(["attention"] if some.get("attention") else [])])
+    words = [f"{products} of {of} matmuls"] if products else []
+    if attention:
+        words.append("attention")
+    return " and ".join(words) or "no product"
+
+
+def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) -> Row:
+    """window: of the model, in tokens. dtype: of products. masked: attention stops at documents."""
+    limited = window is not None and window < setup.seq_len
+    if setup.cpu:
+        text = "kernel flash for CPUs"
+    elif (limited or masked) and dtype != "float32":
+        text = "kernel flash of variable lengths"
+    else:
+        text = "the first kernel that can of cuDNN, flash, efficient, math"
+    if limited:
+        text += f"; each token sees {window:,}, itself and those before"
+    return "attention", text
 
 
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
@@ -407,19 +392,20 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
 def _memory_rows(built: Built, run: RunConfig, setup: Setup) -> list[Row]:
     """Return rows of attention, of kept activations and of the planned peak."""
     from titanlite.plan.memory import with_vocabulary
-    from titanlite.plan.start_rows import start_rows
+    from titanlite.plan.start_rows import planned_activations, start_rows
 
-    builder, batch = built.model.builder, run.batch
-    kept = builder.trace_activations(
-        batch_size=batch.micro_batch_size, seq_len=batch.seq_len, masked=run.data.mask_documents
-    )
-    window = getattr(builder.args, "window", None)
+    device = built.model.builder.device
     planned = with_vocabulary(built.run, built.datasets.tokenizer.vocab_size)
-    device = builder.device
+    rows = start_rows(planned, device.type, total_memory_bytes(device))
+    kept = planned_activations(planned, device.type)
+    if kept is None:
+        return rows
+    window = getattr(built.model.args, "window", None)
+    dtype = run.training.mixed_precision_param
     return [
-        attention_row(kept, setup, window),
+        attention_row(setup, window, dtype, run.data.mask_documents),
         activations_row(run.activation_checkpoint, kept, setup),
-        *start_rows(planned, device.type, total_memory_bytes(device)),
+        *rows,
     ]
 
 

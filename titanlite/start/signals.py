@@ -56,7 +56,9 @@ class StopRequested(BaseException):
         self, reason: str, step: int = 0, saved: bool = True, together: bool = False
     ) -> None:
         super().__init__(reason)
-        self.step, self.saved, self.together = step, saved, together
+        self.step = step
+        self.saved = saved
+        self.together = together
 
     @property
     def exit_code(self) -> int:
@@ -164,9 +166,8 @@ class StopSignal:
         if not self._handlers:
             yield
             return
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, SIGNALS
-        )  # a new process inherits it; other threads do not
+        # A new process inherits it; other threads do not.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             yield
         finally:
@@ -189,9 +190,11 @@ class StopSignal:
             self._exit.cancel()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
+        name = signal.Signals(number).name
+        now = time.monotonic()
         if self._first is None:
-            self._first, self.reason = (number, now), name
+            self._first = number, now
+            self.reason = name
             if self.at_once:
                 self._exit_later(exit_codes.PREEMPTED)
                 raise StopRequested(f"{name} before the first step")
@@ -293,10 +296,13 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """
     import ctypes
 
-    parent, set_signal_of_parents_death = parent or os.getppid(), 1  # PR_SET_PDEATHSIG of prctl(2)
+    parent = parent or os.getppid()
+    # PR_SET_PDEATHSIG of prctl(2).
+    set_signal_of_parents_death = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, number)
-        if os.getppid() != parent:  # it ended before the call
+        # It ended before the call.
+        if os.getppid() != parent:
             os.kill(os.getpid(), number)
 
 

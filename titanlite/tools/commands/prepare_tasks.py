@@ -19,10 +19,11 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import chain_problem, is_url, public_name
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate
-from titanlite.data.formats import Columns, Record, iter_rows, plain_kind
+from titanlite.data.formats import iter_rows, plain_kind
 from titanlite.data.listing import Place
 from titanlite.data.local_files import list_text
 from titanlite.data.prepared_tokens import VERSION
+from titanlite.data.records import Columns, Record
 from titanlite.data.remote import words
 from titanlite.data.shards import Shards, hub_files, url_text
 from titanlite.data.sources import BUNDLED, columns_of

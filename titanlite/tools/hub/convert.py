@@ -22,7 +22,8 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlite.checkpoint.hf import HF_CONFIG, holds_weights, open_weights, our_tensors
+from titanlite.checkpoint.foreign import open_weights, our_tensors
+from titanlite.checkpoint.hf_files import HF_CONFIG, holds_weights
 from titanlite.checkpoint.hf_save import (
     SHARD_BYTES,
     begin_folder,

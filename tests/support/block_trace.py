@@ -1,15 +1,11 @@
-"""What a block keeps for its backward, by a trace of one block on tensors without data.
-
-stats = trace_block(model_on_meta, spec.block_names(args), activation_checkpoint, (batch, seq),
-    device, dtype)
-"""
+"""A block's forward and backward on tensors without data: what it keeps, which operators run."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from titanlite.parallel import ParallelismError
+from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
-    KINDS,
     checkpoint_block,
     is_by_op,
     kind_of,
     recomputed_blocks,
 )
-
-if TYPE_CHECKING:
-    from titanlite.config.sections import ActivationCheckpoint
+from titanlite.parallel.policy_check import arguments_of
 
 
 @dataclass(frozen=True)
@@ -55,8 +48,10 @@ class ActivationStats:
     @property
     def total_bytes(self) -> int:
         """Bytes that all blocks keep."""
-        plain = self.blocks - self.recomputing
-        return self.recomputing * self.block_bytes + plain * self.plain_bytes
+        return (
+            self.recomputing * self.block_bytes
+            + (self.blocks - self.recomputing) * self.plain_bytes
+        )
 
 
 def trace_block(
@@ -74,92 +69,38 @@ def trace_block(
     model: on the meta device, without checkpointing; do not use it afterwards. tokens: (batch, seq)
     of a micro-batch. device, dtype: of the real run, since both decide which attention kernel runs.
     masked_len: tokens of a whole sequence whose documents are masked; None: no masks.
-
-    Raises ParallelismError when the per-op policy saves nothing in a block.
     """
-    recomputing = recomputed_blocks(names, settings)
-    by_op = is_by_op(settings)
+    chosen = recomputed_blocks(names, settings)
     model.to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
         # Like `to_empty`, which would load a part of the compiler for meta tensors.
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         block = model.get_submodule(names[0])
-        inputs: dict[str, Tensor] = {}
-        if masked_len is not None:
-            ids = torch.zeros(tokens[0], masked_len, dtype=torch.int32, device=device)
-            inputs["doc_ids"] = ids
-        ids = torch.zeros(tokens, dtype=torch.int64, device=device)
-        args, kwargs = _arguments_of(block, model, ids, **inputs)
-        plain = _Recorder().run(block, args, kwargs, backward=bool(recomputing))
-        traced = plain
-        if recomputing:
-            checkpoint_block(block, by_op)
-            traced = _Recorder().run(block, args, kwargs)
-    if by_op and not any(plain.forward[kind] for kind in KINDS.values()):
-        seen = ", ".join(sorted(traced.names))
-        raise ParallelismError(
-            f'"op" saves nothing in {names[0]}: none of its operators is in the policy ({seen})'
+        one = (
+            {}
+            if masked_len is None
+            else {"doc_ids": torch.zeros(tokens[0], masked_len, dtype=torch.int32, device=device)}
         )
-    return _stats(names, recomputing, by_op, plain, traced)
-
-
-def _stats(
-    names: Sequence[str],
-    recomputing: Sequence[str],
-    by_op: bool,
-    plain: _Recorder,
-    traced: _Recorder,
-) -> ActivationStats:
-    """plain, traced: a block that keeps everything, and a recomputing one."""
-    forward, saved, recomputed = {}, {}, {}
-    for kind in ("matmul", "attention"):
-        forward[kind] = plain.forward[kind]
-        recomputed[kind] = traced.backward[kind] - plain.backward[kind]
-    if by_op:
-        saved["matmul"] = (forward["matmul"] + 1) // 2
-        saved["attention"] = forward["attention"]
+        args, kwargs = arguments_of(
+            block, model, torch.zeros(tokens, dtype=torch.int64, device=device), **one
+        )
+        plain = traced = _Recorder().run(block, args, kwargs, backward=bool(chosen))
+        if chosen:
+            checkpoint_block(block, is_by_op(settings))
+            traced = _Recorder().run(block, args, kwargs)
+    matmuls, attention = plain.forward["matmul"], plain.forward["attention"]
     return ActivationStats(
         blocks=len(names),
-        recomputing=len(recomputing),
-        forward=forward,
-        saved=saved,
-        recomputed=recomputed,
+        recomputing=len(chosen),
+        forward={"matmul": matmuls, "attention": attention},
+        saved={"matmul": (matmuls + 1) // 2, "attention": attention} if is_by_op(settings) else {},
+        recomputed={
+            kind: traced.backward[kind] - plain.backward[kind] for kind in ("matmul", "attention")
+        },
         block_bytes=traced.kept_bytes,
         plain_bytes=plain.kept_bytes,
         kernels=tuple(sorted(name for name in plain.names if name in ATTENTION)),
     )
-
-
-class _Found(Exception):
-    """Ends a forward pass: the arguments of the block are known."""
-
-
-def _arguments_of(
-    block: nn.Module, model: nn.Module, tokens: Tensor, **more: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the model calls that block."""
-    caught: list[Any] = []
-
-    def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
-        caught.append((args, kwargs))
-        raise _Found
-
-    handle = block.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
-        model(tokens, **more)
-    except _Found:
-        pass
-    finally:
-        handle.remove()
-    args, kwargs = caught[0]
-    return tuple(map(_as_leaf, args)), kwargs
-
-
-def _as_leaf(argument: Any) -> Any:
-    """Return a tensor apart from the graph of the blocks before."""
-    if not isinstance(argument, Tensor):
-        return argument
-    return argument.detach().requires_grad_(argument.requires_grad)
 
 
 class _Recorder(TorchDispatchMode):
@@ -167,8 +108,7 @@ class _Recorder(TorchDispatchMode):
     live in between.
     """
 
-    #: flex_attention is one.
-    supports_higher_order_operators = True
+    supports_higher_order_operators = True  # flex_attention is one
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,11 +127,12 @@ class _Recorder(TorchDispatchMode):
         output = output[0] if isinstance(output, tuple) else output
         # This block keeps its input, though another block made it; the next block keeps the output.
         others = {StorageWeakRef(t.untyped_storage()) for t in (output, *block.parameters())}
-        kept = {StorageWeakRef(args[0].untyped_storage()): args[0].untyped_storage().nbytes()}
-        for storage, size in self._made.items():
-            if not storage.expired() and storage not in others:
-                kept[storage] = size
-        self.kept_bytes = sum(kept.values())
+        made = {
+            ref: size for ref, size in self._made.items() if not ref.expired() and ref not in others
+        }
+        hidden = args[0].untyped_storage()
+        made[StorageWeakRef(hidden)] = hidden.nbytes()
+        self.kept_bytes = sum(made.values())
         if backward:
             self._phase = self.backward
             with self:

@@ -1,0 +1,56 @@
+"""What blocks keep for the backward: the plan's formulas against a trace of a block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support.block_trace import trace_block
+from titanlite.parallel.fsdp import DTYPES
+from titanlite.plan.memory import kept_activations, with_vocabulary
+from titanlite.start.fit import check_config
+
+MODELS = {
+    "llama3": ["--job.config_file=debug_model.toml"],
+    "mixtral": ["--model.name=mixtral", "--model.flavor=debugmodel"],
+    "qwen3": ["--model.name=qwen3", "--model.flavor=debugmodel"],
+    "mistral": ["--model.name=mistral", "--model.flavor=debugmodel"],
+}
+MODES = {
+    "none": ["--activation_checkpoint.mode=none"],
+    "full": ["--activation_checkpoint.mode=full"],
+    "op": ["--activation_checkpoint.selective_ac_option=op"],
+    "every": ["--activation_checkpoint.selective_ac_option=2"],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_plan_counts_what_a_trace_counts(model: str, mode: str) -> None:
+    shape = ["--training.batch_size=4", "--training.seq_len=128", "--training.steps=2"]
+    run = with_vocabulary(check_config([*MODELS[model], *MODES[mode], *shape], 1)[1], 1000)
+    args = run.model_args()
+    blocks = run.spec.block_names(args)
+    planned = kept_activations(run, "cpu")
+    dtype = DTYPES[run.training.mixed_precision_param]
+    traced = trace_block(
+        run.spec.build_on_meta(args),
+        blocks,
+        run.activation_checkpoint,
+        (4, 128),
+        torch.device("cpu"),
+        dtype,
+    )
+    # Masks of a window, and a mixture's counts, are left out by the plan.
+    assert planned.kept == pytest.approx(traced.total_bytes, rel=1e-3)
+    assert planned.plain == pytest.approx(traced.blocks * traced.plain_bytes, rel=1e-3)
+    if model in ("llama3", "qwen3"):
+        assert planned.kept == traced.total_bytes
+        assert planned.plain == traced.blocks * traced.plain_bytes
+    assert (planned.blocks, planned.recomputing) == (traced.blocks, traced.recomputing)
+    operators = planned.operators
+    assert operators.products == traced.forward["matmul"]
+    assert operators.saved_products == traced.saved.get("matmul", 0)
+    assert operators.saves_attention == bool(traced.saved.get("attention"))
+    assert operators.repeated_products == traced.recomputed["matmul"]
+    assert operators.repeats_attention == bool(traced.recomputed["attention"])

@@ -1,0 +1,168 @@
+"""Weights of other programs: Hugging Face's folders of safetensors files, and Meta's
+consolidated.*.pth.
+
+`open_weights` reads names, shapes and the config alone. `WeightsReader` then gives DCP slices of
+the tensors: each rank reads its own part of the model, and has one slice besides it in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.hf_files import META_CONFIG, META_FILES
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.source_model import differences, read_model, remedy
+from titanlite.checkpoint.weights import Part, Weights
+from titanlite.models.spec import ModelSpec
+
+
+def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
+    """Open the weights in `path`: names, shapes and config; the tensors are read later.
+
+    path: a folder with config.json and safetensors files, one such file, or Meta's
+    consolidated.*.pth with params.json. spec, args: the model that shall take them; None: the one
+    that config.json describes.
+
+    Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the
+    caller's to find, by `Weights.entries`.
+    """
+    if isinstance(path, StorePath):
+        raise CheckpointError(
+            f"{path}: Hugging Face weights are not read from a store; copy it to this machine first"
+        )
+    if path.is_dir() and (path / META_CONFIG).is_file() and any(path.glob(META_FILES)):
+        from titanlite.checkpoint.meta import open_meta
+
+        return open_meta(path, args)
+    from titanlite.checkpoint.hf import open_hf
+
+    return open_hf(path, spec, args)
+
+
+# The model that a folder describes, against the section [model]
+
+
+def check_model(path: AnyPath, name: str, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
+    """Return the differences between the run's model and the one that a folder describes, a line
+    each.
+
+    name: `model.name`. Raises CheckpointError for any difference, unless they are allowed.
+    """
+    if isinstance(path, StorePath):
+        # `open_weights` refuses it.
+        return []
+    there = read_model(path, name, spec)
+    if there is None:
+        return []
+    found = differences(there, name, spec, args)
+    if found and not allowed:
+        lines = "".join(f"\n  {line}" for line in found)
+        way = remedy(there, spec) or "Set [model], or model.overrides, so"
+        raise CheckpointError(
+            f"{path} is of another model than this run's, by its {there.kind}:{lines}\n{way}. If "
+            "the difference is meant, and changes no shape, say so: "
+            "--checkpoint.allow_changes=model"
+        )
+    return found
+
+
+# Reading by torch.distributed.checkpoint
+
+
+class WeightsReader(StorageReader):
+    """Gives DCP the tensors of `Weights` under the names of a checkpoint, `model.…`."""
+
+    def __init__(self, folder: AnyPath, manifest: Manifest, spec: ModelSpec, args: Any) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._spec = spec
+        self._args = args
+        self._parts: dict[MetadataIndex, Part] = {}
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Raises CheckpointError when the files are not those that rank 0 has seen."""
+        weights = open_weights(self.folder, self._spec, self._args)
+        tensors: dict[str, TensorStorageMetadata] = {}
+        described = {}
+        for name, entry in weights.entries().items():
+            dtype, shape = entry[:2]
+            chunks = []
+            for part in weights.parts[name]:
+                offsets = torch.Size(part.offsets)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.shape)))
+                self._parts[MetadataIndex(f"model.{name}", offsets)] = part
+            properties = TensorProperties(getattr(torch, dtype))
+            tensors[f"model.{name}"] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+            described[f"model.{name}"] = entry[:2]
+        seen = {name: entry[:2] for name, entry in self.manifest.tensors.items()}
+        if described != seen:
+            raise CheckpointError(f"{self.folder} is not the same for all ranks, or has changed")
+        return Metadata(tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the slices that this rank needs, one at a time, in the order of the files."""
+        items = [(self._parts[item.storage_index], item) for item in plan.items]
+        for part, item in sorted(items, key=lambda entry: (entry[0].file, entry[0].name)):
+            spans = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part.read(tuple(slice(start, start + length) for start, length in spans)))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one load to the next."""
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """The parts are known since `read_metadata`, which every rank calls by `verify_files`."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def as_manifest(weights: Weights) -> Manifest:
+    """Return the parts of a manifest that a load reads."""
+    tensors = {f"model.{name}": entry for name, entry in weights.entries().items()}
+    return Manifest(
+        step=0,
+        fingerprints={},
+        tensors=tensors,
+        files={},
+        train={},
+        versions={},
+        world_size=1,
+        created=0.0,
+        weights_only=True,
+    )
+
+
+def our_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name → a tensor of its type and shape on the meta device."""
+    for name, (dtype, shape, *_rest) in weights.entries().items():
+        yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -1,0 +1,129 @@
+"""The weights of a model in files of another program: each tensor as parts that can be read in
+slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.checkpoint.hf_files import HF_CONFIG
+
+#: Elements that are compared at a time.
+_COMPARED = 1 << 24
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor in a file, which is one of ours or a part of it."""
+
+    file: Path
+    #: Its name there.
+    name: str
+    dtype: torch.dtype
+    #: Of the part, in our tensor's dimensions, and where it begins there.
+    shape: tuple[int, ...]
+    #: Reads a slice of it, by our dimensions.
+    read: Callable[[Slices], torch.Tensor]
+    offsets: tuple[int, ...] = ()
+
+    def at(self, *offsets: int) -> Part:
+        return replace(self, offsets=offsets)
+
+    def at_start(self) -> Part:
+        """Return the part as the first one, or the only one, of a tensor."""
+        return self.at(*(0 for _ in self.shape))
+
+    def whole(self) -> torch.Tensor:
+        """Read all of it."""
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+    def stacked(self, place: int) -> Part:
+        """Return the part as row `place` of a stack of such tensors."""
+        read = self.read
+        return replace(
+            self,
+            shape=(1, *self.shape),
+            offsets=(place, *(0 for _ in self.shape)),
+            read=lambda slices: read(slices[1:])[None],
+        )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one model in files of another program, under our names (without "model.")."""
+
+    path: Path
+    family: str
+    args: Any
+    #: Our name → its parts. Tensors that the model does not have are here under their own names.
+    parts: dict[str, list[Part]]
+    #: The content of config.json, or of params.json.
+    config: dict[str, Any] = field(default_factory=dict)
+    #: A head in the file of a model that ties it to the embedding, and our name of that.
+    spare_head: Part | None = None
+    embedding: str = "tok_embeddings.weight"
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the parts of a tensor make up."""
+        ends = []
+        for part in self.parts[name]:
+            spans = zip(part.offsets, part.shape, strict=True)
+            ends.append([offset + size for offset, size in spans])
+        return tuple(max(along) for along in zip(*ends, strict=True))
+
+    def entries(self) -> dict[str, list[Any]]:
+        """Return name → [dtype, shape, place], as manifests hold tensors."""
+        found: dict[str, list[Any]] = {}
+        for name, (first, *_) in self.parts.items():
+            dtype = str(first.dtype).removeprefix("torch.")
+            found[name] = [dtype, list(self.shape(name)), f"{first.file.name}: {first.name}"]
+        return found
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
+        parts = self.parts[name]
+        if len(parts) == 1:
+            return parts[0].whole()
+        tensor = torch.empty(self.shape(name), dtype=parts[0].dtype)
+        for part in parts:
+            spans = zip(part.offsets, part.shape, strict=True)
+            tensor[tuple(slice(offset, offset + size) for offset, size in spans)] = part.whole()
+        return tensor
+
+    def check_head(self) -> None:
+        """Raise CheckpointError if a file holds a separate head though the config ties it to the
+        embedding.
+        """
+        head = self.spare_head
+        if head is None:
+            return
+        (embedding,) = self.parts[self.embedding]
+        rows, width = head.shape
+        step = max(1, _COMPARED // width)
+        for start in range(0, rows, step):
+            chunk = (slice(start, min(start + step, rows)), slice(0, width))
+            is_equal = head.shape == embedding.shape and torch.equal(
+                head.read(chunk), embedding.read(chunk)
+            )
+            if not is_equal:
+                raise CheckpointError(
+                    f"{self.path}: {head.name} differs from the embedding, but {HF_CONFIG} says "
+                    "that they are tied: set tie_word_embeddings to false there, and "
+                    "model.overrides.tied"
+                )
+
+
+def total_bytes(entries: Mapping[str, Any]) -> int:
+    """Return the bytes of tensors given as [dtype, shape]."""
+    total = 0
+    for dtype, shape, *_ in entries.values():
+        total += getattr(torch, dtype).itemsize * math.prod(shape)
+    return total

@@ -1,0 +1,113 @@
+"""Rows of parquet and arrow files, by pyarrow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from titanlite.data import DataError
+from titanlite.data.compression import DamagedError
+from titanlite.data.kinds import Format
+from titanlite.data.records import Columns, strings_of
+
+_BUFFER = 1 << 18
+#: Rows of a table that become Python objects at once.
+_BATCH = 128
+
+
+def table_rows(
+    content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Iterate over number, text and perhaps prompt of the rows from `start` on."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(
+            f"{name}: reading {kind} needs the package pyarrow: pip install 'titanlite[data]'"
+        ) from None
+    try:
+        for before, batch in _batches(content, kind, columns.wanted, start):
+            _check_columns(batch.schema.names, columns, name)
+            for first in range(max(start - before, 0), batch.num_rows, _BATCH):
+                part = batch.slice(first, _BATCH)
+                yield from _rows_of(part, before + first + 1, columns, name)
+    except pyarrow.lib.ArrowException as error:
+        raise DamagedError(str(error)) from error
+    except OSError as error:
+        # pyarrow's own, for pages that cannot be decompressed.
+        if type(error) is OSError and error.errno is None:
+            raise DamagedError(str(error)) from error
+        raise
+
+
+def _check_columns(names: Sequence[str], columns: Columns, name: Path | str) -> None:
+    for column in columns.wanted:
+        if column not in names:
+            raise DataError(
+                f"{name}: no column {column!r} ({', '.join(names)}); {columns.remedy(column)}"
+            )
+
+
+def _rows_of(
+    part: Any, begin: int, columns: Columns, name: Path | str
+) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Iterate over the rows of a part of a batch. begin: number of the first."""
+    wanted = columns.wanted
+    try:
+        values = [part.column(column).to_pylist() for column in wanted]
+    except UnicodeDecodeError as error:
+        rows = f"rows {begin} to {begin + part.num_rows - 1}"
+        raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
+    for number, row in enumerate(zip(*values, strict=True), begin):
+        if columns.chat is None and all(isinstance(value, str) for value in row):
+            yield number, row
+        else:
+            record = dict(zip(wanted, row, strict=True))
+            yield number, strings_of(record, columns, f"{name}, row {number}")
+
+
+def _batches(
+    content: io.BufferedReader[Any], kind: Format, wanted: Sequence[str], start: int
+) -> Iterator[tuple[int, Any]]:
+    """Iterate over (rows before, batch)."""
+    if kind == "parquet":
+        return _parquet(content, wanted, start)
+    return _arrow(content)
+
+
+def _parquet(content: BinaryIO, wanted: Sequence[str], start: int) -> Iterator[tuple[int, Any]]:
+    """Iterate over batches without the row groups that end before `start`."""
+    from pyarrow.parquet import ParquetFile
+
+    # Read by pages: a whole column of a row group may be gigabytes.
+    table = ParquetFile(
+        content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
+    )
+    has_all = {*wanted} <= {*table.schema_arrow.names}
+    columns = list(wanted) if has_all else None
+    before = 0
+    for group in range(table.num_row_groups):
+        rows = table.metadata.row_group(group).num_rows
+        if before + rows > start:
+            seen = before
+            for batch in table.iter_batches(_BATCH, [group], columns, use_threads=False):
+                yield seen, batch
+                seen += batch.num_rows
+        before += rows
+
+
+def _arrow(content: io.BufferedReader[Any]) -> Iterator[tuple[int, Any]]:
+    """Iterate over the batches of a file or a stream of arrow."""
+    from pyarrow import ipc
+
+    if content.peek(6).startswith(b"ARROW1"):
+        reader = ipc.open_file(content)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = ipc.open_stream(content)
+    before = 0
+    for batch in batches:
+        yield before, batch
+        before += batch.num_rows

@@ -1,0 +1,165 @@
+"""The error for a folder of several texts: what they are, and the line that chooses each."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from titanlite.data.kinds import ending_of
+from titanlite.data.listing import FoundFile, Place, UnclearTextError
+from titanlite.data.splits import ALL_SPLITS, SPLIT_WORDS, are_apart, holds_out, split_of, words_of
+from titanlite.utils import counted, human_bytes
+
+
+class _Group(NamedTuple):
+    """What the files of one text share; None for what all texts of the folder share."""
+
+    split: str | None
+    is_direct: bool | None
+    kind: str
+
+
+def unclear(
+    texts: Sequence[FoundFile], found: Sequence[FoundFile], place: Place
+) -> UnclearTextError:
+    """Return the error for files that are several texts. found: all files of the folder."""
+    splits = {split_of(file.relative) or "" for file in texts}
+    several_splits = place.split is None and are_apart(splits)
+    several_levels = len({file.is_direct for file in texts}) > 1
+    groups = _grouped(texts, by_split=several_splits, by_level=several_levels)
+    differences: list[str] = []
+    if several_splits:
+        differences.append("of several splits")
+    if len({group.kind for group in groups}) > 1:
+        differences.append("of several kinds")
+    if several_levels:
+        differences.append("on two levels")
+    lines = [f"one of these lines {place.where(place.table)} says which is meant:"]
+    lines += [f"  {_choice(group, groups[group], found, place)}" for group in groups]
+    if several_splits:
+        table = "data" if place.table == "training" else place.table
+        lines.append(f"or one of these {place.where(table)}:")
+        lines += [f"  {line}" for line in _split_choices(splits, place)]
+    reason = f"the folder {place.path} holds text {' and '.join(differences)}"
+    return UnclearTextError(place.key, reason, lines)
+
+
+def _grouped(
+    texts: Sequence[FoundFile], *, by_split: bool, by_level: bool
+) -> dict[_Group, list[FoundFile]]:
+    """Return the files of each text: those of one kind, and perhaps of one split and one level."""
+    groups: dict[_Group, list[FoundFile]] = {}
+    for file in texts:
+        split = split_of(file.relative) or ""
+        group = _Group(
+            split=split if by_split else None,
+            is_direct=file.is_direct if by_level else None,
+            kind=file.kind.name if file.kind else "another kind",
+        )
+        groups.setdefault(group, []).append(file)
+    return groups
+
+
+def _choice(
+    group: _Group, files: Sequence[FoundFile], found: Sequence[FoundFile], place: Place
+) -> str:
+    """Return the line that chooses a group of files."""
+    about = _about(group, files)
+    pattern = pattern_of(files, found, place.path)
+    if pattern is None:
+        return f"(no single pattern finds {about}, as {files[0].relative}: move them into a folder)"
+    return f"{place.path_line(pattern)}  # {about}"
+
+
+def _split_choices(splits: set[str], place: Place) -> Iterator[str]:
+    """Yield the lines that choose a split, those that are held out last, and one for all."""
+    for split in sorted(splits, key=lambda split: (holds_out([split]), split)):
+        if split:
+            yield place.split_line(split)
+    yield f"{place.split_line(ALL_SPLITS)}  # the files of all splits"
+
+
+def _about(group: _Group, files: Sequence[FoundFile]) -> str:
+    """Return number, kind, split, level and size of a group of files."""
+    text = f"{counted(len(files), 'files')} of {group.kind}"
+    if group.split is not None:
+        text += f", split {group.split}" if group.split else ", of no split"
+    if group.is_direct is not None:
+        text += ", directly in the folder" if group.is_direct else ", in its subfolders"
+    sizes = [file.size for file in files]
+    if None not in sizes:
+        text += f", {human_bytes(sum(size for size in sizes if size))}"
+    return text
+
+
+# Patterns
+
+
+def pattern_of(files: Sequence[FoundFile], found: Sequence[FoundFile], folder: str) -> str | None:
+    """Return a pattern that finds these files of all that were found, and no others; None if there
+    is no simple one.
+    """
+    wanted = {file.relative for file in files}
+    others = [file.relative for file in found if file.relative not in wanted]
+    root = glob.escape(folder.rstrip("/"))
+    for candidate in _candidates(sorted(wanted)):
+        matches = _matcher(candidate).fullmatch
+        if all(map(matches, wanted)) and not any(map(matches, others)):
+            return f"{root}/{candidate}"
+    return None
+
+
+def _candidates(names: Sequence[str]) -> Iterator[str]:
+    """Yield patterns for files, given below their folder, the simplest first.
+
+    Brackets escape signs in names.
+    """
+    if len(names) == 1:
+        yield glob.escape(names[0])
+        return
+    ends = _ends([PurePosixPath(name).name for name in names])
+    folders = [PurePosixPath(name).parts[:-1] for name in names]
+    common = os.path.commonprefix(folders)
+    below = "".join(f"{glob.escape(part)}/" for part in common)
+    depths = {len(parts) - len(common) for parts in folders}
+    if len(depths) == 1:
+        step = depths.pop() * "*/"
+        yield from (f"{below}{step}{end}" for end in ends)
+    yield from (f"{below}**/{end}" for end in ends)
+
+
+def _ends(bases: Sequence[str]) -> list[str]:
+    """Return patterns for names without their folders: by their ending, start, and words of
+    splits.
+    """
+    endings = set(map(ending_of, bases))
+    ending = glob.escape(endings.pop()) if len(endings) == 1 else ""
+    start = os.path.commonprefix(bases)
+    start_word = re.sub(r"[\d\W_]+$", "", start)
+    split_words = {word for base in bases for word in words_of(base) if word in SPLIT_WORDS}
+    return [
+        f"*{ending}",
+        f"{glob.escape(start_word)}*{ending}",
+        f"{glob.escape(start)}*{ending}",
+        *(f"*{word}*{ending}" for word in sorted(split_words)),
+    ]
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """Return a regular expression for a pattern of `_candidates`, which stars do not lead into
+    hidden names.
+    """
+    signs = {"**/": r"(?:[^/.][^/]*/)*", "*": r"[^/]*"}
+    text = ""
+    for part in re.split(r"(\*\*/|\*|\[.\])", pattern):
+        if part in signs:
+            text += signs[part]
+        elif re.fullmatch(r"\[.\]", part):
+            text += re.escape(part[1])
+        else:
+            text += re.escape(part)
+    return re.compile(text)
