@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import titanlite
+from tests.support.processes import ROOT
 from titanlite.tools.cli import main
 
-PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+PAGE_PATH = ROOT / "docs" / "config.md"
 PAGE = PAGE_PATH.read_text(encoding="utf-8")
 
 

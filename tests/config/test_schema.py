@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.config.aliases import ALIASES
 from titanlite.config.keys import keys
 from titanlite.config.toml import loads
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.tools.commands.config_pages import json_schema, schema_text
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 SCHEMA = json_schema()
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.data.sources import BUNDLED
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def records(dataset: str) -> list[dict[str, str]]:

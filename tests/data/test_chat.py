@@ -28,8 +28,6 @@ from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTER
 from titanlite.start.fit import load_config
 from titanlite.tools import cli
 
-ROOT = Path(__file__).resolve().parents[2]
-
 MARKED = (
     "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ "
     "m.content }}</s>\n"

@@ -15,12 +15,12 @@ import pytest
 import zstandard
 
 from tests.support.hub_server import HubServer
-from tests.support.processes import python
+from tests.support.processes import ROOT, python
 from tests.support.shards import LINES, TEXTS, write_c4
 from tests.support.texts import LLAMA3
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"
+PAGE = ROOT / "docs/data.md"
 PEEK = """
 import sys
 from titanlite.tools.cli import main

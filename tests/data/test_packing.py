@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.processes import ROOT
 from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
@@ -187,7 +188,7 @@ def test_sections_reach_the_data() -> None:
 
 
 def test_the_example_in_the_docs_runs() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "data.md").read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["first"].tokens.shape == names["second"].labels.shape == (4, 512)

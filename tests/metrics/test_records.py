@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import ROOT
 from tests.support.whole_runs import scalars
 from tests.support.words import listening
 from titanlite.metrics.boards import TAGS, TensorBoard, tags
@@ -102,7 +103,7 @@ def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list()
         "grad_norm": 5.0,
         "grad_norm/layers.7": 6.0,
     }
-    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     cells = [
         [cell.strip() for cell in line.split(" | ")]
         for line in page.splitlines()

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from tests.support.llamas import VARIANTS, built, relative, tokens_of
+from tests.support.processes import ROOT
 from tests.support.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
@@ -176,7 +176,7 @@ def test_positions_begin_again_with_each_document() -> None:
 
 
 def test_a_model_without_documents_is_refused() -> None:
-    spec = get_spec(f"{Path(__file__).resolve().parents[2]}/examples/tiny_gpt.py:SPEC")
+    spec = get_spec(f"{ROOT}/examples/tiny_gpt.py:SPEC")
     args = replace(next(iter(spec.flavors.values())), vocab_size=64)
     (problem,) = mask_problems(spec, args, Data(mask_documents=True))
     assert problem.key == "data.mask_documents"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.config.load import load_file
 from titanlite.config.not_implemented import not_implemented
 from titanlite.models import LlamaArgs
@@ -15,7 +16,7 @@ from titanlite.plan.plan import kept_at_once
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import fitted
 
-FOLDER = Path(__file__).parents[2] / "train_configs"
+FOLDER = ROOT / "train_configs"
 SIZES = {
     "llama2_7b": ("llama2", "7B"),
     "llama2_13b": ("llama2", "13B"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plan_tables
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.keys import sections
 from titanlite.plan.hardware import Cluster, find_gpu
@@ -20,7 +21,7 @@ from titanlite.tools.cli import main
 from titanlite.tools.plan.search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
 from titanlite.utils import Style
 
-CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+CONFIGS = ROOT / "train_configs"
 H100 = Cluster(find_gpu("h100-80g"), 4, 1, 200e9)
 #: Quick to search, yet large enough that memory and recomputation matter.
 BASE = f"""

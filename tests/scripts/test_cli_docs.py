@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.support.commands import commands
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.tools.cli import main, make_parser
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 ROWS = {
     row[1]: (row[2], row[3])
     for row in re.finditer(

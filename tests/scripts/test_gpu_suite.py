@@ -15,9 +15,9 @@ import pytest
 import benchmarks.gpu as suite
 import benchmarks.gpu_ladder as gpu_ladder
 from benchmarks.gpu_bench import Bench
+from tests.support.processes import ROOT
 from titanlite.start.fit import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {
     "device": "NVIDIA H200",
     "gpu": True,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT
+
 LONG = "This sentence has " + "very " * 17 + "many words."
 
 

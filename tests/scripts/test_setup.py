@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT
+
 TOOLS = re.findall(
     r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mktemp mv rm chmod sleep timeout"
 )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.processes import ROOT
 from tests.support.steps import train_rows
 from tests.support.texts import LLAMA3
 from tests.support.tiny import KEPT_TOKENS
@@ -49,7 +50,7 @@ def hf_folder(folder: Path) -> Path:
     return folder
 
 
-TOML = str(Path(__file__).parents[2] / "train_configs" / "hf_debug.toml")
+TOML = str(ROOT / "train_configs" / "hf_debug.toml")
 
 
 #: Of all families but GPT-2. No dropout, so that two models can be compared.

@@ -18,6 +18,7 @@ from msgspec import to_builtins
 from PIL import Image
 
 from tests.support.pool import Pools
+from tests.support.processes import ROOT
 from tests.support.run_folders import training_row, write_metrics
 from tests.support.tiny import TWO_LAYERS, size
 from tests.tools.stand_in import SPEEDS
@@ -43,7 +44,6 @@ from titanlite.tools.commands.benchmark import (
 from titanlite.tools.commands.benchmark_report import RunFigures, after_warmup, measure, summarize
 from titanlite.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 Benchmark = Callable[..., tuple[int, str, str]]
 STAND_IN = [sys.executable, str(ROOT / "tests" / "tools" / "stand_in.py")]
 ORDER = [

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.entries import value_words
 from titanlite.tools.cli import COMMANDS, main, split_flags
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.plan.hardware import INSTANCES
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.start.fit import check_config
@@ -21,7 +22,7 @@ from titanlite.tools.commands import doctor
 from titanlite.tools.commands.doctor import ERROR, OK, WARNING, Finding, checks, examine
 from titanlite.utils import human_bytes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "launch"
+DOCS = ROOT / "docs" / "launch"
 
 
 def found(check: Callable[[], Iterator[tuple[str, ...]]], status: str) -> str:

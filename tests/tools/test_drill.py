@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.tools.cli import main
 from titanlite.tools.drill.config import tiny_config
 from titanlite.tools.drill.drill import SCENARIOS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def drill(

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.commands import evaluate_run
 from tests.support.pool import Pools
+from tests.support.processes import ROOT
 from tests.support.texts import write_texts
 from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
@@ -138,7 +139,7 @@ def test_weights_of_another_tokenizer_are_refused(
     step = checkpoint_of(trained[0])
     manifest = read_manifest(step)
     flags = [
-        f"--model.tokenizer_path={Path(__file__).parents[2] / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
+        f"--model.tokenizer_path={ROOT / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
     ]
     run = config_of(step, manifest, None, [*flags, "--model.name=llama2"], 1)
     with pytest.raises(CheckpointError, match=r"another .*tokenizer.*--checkpoint\.allow_changes="):
