@@ -146,3 +146,14 @@ def test_names_that_the_pages_import_are_there() -> None:
     assert len(found) > 40
     for path in sorted(found):
         resolve(path)
+
+
+def test_every_failure_that_is_survived_has_a_test_as_its_proof() -> None:
+    page = (DOCS / "reliability.md").read_text()
+    text = page.partition("## Failures that are survived")[2]
+    rows = re.findall(r"^\| (\d+) \|.*$", text, re.MULTILINE)
+    proofs = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", text)
+    assert len(proofs) >= len(rows)
+    assert rows == [str(n) for n in range(1, 19)]
+    for file, name in proofs:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"

@@ -27,6 +27,8 @@ from titanlite.tools.cli import COMMANDS, main
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 FILES = {
     "run.toml": """\
 [training]
@@ -70,13 +72,6 @@ def output(words: list[str]) -> str:
         f"$ titanlite config {shown}\n{out.getvalue()}--- standard error ---\n{err.getvalue()}--- "
         f"exit code {code}\n"
     )
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "NGPU"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.support.shards import write_shards
 from tests.support.texts import make_corpus
 from titanlite.data.corpus import Corpus
 
@@ -19,6 +21,12 @@ def corpus() -> Corpus:
     lengths[-1] += 599 - sum(lengths)
     assert lengths[-1] >= 2
     return make_corpus(lengths)
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> list[str]:
+    """Files of a stream, of 94 documents in all."""
+    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
 
 
 @pytest.fixture

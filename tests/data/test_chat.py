@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from tests.support.hf import bundled_as_json
 from tests.support.texts import LLAMA3
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
@@ -23,8 +23,7 @@ from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import _stamp
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import load_config
 from titanlite.tools import cli
 
@@ -54,13 +53,8 @@ CHATS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer as transformers saves it, with the template beside it."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    converter = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER),
-        pattern=SPLIT_PATTERN,
-        extra_special_tokens=list(SPECIAL_TOKENS),
-    )
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    theirs = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), **names)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=bundled_as_json(), **names)
     theirs.chat_template = LLAMA3
     theirs.save_pretrained(folder)
     return folder

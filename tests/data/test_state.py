@@ -8,12 +8,11 @@ import copy
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.shards import SEQ, make_stream, write_shards
+from tests.support.shards import SEQ, make_stream
 from tests.support.sources import Numbers
 from titanlite import exit_codes
 from titanlite.data import DataError
@@ -63,11 +62,6 @@ def _changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
         place = place[key]
     place[path[-1]] = value
     return changed
-
-
-@pytest.fixture
-def names(tmp_path: Path) -> list[str]:
-    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
 
 
 def _state(names: list[str], kind: str) -> dict[str, Any]:

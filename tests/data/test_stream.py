@@ -7,7 +7,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +17,6 @@ from titanlite.data.loader import TrainLoader, gather_state
 from titanlite.data.rows import IGNORE
 from titanlite.data.shards import Shards
 from titanlite.data.stream import default_lanes
-
-
-@pytest.fixture
-def names(tmp_path: Path) -> list[str]:
-    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,15 @@ import pytest
 import tokenizers
 import transformers
 
+from tests.support.hf import bundled_as_json
 from titanlite.data import DataError
 from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import (
     BUNDLED_SENTENCEPIECE,
-    BUNDLED_TOKENIZER,
     Tokenizer,
     load_tokenizer,
 )
-from titanlite.data.tokenizer.files import hf_files
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 
 TEXTS = [
     "",
@@ -45,20 +44,6 @@ def documents() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundled ranks as transformers writes them."""
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    path = tmp_path_factory.mktemp("llama3") / "tokenizer.json"
-    TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER),
-        pattern=SPLIT_PATTERN,
-        extra_special_tokens=list(SPECIAL_TOKENS),
-    ).converted().save(str(path))
-    return path
-
-
-@pytest.fixture(scope="module")
 def llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as transformers writes it for Llama 2's kind, from the bundled sentencepiece
     model.
@@ -68,6 +53,14 @@ def llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(BUNDLED_SENTENCEPIECE, source / "tokenizer.model")
     transformers.LlamaTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled ranks as transformers writes them."""
+    path = tmp_path_factory.mktemp("llama3") / "tokenizer.json"
+    bundled_as_json().save(str(path))
+    return path
 
 
 def load(path: Path) -> Tokenizer:
@@ -138,30 +131,6 @@ def test_post_processor_truncation_and_padding_have_no_effect(llama3: Path, tmp_
     assert ours.encode(text) == plain.encode(text)
     assert ours.encode(text, bos=True, eos=True) == [2048, *plain.encode(text), 2049]
     assert ours.fingerprint == plain.fingerprint, "it is no part of the identity"
-
-
-@pytest.mark.parametrize(
-    "config", [None, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}]
-)
-def test_transformers_reads_the_exported_files_of_every_family_with_the_same_ids(
-    llama3: Path, tmp_path: Path, config: dict[str, str] | None
-) -> None:
-    """Without a tokenizer_class it would take that of a Qwen, which splits and normalises text in
-    its own way.
-    """
-    ours = shutil.copy(llama3, tmp_path / "tokenizer.json")
-    if config:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    for kind in ("llama", "mistral", "mixtral", "qwen3"):
-        folder = tmp_path / kind
-        folder.mkdir()
-        for name, content in hf_files(str(ours)).items():
-            (folder / name).write_bytes(content)
-        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        text = "in 1811 a cafe\u0301  for 12345 "
-        assert theirs(text, add_special_tokens=False)["input_ids"] == load(ours).encode(text), kind
-        assert (theirs.bos_token_id, theirs.eos_token_id) == (2048, 2049), kind
 
 
 def write_words(folder: Path, *words: str, **beside: Any) -> Path:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -18,10 +19,20 @@ from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTER
 from titanlite.parallel.dist_env import DistEnv
 
 
+def bundled_as_json() -> tokenizers.Tokenizer:
+    """The bundled ranks as `transformers` converts them; no file names BOS and EOS."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    return TikTokenConverter(
+        vocab_file=str(BUNDLED_TOKENIZER),
+        pattern=SPLIT_PATTERN,
+        extra_special_tokens=list(SPECIAL_TOKENS),
+    ).converted()
+
+
 def hf_folder(folder: Path) -> Path:
     """A random Llama with the bundled tokenizer and a chat template, as `transformers` saves it."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
 
     torch.manual_seed(0)
     sizes = {
@@ -38,11 +49,7 @@ def hf_folder(folder: Path) -> Path:
         initializer_range=0.3,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    made = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER),
-        pattern=SPLIT_PATTERN,
-        extra_special_tokens=list(SPECIAL_TOKENS),
-    ).converted()
+    made = bundled_as_json()
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
     PreTrainedTokenizerFast(tokenizer_object=made, chat_template=LLAMA3, **names).save_pretrained(
         folder
