@@ -4,7 +4,6 @@ left on the GPU.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from titanlite.tools import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 #: What a command has to end its own children. A ladder gives torchrun 40 seconds, torchrun its
@@ -76,57 +77,18 @@ class Bench:
         if self.left < LEAST_SECONDS:
             raise OutOfTime
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "w") as stream:
-            # A session of its own: a Ctrl-C comes to us alone. The command would take ours for a
-            # second one.
-            process = subprocess.Popen(
+        try:
+            # Unlike SIGTERM, SIGINT lets a piece end its own children.
+            return processes.run(
                 command,
-                cwd=ROOT,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_heed_interrupts,
+                log,
+                folder=ROOT,
+                seconds=None if self.deadline == float("inf") else max(self.left, 0.1),
+                ask=signal.SIGINT,
+                grace=PATIENCE_SECONDS,
             )
-            try:
-                return process.wait(None if self.deadline == float("inf") else max(self.left, 0.1))
-            except subprocess.TimeoutExpired:
-                _end(process)
-                raise OutOfTime from None
-            except BaseException:
-                _end(process)
-                raise
-
-
-def _heed_interrupts() -> None:
-    """A shell that starts us in the background has SIGINT ignored, also in all that we start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask a command to end; when that takes too long, or on a second signal, kill it and all that
-    it started.
-    """
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(PATIENCE_SECONDS)
-    except BaseException as error:
-        for pid in [*_descendants(process.pid), process.pid]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-
-
-def _descendants(pid: int) -> list[int]:
-    """Also those in sessions of their own, as torchrun is under a ladder."""
-    try:
-        children = [
-            int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-    except OSError:
-        return []
-    return [one for child in children for one in (*_descendants(child), child)]
+        except subprocess.TimeoutExpired:
+            raise OutOfTime from None
 
 
 def last_line(log: Path) -> str:

@@ -18,14 +18,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from titanlite import exit_codes
-from titanlite.training.nonfinite import name_ranks
-from titanlite.training.spikes import LossWindow
+
+if TYPE_CHECKING:
+    from titanlite.training.spikes import LossWindow
 
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
@@ -131,7 +132,11 @@ class FiniteGuard:
         #: Nothing updates any more. Never set where bad steps are skipped.
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._losses = LossWindow(window, spike_sigmas, device) if spike_sigmas else None
+        self._losses: LossWindow | None = None
+        if spike_sigmas:
+            from titanlite.training.spikes import LossWindow
+
+            self._losses = LossWindow(window, spike_sigmas, device)
         #: Figures of the latest step, in the order of `_read`; once tripped, of the step that did
         #: it.
         self._record = torch.zeros(8, dtype=torch.float64, device=device)
@@ -297,6 +302,8 @@ class FiniteGuard:
         ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
         why = "the loss was finite on every rank, so it arose in the backward pass"
         if ranks:
+            from titanlite.training.nonfinite import name_ranks
+
             why = f"the loss was not finite on {name_ranks(ranks)}"
         return BadStepError(
             step, norm, loss, why, "not finite", ranks, self.applied, self._updated_before(step)

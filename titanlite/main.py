@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, load_callbacks
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
-from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.launch_env import read_launch_env
@@ -35,13 +34,12 @@ from titanlite.start.signals import (
     end_with_parent,
     exit_on_signals,
 )
-from titanlite.utils import MissingPackageError, atomic_write, escape, logger, require
+from titanlite.utils import MissingPackageError, escape, logger, require
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from titanlite.assembly import TrainingComponents
-    from titanlite.checkpoint.paths import StorePath
     from titanlite.config.loaded import LoadedConfig
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.launch_env import LaunchEnv
@@ -231,15 +229,16 @@ class _Rank:
 
         held: keeps the locks of the run's folders.
         """
+        from titanlite.start.folders import lock_folders, show_config
         from titanlite.start.preflight import check_machine, check_model
         from titanlite.start.run_text import read_datasets
 
         config = self.config
         check_machine(config)
-        locked = _lock(self.folder, config.checkpoint, lambda: self.stop.requested)
+        locked = lock_folders(self.folder, config.checkpoint, lambda: self.stop.requested)
         self.share("the run's folder", lambda: held.enter_context(locked))
         if self.environment.rank == 0:
-            _show_config(config.job, config.toml)
+            show_config(config.job, config.toml)
         datasets = read_datasets(config, self.share)
         check_model(config, datasets.tokenizer.vocab_size)
         if config.steps is None:
@@ -385,77 +384,6 @@ def _log_files(files: Sequence[str]) -> None:
             "no --job.config_file is given: this run has the defaults and your flags; "
             "train_configs/ has configs to start from"
         )
-
-
-@contextlib.contextmanager
-def _lock(
-    run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """Lock the run's folder and the real path of its checkpoint folder against other runs.
-
-    ending: whether this run was asked to stop.
-
-    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the
-    checkpoints among its logs, CheckpointError where that of the checkpoints, or a store, cannot be
-    used.
-    """
-    from titanlite.checkpoint.manifest import CheckpointError
-    from titanlite.checkpoint.paths import StoreError, StorePath, to_path
-    from titanlite.runs.lock import RunLock
-    from titanlite.runs.logs import FOLDER as LOGS
-
-    folders: dict[str, Path | StorePath] = {"job.dump_folder": run_folder}
-    if section.enable_checkpoint:
-        source, checkpoints = to_path(section.initial_load_path or ""), to_path(section.folder)
-        if isinstance(checkpoints, Path):
-            checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
-            logs = run_folder / LOGS
-            if checkpoints.is_relative_to(os.path.realpath(logs)):
-                reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
-                raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
-        if checkpoints != Path(os.path.realpath(run_folder)):
-            folders["checkpoint.folder"] = checkpoints
-        folders = {"checkpoint.initial_load_path": source, **folders}
-    with contextlib.ExitStack() as stack:
-        for key, folder in folders.items():
-            try:
-                if isinstance(folder, StorePath):
-                    folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
-                if key != "checkpoint.initial_load_path":
-                    stack.enter_context(RunLock(folder, key, ending))
-            except StoreError as error:
-                raise CheckpointError(f"{key}: {error}") from None
-            except OSError as error:
-                problem = _not_writable(key, folder, error)
-                raise (
-                    CheckpointError(str(problem)) if key == "checkpoint.folder" else problem
-                ) from None
-        yield
-
-
-def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigError:
-    why = "it is a file" if os.path.isfile(str(folder)) else error.strerror
-    reason = f"cannot write to {str(folder)!r}: {why}"
-    return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
-
-
-def _show_config(job: Job, toml: str) -> None:
-    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file.
-
-    Raises ConfigError.
-    """
-    from titanlite.runs.provenance import public_config
-
-    if job.print_config:
-        print(public_config(toml), flush=True)
-    if job.save_config_file is not None:
-        path = Path(job.save_config_file)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, public_config(toml))
-        except OSError as error:
-            raise _not_writable("job.save_config_file", path, error) from None
-        logger.info(f"config written to {path}")
 
 
 if __name__ == "__main__":

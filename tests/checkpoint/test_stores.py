@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
-from titanlite.main import _lock
+from titanlite.start.folders import lock_folders
 from titanlite.tools.cli import main
 
 
@@ -82,7 +82,7 @@ def test_large_objects_are_written_and_read_in_parts(
 
 def _refused(url: str, folder: Path) -> str:
     section = Checkpoint(enable_checkpoint=True, folder=url)
-    with pytest.raises(CheckpointError) as refused, _lock(folder, section):
+    with pytest.raises(CheckpointError) as refused, lock_folders(folder, section):
         pytest.fail("it was not looked at")
     return str(refused.value)
 

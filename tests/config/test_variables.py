@@ -11,7 +11,8 @@ import pytest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file, read, read_text
 from titanlite.config.run_sections import Job
-from titanlite.main import _show_config, _tell_sagemaker
+from titanlite.main import _tell_sagemaker
+from titanlite.start.folders import show_config
 from titanlite.tools.cli import main
 
 TEXT = """\
@@ -131,7 +132,7 @@ def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
     assert main(["config", "explain", "launch.environment", *flags]) == 0
     assert main(["config", "explain", "launch", *flags]) == 0
     config = load(flags)
-    _show_config(Job(print_config=True), config.to_toml())
+    show_config(Job(print_config=True), config.to_toml())
     said = capsys.readouterr().out
     assert "hidden" in config.to_toml()
     assert "hidden" not in said

@@ -22,7 +22,7 @@ from titanlite.data.chat import ChatTemplate, encode_chat, load_template
 from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
-from titanlite.data.token_cache import _stamp
+from titanlite.data.token_cache import _Text
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import load_config
 from titanlite.tools import cli
@@ -200,7 +200,9 @@ def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None
     tokenizer = load_tokenizer()
     path.write_text("{}\n")
     chats = [None, ChatTemplate("a"), ChatTemplate("b")]
-    stamps = {_stamp([path], tokenizer, 2304, Columns("text", chat=chat)) for chat in chats}
+    stamps = {
+        _Text([path], tokenizer, 2304, Columns("text", chat=chat), "auto").stamp() for chat in chats
+    }
     assert len(stamps) == 3
 
 
@@ -236,7 +238,7 @@ def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
         asked.append(url)
         return b"<!DOCTYPE html>"
 
-    monkeypatch.setattr("titanlite.data.chat.read_url", read)
+    monkeypatch.setattr("titanlite.data.tokenizer.files.read_url", read)
     tokenizer.folder = "https://models"
     assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens)
     assert asked == []

@@ -215,7 +215,8 @@ def test_nobody_waits_forever_for_the_owner_of_the_lock(
 ) -> None:
     monkeypatch.setattr(token_cache, "PATIENCE", 0.3)
     cache.mkdir()
-    stamp = token_cache._stamp([text], TOKENIZER, TOKENIZER.vocab_size)
+    asked = token_cache._Text([text], TOKENIZER, TOKENIZER.vocab_size, None, "auto")
+    stamp = asked.stamp()
     with open(cache / f"{stamp}.lock", "wb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX)
         began = time.monotonic()

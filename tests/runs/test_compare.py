@@ -15,8 +15,8 @@ from tests.support.run_folders import Start, change_start, training_row, write_m
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
 from titanlite.tools.commands.compare import compare, compare_json, read_runs, steady
-from titanlite.tools.commands.plots import COLORS, DARK_COLORS
 from titanlite.tools.commands.runs import to_json
+from titanlite.tools.pictures import COLORS, DARK_COLORS
 
 
 @pytest.fixture

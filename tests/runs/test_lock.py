@@ -27,7 +27,6 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Checkpoint
-from titanlite.main import _lock
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
@@ -41,6 +40,7 @@ from titanlite.runs.lock import (
 )
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import check_config
+from titanlite.start.folders import lock_folders
 
 HOLDER = (
     "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"
@@ -302,7 +302,7 @@ def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path:
 
 
 def _lock_of_run(run: RunConfig) -> AbstractContextManager[None]:
-    return _lock(Path(run.job.dump_folder), run.checkpoint)
+    return lock_folders(Path(run.job.dump_folder), run.checkpoint)
 
 
 def _config(root: Path, run: str, *flags: str) -> RunConfig:
@@ -364,7 +364,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
     assert _names(run) == ["checkpoint"]
     with (
         pytest.raises(ConfigError, match=r"job\.dump_folder: cannot write to"),
-        _lock(run / "checkpoint" / "x", config.checkpoint),
+        lock_folders(run / "checkpoint" / "x", config.checkpoint),
     ):
         pytest.fail("it was not looked at")
 

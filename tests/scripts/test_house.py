@@ -45,6 +45,94 @@ def test_a_run_keeps_its_limits(house: Any) -> None:
     assert not missed(house.run_figures(house.Source(ROOT), run))
 
 
+#: What a run imports when it turns it on: packages, and files.
+OFF = [
+    "checkpoint/async_save",
+    "checkpoint/hf",
+    "checkpoint/load",
+    "checkpoint/manager",
+    "checkpoint/manifest",
+    "checkpoint/paths",
+    "checkpoint/resume_check",
+    "checkpoint/retention",
+    "checkpoint/schedule",
+    "checkpoint/storage",
+    "data/chat",
+    "data/chat_worker",
+    "data/mixture",
+    "data/phases",
+    "data/remote",
+    "data/stream",
+    "data/token_files",
+    "features/context",
+    "features/async_tp",
+    "features/loss_chunks",
+    "metrics/boards",
+    "metrics/figures",
+    "metrics/nan_finder",
+    "metrics/profiler",
+    "metrics/samples",
+    "models/hf",
+    "models/mistral",
+    "models/moe",
+    "models/qwen3",
+    "optim/adamw",
+    "optim/average",
+    "optim/gated",
+    "optim/muon",
+    "parallel/activation_offload",
+    "parallel/compile",
+    "parallel/divided_loss",
+    "parallel/expert",
+    "parallel/pipeline",
+    "parallel/policy_check",
+    "parallel/tensor",
+    "plan/hardware",
+    "plan/peak",
+    "plan/plan",
+    "plan/runtime",
+    "plan/speed",
+    "plan/text",
+    "start/rank_checks",
+    "start/saves",
+    "tools",
+    "training/document_log",
+    "training/generate",
+    "training/nonfinite",
+    "training/resume",
+    "training/spikes",
+    "training/token_hashes",
+    "training/verify_resume",
+]
+
+
+def test_a_plain_run_imports_nothing_that_it_does_not_turn_on(house: Any) -> None:
+    run = house.plain_run(ROOT)
+    assert {"assembly.py", "plan/memory.py", "training/validation.py"} <= set(run["imported"])
+    found = [
+        name
+        for name in run["imported"]
+        if name.removesuffix(".py") in OFF or name.startswith(tuple(f"{one}/" for one in OFF))
+    ]
+    assert not found
+    present = {*ROOT.glob("titanlite/*/"), *ROOT.glob("titanlite/*/*")}
+    known = {path.relative_to(ROOT / "titanlite").with_suffix("").as_posix() for path in present}
+    assert set(OFF) <= known, "all of these are there"
+    assert not missed(house.plain_figures(house.Source(ROOT), run))
+
+
+def test_the_share_of_functions_that_run_is_counted(house: Any, tmp_path: Path) -> None:
+    library = tmp_path / "titanlite"
+    library.mkdir()
+    text = "@cache\ndef used():\n    return 1\n\n\ndef idle():\n    pass\n    return 2\n"
+    stub = 'class Rows:\n    def stub(self):\n        """Nothing."""\n        ...\n'
+    (library / "some.py").write_text(text + stub)
+    run = {"imported": ["some.py"], "functions": ["some.py:1"]}
+    tokens, idle = house.plain_figures(house.Source(tmp_path), run)
+    assert tokens.numbers["tokens"] == house.tokens_of(text + stub)
+    assert idle.numbers == {"%": 50.0}, "three lines of six; the stub does not count"
+
+
 def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path: Path) -> None:
     library = tmp_path / "titanlite"
     for room, text in {

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.tiny import EIGHT_STEPS
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.hashes import add_hashes
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.drill import ranks as drill_ranks
 from titanlite.tools.drill.faults import NO_FAULT, Fault
-from titanlite.tools.hub.tensors import Contents, compare
+from titanlite.tools.drill.runs import checkpoint, differing
 from titanlite.utils import read_lines
 
 STEPS = 8
@@ -66,14 +67,14 @@ def global_batches(folder: Path, ranks: int) -> dict[int, str]:
 
 def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:
     """Tensors of the checkpoints of a step that are not the same bit for bit in the two runs."""
-    sides = [Contents(folder / "checkpoint" / f"step-{step}") for folder in (left, right)]
-    # Each save has an id of its own.
-    states = [
-        {**side.manifest.train, "resume": side.manifest.train["resume"]["next_batch"]}
-        for side in sides
-    ]
+    folders = [checkpoint(run, step) for run in (left, right)]
+    states = []
+    for folder in folders:
+        train = read_manifest(folder).train
+        # Each save has its own id.
+        states.append({**train, "resume": train["resume"]["next_batch"]})
     assert states[0] == states[1]
-    return [one.name for one in compare(*sides) if one.elements or not one.comparable]
+    return differing(*folders)
 
 
 def saved(folder: Path) -> list[str]:

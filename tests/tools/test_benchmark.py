@@ -206,7 +206,7 @@ def test_all_four_levels_train_in_the_pool(
         pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
         return 0
 
-    monkeypatch.setattr(room, "run", run)
+    monkeypatch.setattr(room, "train", run)
     monkeypatch.setattr(room, "probe", lambda: room.Machine("CPU (made up)"))
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path), *SHORT]
     assert main(["benchmark", DEBUG, *words]) == 0

@@ -186,8 +186,9 @@ class Checkpointer:
         """On rank 0: exclude the newest checkpoint from loading if it is suspect, and return its
         step.
         """
-        newest, _ = find(self.root, known_bad=self._bad)
-        if newest is None or not (reason := suspect(newest.step)):
+        newest = find(self.root, known_bad=self._bad).manifest
+        reason = suspect(newest.step) if newest is not None else ""
+        if newest is None or not reason:
             return None
         self._bad[newest.step] = reason
         return newest.step
@@ -259,17 +260,21 @@ class Checkpointer:
 
         All ranks call it together, in a thread where the save is asynchronous. Raises as `save`.
         """
+        # Tensors that are good, and that stay as they are.
         _check_finite(save, group)
         state = on_each_rank(lambda: copy(save.tensors), group)
+        # From here to the manifest the folder is a leftover, should a process end.
         on_rank_0(self._world, lambda: self._mark(save.draft.step), group)
         writer = HashingWriter(save.folder)
         try:
+            # Shards and index, durable.
             with dcp_errors(f"saving {save.folder}"):
                 dcp.save(state, storage_writer=writer, process_group=group)
             written = on_rank_0(self._world, lambda: self._written(save.folder, writer), group)
             manifest = _with_files(save.draft, written)
             if self.config.verify_saves:
                 self._read_back(save.folder, manifest, written, group)
+            # The manifest makes it a checkpoint. Only then older ones go.
             on_rank_0(self._world, lambda: self._publish(save, manifest), group)
         except BaseException:
             self._discard(save.folder)

@@ -78,7 +78,8 @@ def _split_points(parts: list[list[str]]) -> list[str]:
 
 
 _PIPELINE = "experimental.pipeline_parallel"
-_MICROBATCHES, _SPLIT_POINTS = f"{_PIPELINE}_microbatches", f"{_PIPELINE}_split_points"
+_MICROBATCHES = f"{_PIPELINE}_microbatches"
+_SPLIT_POINTS = f"{_PIPELINE}_split_points"
 _FLOAT8 = "float8.enable_float8_linear"
 
 _NOT = (operator.not_, bool, "inverted")

@@ -74,16 +74,15 @@ class ConfigError(ValueError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(sorted(dict.fromkeys(problems), key=_by_place))
         count = len(self.problems)
-        ours = all(
-            problem.where == "command line" and "." not in problem.key for problem in self.problems
-        )  # no keys
-        place = "on the command line" if ours else "in the config"
-        head = f"1 problem {place}:" if count == 1 else f"{count} problems {place}:"
-        super().__init__(
-            "\n".join(
-                [head, *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]
-            )
-        )
+        place = "on the command line"
+        for problem in self.problems:
+            names_key = "." in problem.key
+            if names_key or problem.where != "command line":
+                place = "in the config"
+        lines = [f"1 problem {place}:" if count == 1 else f"{count} problems {place}:"]
+        for problem in self.problems:
+            lines.append("  " + str(problem).replace("\n", "\n  "))
+        super().__init__("\n".join(lines))
 
 
 def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
@@ -94,24 +93,24 @@ def bad_flag(key: str, message: str, hint: str = "") -> ConfigError:
 def _by_place(problem: Problem) -> tuple[bool, str, int]:
     """Sort by file and line; then the command line, then what has no single place."""
     file, _, line = problem.where.rpartition(":")
-    return (
-        (not file, file, int(line)) if line.isdigit() else (True, "" if problem.where else "~", 0)
-    )
+    if line.isdigit():
+        return not file, file, int(line)
+    return True, "" if problem.where else "~", 0
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
     """Return up to `count` known words that look like `word`, the most alike first; capitals do not
     count.
     """
-    by_lower = {k.lower(): k for k in known}
-    return [
-        by_lower[m]
-        for m in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)
-    ]
+    by_lower = {one.lower(): one for one in known}
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)
+    return [by_lower[one] for one in close]
 
 
-#: The least likeness of two names, from 0 to 1: of keys in one section, and in different ones.
-_ALIKE, _ALIKE_ELSEWHERE = 0.6, 0.8
+#: The least likeness of two keys in one section, from 0 to 1.
+_ALIKE = 0.6
+#: The same of keys in different sections.
+_ALIKE_ELSEWHERE = 0.8
 
 
 def nearest_key(name: str, known: Iterable[str]) -> str:
@@ -119,7 +118,8 @@ def nearest_key(name: str, known: Iterable[str]) -> str:
     "": none does.
     """
     section, _, last = name.lower().rpartition(".")
-    best, found = 0.0, ""
+    best = 0.0
+    found = ""
     for key in sorted(known):
         place, _, word = key.lower().rpartition(".")
         likeness = max(_of_words(last, word), _of_letters(last, word))
@@ -128,13 +128,15 @@ def nearest_key(name: str, known: Iterable[str]) -> str:
             continue
         total = likeness + (0.5 if place == section else 0.25 * _of_letters(section, place))
         if total > best:
-            best, found = total, key
+            best = total
+            found = key
     return found
 
 
 def _of_words(one: str, other: str) -> float:
     """Return the share of equal words, of both names: 1 for the same words in any order."""
-    ours, theirs = one.split("_"), other.split("_")
+    ours = one.split("_")
+    theirs = other.split("_")
     return 2 * len({*ours} & {*theirs}) / (len(ours) + len(theirs))
 
 

@@ -104,7 +104,8 @@ def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     Only the source of the class is read. Where it does not tell, `load_functions` finds the mistake
     later.
     """
-    path, args = config.value("optimizer.name"), config.value("optimizer.args")
+    path = config.value("optimizer.name")
+    args = config.value("optimizer.args")
     signature = class_signature(path) if is_dotted(path) else None
     if signature is None or "settings" in signature.names:
         return []

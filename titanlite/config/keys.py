@@ -182,7 +182,8 @@ def describe(type_: Any) -> str:
 
 
 def _describe(part: Any) -> str:
-    kind, metas = base(part), getattr(part, "__metadata__", ())
+    kind = base(part)
+    metas = getattr(part, "__metadata__", ())
     words = [meta.extra["words"] for meta in metas if "words" in (meta.extra or {})]
     if words:
         return str(words[0])

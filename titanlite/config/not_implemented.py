@@ -32,7 +32,8 @@ _AUTOGRAD = (
     "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward "
     "of each block"
 )
-_KAHAN, _MOMENTS = ("kahan", "compensation_dtype"), ("momentum_dtype", "variance_dtype")
+_KAHAN = ("kahan", "compensation_dtype")
+_MOMENTS = ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [
     f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")
@@ -145,7 +146,8 @@ def not_implemented(config: LoadedConfig) -> list[str]:
     """Return the keys that ask for a feature to come, in order."""
 
     def asks(key: str) -> bool:
-        value, entry = config.value(key), NOT_IMPLEMENTED[key]
+        value = config.value(key)
+        entry = NOT_IMPLEMENTED[key]
         if isinstance(value, str) and is_dotted(value):
             return False
         return (

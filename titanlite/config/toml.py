@@ -102,7 +102,9 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
     found: list[Statement] = []
     numbers: dict[str, int] = {}
     elements: dict[str, int] = {}
-    table, start, lines = "", 0, text.replace("\r\n", "\n").split("\n")
+    table = ""
+    start = 0
+    lines = text.replace("\r\n", "\n").split("\n")
 
     def enter(path: str, tree: dict[str, Any], is_header: bool) -> str:
         """Note the line of all names in a tree below a path; return the full name of the
@@ -132,7 +134,9 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
             numbers[table] = start + 1
         else:
             last = enter(table, tree, is_header)
-            opening, since, count = "", start, 0
+            opening = ""
+            since = start
+            count = 0
             for line in range(start + 1, end):  # the items of an array that ends on a later line
                 with suppress(TOMLDecodeError):
                     value: Any = loads(
@@ -143,7 +147,8 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
                     for _ in value:
                         numbers.setdefault(f"{last}[{count}]", line)
                         count += 1
-                    opening, since = "items = [", line
+                    opening = "items = ["
+                    since = line
         found.append(Statement(chunk, start + 1, tree, table, is_header))
         start = end
     return found, numbers

@@ -26,7 +26,9 @@ def names_in(value: Any) -> list[str]:
     if isinstance(value, str):
         found = [match[2] for match in _MARK.finditer(value) if match[2]]
         return list(dict.fromkeys(found))
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        value = list(value.values())
+    items = value if isinstance(value, list) else []
     return list(dict.fromkeys(name for item in items for name in names_in(item)))
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +22,13 @@ from titanlite.data import DataError
 from titanlite.data.chat_process import TemplateError, ask
 from titanlite.data.chat_worker import BEGIN, END, NO_TURN, SYNTAX, TEXT, Request
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer.files import read_url
 from titanlite.utils import parse_json
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
 #: Files beside a tokenizer that may hold its template, the first that does.
-TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+_CONFIG = "tokenizer_config.json"
 
 
 class ChatTemplate(NamedTuple):
@@ -46,16 +45,12 @@ class ChatTemplate(NamedTuple):
         Raises DataError if `messages` is no list of messages, the template refuses it, or a turn
         cannot be found.
         """
-        if not (
-            isinstance(messages, list)
-            and all(isinstance(m, dict) and m.get("role") for m in messages)
-        ):
+        if not _are_messages(messages):
             raise DataError(
                 f"{where}: {messages!r:.80} is no list of messages, each with role and content"
             )
-        if any(
-            mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (BEGIN, END)
-        ):
+        content = json.dumps(messages, ensure_ascii=False, default=str)
+        if BEGIN in content or END in content:
             raise DataError(
                 f"{where}: a message holds U+FDD0 or U+FDD1, which stand for no character; remove "
                 "them"
@@ -86,14 +81,19 @@ class ChatTemplate(NamedTuple):
         if kind == NO_TURN:
             raise DataError(
                 f"{where}: message {text}, of the assistant, cannot be found in the rendered "
-                "text: the "
-                "messages before it render differently without those after them; put {% "
-                "generation %} and "
-                "{% endgeneration %} around the assistant's content in the template"
+                "text: the messages before it render differently without those after them; put "
+                "{% generation %} and {% endgeneration %} around the assistant's content in the "
+                "template"
             )
         if kind != TEXT:
             raise DataError(f"{where}: the chat template refuses it: {text}")
         return text
+
+
+def _are_messages(messages: Any) -> bool:
+    if not isinstance(messages, list):
+        return False
+    return all(isinstance(message, dict) and message.get("role") for message in messages)
 
 
 def _check(source: str, place: str) -> None:
@@ -119,36 +119,57 @@ def load_template(
     key: what names the file, for messages. Raises DataError if there is none, or it is not valid.
     """
     folder = tokenizer.folder
-    named = {number: name for name, number in tokenizer.special_tokens.items()}
-    tokens = {"bos_token": named[tokenizer.bos_id], "eos_token": named[tokenizer.eos_id]}
-    config: dict[str, Any] = {}
-    place = f"{folder}/{_CONFIG}"
-    try:
-        if content := _beside(folder, _CONFIG, path):
-            config = parse_json(content)
-            if not isinstance(config, dict):
-                raise ValueError("it holds no JSON object")
-            for name, value in config.items():
-                value = value.get("content") if isinstance(value, dict) else value
-                if name.endswith("_token") and isinstance(value, str):
-                    tokens[name] = value
-        place = path or f"{folder}/{TEMPLATE}"
-        content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()
-        source: Any = None if content is None else content.decode()
-        if source is None:
-            place, source = f"{folder}/{_CONFIG}", config.get("chat_template")
-            if isinstance(source, list):  # several, by name
-                source = {one["name"]: one["template"] for one in source}.get("default")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{key}: {place} cannot be read: {error}") from None
+    config = _config_beside(folder, path, key)
+    place, source = _find_source(folder, path, config, key)
     if not isinstance(source, str):
         raise DataError(
             f"{key}: the tokenizer brings no chat template ({TEMPLATE}, or chat_template in "
-            f"{_CONFIG}, "
-            f"in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
+            f"{_CONFIG}, in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
         )
     _check(source, f"{key}: {place}")
-    return ChatTemplate(source, tuple(tokens.items()))
+    return ChatTemplate(source, tuple(_variables(tokenizer, config).items()))
+
+
+def _config_beside(folder: str | None, path: str | None, key: str) -> dict[str, Any]:
+    """Return the tokenizer's config beside it; {} without one. path: of the template."""
+    try:
+        content = _beside(folder, _CONFIG, path)
+        config = parse_json(content) if content else {}
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {folder}/{_CONFIG} cannot be read: {error}") from None
+    return config
+
+
+def _find_source(
+    folder: str | None, path: str | None, config: Mapping[str, Any], key: str
+) -> tuple[str, Any]:
+    """Return where the template is, and its text; no text where there is none."""
+    place = path or f"{folder}/{TEMPLATE}"
+    try:
+        content = _beside(folder, TEMPLATE) if path is None else Path(path).read_bytes()
+        if content is not None:
+            return place, content.decode()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {place} cannot be read: {error}") from None
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        # Several, by name.
+        source = {one["name"]: one["template"] for one in source}.get("default")
+    return f"{folder}/{_CONFIG}", source
+
+
+def _variables(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return names and values of a template's variables: BOS, EOS and the tokens of the config."""
+    name_of = {number: name for name, number in tokenizer.special_tokens.items()}
+    tokens = {"bos_token": name_of[tokenizer.bos_id], "eos_token": name_of[tokenizer.eos_id]}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if name.endswith("_token") and isinstance(value, str):
+            tokens[name] = value
+    return tokens
 
 
 def _beside(folder: str | None, name: str, template: str | None = None) -> bytes | None:
@@ -160,15 +181,18 @@ def _beside(folder: str | None, name: str, template: str | None = None) -> bytes
     """
     if folder is None or is_url(folder) and template is not None:
         return None
-    with suppress(FileNotFoundError):
-        content = (
-            read_url(f"{folder}/{name}") if is_url(folder) else Path(folder, name).read_bytes()
-        )
-        # Some servers answer with a page where there is no file.
-        return (
-            None if content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")) else content
-        )
-    return None
+    try:
+        if is_url(folder):
+            from titanlite.data.tokenizer.files import read_url
+
+            content = read_url(f"{folder}/{name}")
+        else:
+            content = Path(folder, name).read_bytes()
+    except FileNotFoundError:
+        return None
+    # Some servers answer with a page where there is no file.
+    is_page = content.lstrip()[:9].lower().startswith((b"<!doctype", b"<html"))
+    return None if is_page else content
 
 
 def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -178,30 +202,45 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
     Names of special tokens become their ids. A token that crosses the border of a turn is of the
     assistant.
     """
-    ids, mask, inside = list[int](), list[bool](), False
+    ids: list[int] = []
+    mask: list[bool] = []
+    inside = False
     for part in _special(tokenizer).split(text):
-        if (special := tokenizer.special_tokens.get(part)) is not None:
+        special = tokenizer.special_tokens.get(part)
+        if special is not None:
             ids.append(special)
             mask.append(inside)
             continue
-        plain = part.translate(_UNMARKED)
-        found = tokenizer.encode(plain) if plain else []
-        at = before = 0  # characters and tokens of the part that are done
-        for piece in re.split(f"([{BEGIN}{END}])", part):
-            if piece not in (BEGIN, END):
-                at += len(piece)
-                continue
-            place = (
-                len(found)
-                if at == len(plain)
-                else _tokens_before(plain[:at], found, tokenizer, inside)
-            )
-            place = max(place, before)  # a token that crosses two borders at one place
-            mask += [inside] * (place - before)
-            before, inside = place, piece == BEGIN
-        mask += [inside] * (len(found) - before)
+        found, of_part, inside = _encode_part(part, tokenizer, inside)
         ids += found
+        mask += of_part
     return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
+
+
+def _encode_part(
+    part: str, tokenizer: Tokenizer, inside: bool
+) -> tuple[list[int], list[bool], bool]:
+    """Return the ids of text without special tokens, whether each is of the assistant, and whether
+    the part ends in a turn of the assistant.
+
+    inside: whether it begins in one.
+    """
+    plain = part.translate(_UNMARKED)
+    ids = tokenizer.encode(plain) if plain else []
+    mask: list[bool] = []
+    characters = 0
+    for piece in re.split(f"([{BEGIN}{END}])", part):
+        if piece not in (BEGIN, END):
+            characters += len(piece)
+            continue
+        border = len(ids)
+        if characters < len(plain):
+            border = _tokens_before(plain[:characters], ids, tokenizer, inside)
+        # A token that crosses two borders at one place is counted once.
+        mask += [inside] * max(border - len(mask), 0)
+        inside = piece == BEGIN
+    mask += [inside] * (len(ids) - len(mask))
+    return ids, mask, inside
 
 
 def _tokens_before(text: str, ids: list[int], tokenizer: Tokenizer, crossing: bool) -> int:
@@ -210,10 +249,11 @@ def _tokens_before(text: str, ids: list[int], tokenizer: Tokenizer, crossing: bo
     crossing: count one that reaches over.
     """
     alone = tokenizer.encode(text) if text else []
-    same = next(
-        (n for n, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b),
-        min(len(alone), len(ids)),
-    )
+    same = 0
+    for one, other in zip(alone, ids, strict=False):
+        if one != other:
+            break
+        same += 1
     return same + (crossing and same < len(alone))
 
 

@@ -24,20 +24,26 @@ from functools import lru_cache
 from typing import IO, Any, NamedTuple, NoReturn
 
 #: Before and after a turn of the assistant. Unicode keeps these two free of characters.
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 #: Seconds of processor time for one conversation.
 SECONDS = 10
 #: Characters of a rendered text: at least so many, and so many for each character of the
 #: conversation.
-CHARACTERS, CHARACTERS_EACH = 1 << 20, 64
+CHARACTERS = 1 << 20
+CHARACTERS_EACH = 64
 #: Bytes of memory beside those of the process itself: at least so many, and so many for each byte
 #: of a request.
-_MEMORY, _MEMORY_EACH = 1 << 30, 64
+_MEMORY = 1 << 30
+_MEMORY_EACH = 64
 #: Size of a message between the processes.
 SIZE = struct.Struct("<Q")
 
 #: Kinds of answers: the text, and why there is none.
-TEXT, REFUSED, NO_TURN, SYNTAX = "text", "refused", "no turn", "syntax"
+TEXT = "text"
+REFUSED = "refused"
+NO_TURN = "no turn"
+SYNTAX = "syntax"
 
 
 class Request(NamedTuple):
@@ -94,7 +100,8 @@ class _Renderer:
     """Renders the beginnings of one conversation."""
 
     def __init__(self, template: Any, request: Request) -> None:
-        self._template, self._messages = template, request.messages
+        self._template = template
+        self._messages = request.messages
         self._variables = {"tools": None, "documents": None, **request.tokens}
         self._given = len(json.dumps(request.messages, ensure_ascii=False, default=str))
 
@@ -104,11 +111,12 @@ class _Renderer:
         prompt: with the head of the assistant's next turn.
         """
         most = CHARACTERS + CHARACTERS_EACH * self._given
-        pieces, size = list[str](), 0
-        messages = self._messages[:count]
-        for piece in self._template.generate(
-            messages=messages, add_generation_prompt=prompt, **self._variables
-        ):
+        pieces: list[str] = []
+        size = 0
+        rendered = self._template.generate(
+            messages=self._messages[:count], add_generation_prompt=prompt, **self._variables
+        )
+        for piece in rendered:
             size += len(piece)
             if size > most:
                 raise _TooLongError(
@@ -122,11 +130,13 @@ class _Renderer:
         whole = self.text(len(self._messages))
         if BEGIN in whole:
             return whole
-        parts, done = list[str](), 0
+        parts: list[str] = []
+        done = 0
         for number, message in enumerate(self._messages):
             if message["role"] != "assistant":
                 continue
-            prompt, turn = self.text(number, prompt=True), self.text(number + 1)
+            prompt = self.text(number, prompt=True)
+            turn = self.text(number + 1)
             is_found = whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done
             if not is_found:
                 raise _NoTurnError(number + 1)
@@ -177,12 +187,11 @@ def _compiled(source: str) -> Any:
 
 def main() -> None:
     """Answer requests until the process that sends them is gone."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # meant for that process, which may still need answers
+    # They are meant for that process, which may still need answers.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own_memory = _address_space()
     while content := read_message(requests):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.data import DataError, EndOfData, skip_ranges
-from titanlite.data.rows import Rows, max_documents
+from titanlite.data.rows import Row, Rows, max_documents
 from titanlite.data.skip_ranges import Range
 from titanlite.data.state import check_loader
 from titanlite.utils import counted
@@ -55,7 +55,8 @@ def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
 def _check_documents(batch: Batch) -> None:
     if batch.documents is None or batch.documents.device.type != "cpu":
         return
-    count, most = int(batch.documents.max()) + 1, max_documents(batch.documents.size(1))
+    count = int(batch.documents.max()) + 1
+    most = max_documents(batch.documents.size(1))
     if count > most:
         raise DataError(
             f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} "
@@ -92,8 +93,11 @@ class TrainLoader:
                 f"training.global_batch_size: {global_batch_size} is not a multiple of "
                 f"micro-batch {micro_batch_size} x {dp_degree} data-parallel ranks"
             )
-        self.dataset, self.rank, self.dp_degree = dataset, rank, dp_degree
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.dataset = dataset
+        self.rank = rank
+        self.dp_degree = dp_degree
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
         self.skip = skip_ranges.merged(skip)
         #: Global index of the sequence after the last one served; the next step begins there or
         #: after a range.
@@ -137,16 +141,16 @@ class TrainLoader:
         the sequences, if they have one: this rank's part, see `gather_state`. The rest is the same
         on every rank.
         """
-        ours = skip_ranges.without(
-            skip_ranges.before(self.position, self.skip), [(0, self._loaded)]
-        )
+        past = skip_ranges.before(self.position, self.skip)
+        ours = skip_ranges.without(past, [(0, self._loaded)])
         skipped = skip_ranges.merged([*self._skipped_before, *ours])
         rows = self.dataset.state_dict()
-        return {
-            "next_sequence": self.position,
-            **({"left_out": [list(r) for r in skipped]} if skipped else {}),
-            **({"rows": rows} if rows else {}),
-        }
+        state: dict[str, Any] = {"next_sequence": self.position}
+        if skipped:
+            state["left_out"] = [list(one) for one in skipped]
+        if rows:
+            state["rows"] = rows
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, also of another number of ranks.
@@ -197,13 +201,12 @@ class ValidationLoader:
         self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1
     ) -> None:
         _check_rank(rank, dp_degree)
-        self.dataset, self.batch_size, self.rank, self.dp_degree = (
-            dataset,
-            batch_size,
-            rank,
-            dp_degree,
-        )
-        self._batches, total = steps, dataset.total_sequences
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.dp_degree = dp_degree
+        self._batches = steps
+        total = dataset.total_sequences
         if total is None and steps == -1:
             raise DataError(
                 "a full pass (steps = -1) needs a text with an end: give a number of batches"
@@ -225,11 +228,16 @@ class ValidationLoader:
 def stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     """Return the batch of these sequences; those past the end are padding."""
     total = dataset.total_sequences
-    rows = [
-        dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes
-    ]
-    columns = (column for column in zip(*rows, strict=True) if column[0] is not None)
-    return Batch(*(torch.from_numpy(np.stack(column)) for column in columns))
+    rows: list[Row] = []
+    for index in indexes:
+        is_past = total is not None and index >= total
+        rows.append(dataset.padding() if is_past else dataset.sequence(index))
+    documents = [row.documents for row in rows if row.documents is not None]
+    return Batch(
+        torch.from_numpy(np.stack([row.tokens for row in rows])),
+        torch.from_numpy(np.stack([row.labels for row in rows])),
+        torch.from_numpy(np.stack(documents)) if documents else None,
+    )
 
 
 def _check_rank(rank: int, dp_degree: int) -> None:

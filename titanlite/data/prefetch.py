@@ -73,7 +73,8 @@ class _Ahead(Generic[_T]):
                 raise
 
         self._pool = pool = Pool(1, THREAD)
-        if pin:  # a new thread is on GPU 0, and pinning would open a context there for every rank
+        if pin:
+            # A new thread is on GPU 0, and pinning would open a context there for every rank.
             pool.submit(torch.cuda.set_device, torch.cuda.current_device())
         self._submit = lambda: pool.submit(once)
         self.items: deque[Future[_T]] = deque(self._submit() for _ in range(depth))
@@ -129,7 +130,9 @@ class Prefetcher:
     def __init__(
         self, loader: StepLoader, depth: int = 2, pin: bool = False, reserve: int = 0
     ) -> None:
-        self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
+        self.loader = loader
+        self.depth = depth
+        self.pin = pin and torch.cuda.is_available()
         self.reserve = reserve if depth else 0
         self.on_failure: Callable[[BaseException], object] = lambda _: None
         self._ahead: _Ahead[_Step] | None = None
@@ -157,9 +160,8 @@ class Prefetcher:
             return _step(self.loader, self.pin).batches
         if self._ahead is None:
             self._last = self.loader.state_dict(), self.loader.steps_left
-            self._ahead = _Ahead(
-                partial(_step, self.loader, self.pin), self.depth + self.reserve, self.pin
-            )
+            make = partial(_step, self.loader, self.pin)
+            self._ahead = _Ahead(make, self.depth + self.reserve, self.pin)
         try:
             error = self._ahead.error(self.reserve)
             step = self._ahead.take()
@@ -221,12 +223,15 @@ class ValidationPrefetcher:
     def __init__(
         self, loader: PassLoader, depth: int = 2, pin: bool = False, persistent: bool = False
     ) -> None:
-        if len(loader) == 0:  # a persistent thread would look for the first batch forever
+        # A persistent thread would look for the first batch forever.
+        if len(loader) == 0:
             raise ValueError(
                 "loader: a pass has no batches; give it text for at least one, or disable "
                 "validation"
             )
-        self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
+        self.loader = loader
+        self.depth = depth
+        self.pin = pin and torch.cuda.is_available()
         self.persistent = persistent
         self._ahead: _Ahead[Batch] | None = None
 
@@ -238,11 +243,10 @@ class ValidationPrefetcher:
         if self.depth == 0:
             yield from (_pinned(batch, self.pin) for batch in self.loader)
             return
-        ahead, self._ahead = self._ahead, None
+        ahead = self._ahead
+        self._ahead = None
         if ahead is None:
-            passes = itertools.repeat(self.loader) if self.persistent else [self.loader]
-            batches = itertools.chain.from_iterable(passes)
-            ahead = _Ahead(lambda pin=self.pin: _pinned(next(batches), pin), self.depth, self.pin)  # type: ignore[misc]
+            ahead = _Ahead(self._batches(), self.depth, self.pin)
         whole = False
         try:
             for _ in range(len(self.loader)):
@@ -254,6 +258,16 @@ class ValidationPrefetcher:
                 self._ahead = ahead
             else:
                 ahead.stop()
+
+    def _batches(self) -> Callable[[], Batch]:
+        """Return what makes the batches of a pass, or of one pass after the other.
+
+        It does not hold this object, so that the thread ends when nobody else does.
+        """
+        passes = itertools.repeat(self.loader) if self.persistent else [self.loader]
+        batches = itertools.chain.from_iterable(passes)
+        pin = self.pin
+        return lambda: _pinned(next(batches), pin)
 
     def close(self) -> None:
         """End the thread, if it stays between passes."""

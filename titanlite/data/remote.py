@@ -15,11 +15,15 @@ from titanlite.data import DataError
 from titanlite.data.threads import ending
 from titanlite.utils import counted, human_time, is_hidden, logger, public
 
-#: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP
-#: server may say nothing.
-_FIRST_WAIT, _LONGEST_WAIT, _SILENCE = 1.0, 60.0, 30.0
+#: Seconds of the first and the longest wait for a source to come back.
+_FIRST_WAIT = 1.0
+_LONGEST_WAIT = 60.0
+#: Seconds that an HTTP server may say nothing.
+_SILENCE = 30.0
 #: Bytes of the largest and the smallest request, and requests after which their size doubles.
-_MOST, _LEAST, _STEADY = 5 << 20, 16 << 10, 16
+_MOST = 5 << 20
+_LEAST = 16 << 10
+_STEADY = 16
 
 T = TypeVar("T")
 
@@ -43,11 +47,12 @@ def check_url(key: str, url: str) -> None:
     if is_hidden(url):
         raise DataError(
             f"{key}: the login or signature of {url} was hidden where it was kept: give the whole "
-            "URL again; "
-            "in a config write it as ${NAME}, an environment variable"
+            "URL again; in a config write it as ${NAME}, an environment variable"
         )
-    if problem := login_problem(url):
-        raise DataError(f"{key}: {public(url)} {problem[0]}: {problem[1]}")
+    problem = login_problem(url)
+    if problem is not None:
+        wrong, remedy = problem
+        raise DataError(f"{key}: {public(url)} {wrong}: {remedy}")
 
 
 def words(error: BaseException) -> str:
@@ -64,42 +69,44 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
     Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no
     right to read it), else when the source has not come back in `patience` seconds.
     """
-    tries, began = 0, 0.0
+    tries = 0
+    began = 0.0
     while True:
         try:
             return call()
+        except DataError:
+            raise
         except Exception as error:
-            if isinstance(error, DataError):
-                raise
-            reason, tries = _reason(error), tries + 1
+            tries += 1
             began = began or time.monotonic()
             tried = time.monotonic() - began
-            hopeless = isinstance(reason, FileNotFoundError | PermissionError | ImportError)
-            # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another
-            # one the next time.
-            final = (
-                hopeless
-                or type(reason) is ValueError
-                or _status(reason) in (400, 401, 403, 404, 410)
-            )
-            headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(
-                reason, "headers", None
-            )
-            asked = str((headers or {}).get("Retry-After", ""))
-            wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
-            wait = float(asked) + random.random() if asked.isdigit() else wait
-            if final or tried + wait > patience or ending.is_set():
-                spent = (
-                    ""
-                    if final
-                    else (
-                        f", {counted(tries, 'attempts')} in {human_time(tried)} "
-                        "(data.retry_seconds)"
-                    )
-                )
-                raise DataError(f"{failed}{spent}: {words(reason)}") from error
+            reason = _reason(error)
+            if _is_final(reason):
+                raise DataError(f"{failed}: {words(reason)}") from error
+            wait = _wait_after(reason, tries)
+            if tried + wait > patience or ending.is_set():
+                spent = f"{counted(tries, 'attempts')} in {human_time(tried)} (data.retry_seconds)"
+                raise DataError(f"{failed}, {spent}: {words(reason)}") from error
             logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
             ending.wait(wait)
+
+
+def _is_final(reason: BaseException) -> bool:
+    """Whether another try cannot help."""
+    if isinstance(reason, FileNotFoundError | PermissionError | ImportError):
+        return True
+    # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another one the
+    # next time.
+    return type(reason) is ValueError or _status(reason) in (400, 401, 403, 404, 410)
+
+
+def _wait_after(reason: BaseException, tries: int) -> float:
+    """Return the seconds to wait: those that the server asks for, else twice as many each time."""
+    response = getattr(reason, "response", None)
+    headers = getattr(response, "headers", None) or getattr(reason, "headers", None) or {}
+    asked = str(headers.get("Retry-After", ""))
+    wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
+    return float(asked) + random.random() if asked.isdigit() else wait
 
 
 def _reason(error: Exception) -> BaseException:
@@ -107,11 +114,9 @@ def _reason(error: Exception) -> BaseException:
     file of HTTP.
     """
     cause = error.__cause__
-    return (
-        cause
-        if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore"))
-        else error
-    )
+    if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")):
+        return cause
+    return error
 
 
 def _status(error: BaseException) -> int | None:
@@ -132,7 +137,8 @@ class _Checked:
     def __init__(
         self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]
     ) -> None:
-        self._session, self._check = session, check
+        self._session = session
+        self._check = check
 
     async def get(self, url: Any, **options: Any) -> Any:
         answer = await self._session.get(url, **options)
@@ -151,7 +157,9 @@ class _RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, name: str, patience: float) -> None:
-        self._url, self._name, self._patience = name, public_name(name), patience
+        self._url = name
+        self._name = public_name(name)
+        self._patience = patience
         self._at = self._requests = 0
         self._most = _MOST
         self._file: Any = None
@@ -165,42 +173,48 @@ class _RemoteFile(io.RawIOBase):
     def _open(self, ranges: bool = True) -> None:
         import fsspec
 
-        if reason := chain_problem(self._url):
+        reason = chain_problem(self._url)
+        if reason:
             raise DataError(f"{self._name} {reason}")
-        options, known = dict[str, Any](), dict[str, Any]()
-        if http := self._url.startswith(("http://", "https://")):
-            import aiohttp
-
-            # A large file may take long; a server that says nothing may not.
-            silence = max(min(_SILENCE, self._patience), 1.0)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
-            options["client_kwargs"] = {"timeout": timeout}
-        system, path = fsspec.core.url_to_fs(self._url, **options)
-        if self.identity is not None:  # its listing may be old
+        is_http = self._url.startswith(("http://", "https://"))
+        system, path = fsspec.core.url_to_fs(self._url, **(self._timeouts() if is_http else {}))
+        if self.identity is not None:
+            # Its listing may be old.
             system.invalidate_cache(path)
         info = system.info(path)
         self._check(info.get("size"), info)
-        if http and ranges:
-            known = {"size": info.get("size")}  # else fsspec asks for it again
-        self._file = system.open(
-            path, "rb", cache_type="none", **(known if ranges else {"block_size": 0})
-        )
-        if http and hasattr(self._file, "session"):
+        options: dict[str, Any] = {}
+        if not ranges:
+            options["block_size"] = 0
+        elif is_http:
+            # Else fsspec asks for it again.
+            options["size"] = info.get("size")
+        self._file = system.open(path, "rb", cache_type="none", **options)
+        if is_http and hasattr(self._file, "session"):
             self._file.session = _Checked(self._file.session, self._check)
+
+    def _timeouts(self) -> dict[str, Any]:
+        """Return options of fsspec's HTTP: a large file may take long, and a server that says
+        nothing may not.
+        """
+        import aiohttp
+
+        silence = max(min(_SILENCE, self._patience), 1.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
+        return {"client_kwargs": {"timeout": timeout}}
 
     def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
         """Note what tells the file from others, or compare it. about: fsspec's or HTTP's
         headers.
         """
         tag = str(about.get("ETag") or "").removeprefix("W/") or None
-        found = size, tag, str(about.get("Last-Modified") or "") or None
+        time_of_content = str(about.get("Last-Modified") or "") or None
+        found = (size, tag, time_of_content)
         if self.identity is None:
             self.identity = found
-        if any(
-            None not in pair and pair[0] != pair[1]
-            for pair in zip(self.identity, found, strict=True)
-        ):
-            raise FileChangedError(f"{self._name} has changed while it was read")
+        for before, now in zip(self.identity, found, strict=True):
+            if before is not None and now is not None and before != now:
+                raise FileChangedError(f"{self._name} has changed while it was read")
 
     def readable(self) -> bool:
         return True
@@ -229,27 +243,36 @@ class _RemoteFile(io.RawIOBase):
             if self._file is None:
                 self._open()
             assert self.identity is not None
-            size, wanted = self.identity[0], min(most, self._most)
+            size = self.identity[0]
+            wanted = min(most, self._most)
             if size is not None and self._at >= size:
                 return b""
-            try:
-                self._file.seek(self._at)
-                piece: bytes = self._file.read(wanted)
-            except ValueError as error:
-                if isinstance(error, DataError):
-                    raise
-                self._open(ranges=False)
-                while (left := self._at - self._file.tell()) and self._file.read(min(left, _MOST)):
-                    pass
-                piece = self._file.read(wanted)
+            piece = self._piece(wanted)
             if not piece and size is not None:
                 raise OSError(f"{self._at:,} of {size:,} bytes came")
         except Exception as error:
             self._file = None
-            if _status(_reason(error)) is None:  # an answer that refuses is none that breaks off
+            # An answer that refuses is none that breaks off.
+            if _status(_reason(error)) is None:
                 self._most = max(self._most // 8, _LEAST)
             raise
         self._requests += 1
         if self._requests % _STEADY == 0:
             self._most = min(self._most * 2, _MOST)
+        return piece
+
+    def _piece(self, wanted: int) -> bytes:
+        """Read from here on; from a server without ranges from its first byte."""
+        try:
+            self._file.seek(self._at)
+            piece: bytes = self._file.read(wanted)
+        except DataError:
+            raise
+        except ValueError:
+            self._open(ranges=False)
+            while self._file.tell() < self._at:
+                skipped = self._file.read(min(self._at - self._file.tell(), _MOST))
+                if not skipped:
+                    break
+            piece = self._file.read(wanted)
         return piece

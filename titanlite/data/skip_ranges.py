@@ -18,19 +18,22 @@ def ranges_of_steps(steps: Iterable[int | str], global_batch: int) -> tuple[Rang
 
     Step n takes the sequences that an undisturbed run of this global batch takes in its nth step.
     """
-    return merged(
-        ((first - 1) * global_batch, last * global_batch) for first, last in map(steps_of, steps)
-    )
+    found: list[Range] = []
+    for one in steps:
+        first, last = steps_of(one)
+        found.append(((first - 1) * global_batch, last * global_batch))
+    return merged(found)
 
 
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
     """Return the same sequences as sorted ranges, joined where they overlap or touch."""
     found: list[Range] = []
-    for first, end in sorted((r[0], r[1]) for r in ranges if r[0] < r[1]):
-        if found and first <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
+    for first, end in sorted((one[0], one[1]) for one in ranges if one[0] < one[1]):
+        if not found or first > found[-1][1]:
             found.append((first, end))
+            continue
+        last_first, last_end = found[-1]
+        found[-1] = (last_first, max(end, last_end))
     return tuple(found)
 
 
@@ -43,14 +46,20 @@ def without(ranges: Iterable[Range], others: Iterable[Range]) -> tuple[Range, ..
     """Return the part of `ranges` that is in none of `others`."""
     left = list(ranges)
     for first, end in others:
-        pieces = [((a, min(b, first)), (max(a, end), b)) for a, b in left]
-        left = [piece for both in pieces for piece in both if piece[0] < piece[1]]
+        pieces: list[Range] = []
+        for left_first, left_end in left:
+            pieces.append((left_first, min(left_end, first)))
+            pieces.append((max(left_first, end), left_end))
+        left = [piece for piece in pieces if piece[0] < piece[1]]
     return merged(left)
 
 
 def count(first: int, end: int, ranges: Iterable[Range]) -> int:
     """Count the sequences of [first, end) that the ranges skip."""
-    return sum(max(0, min(b, end) - max(a, first)) for a, b in ranges)
+    found = 0
+    for range_first, range_end in ranges:
+        found += max(0, min(range_end, end) - max(range_first, first))
+    return found
 
 
 def advance(position: int, number: int, ranges: Iterable[Range]) -> int:

@@ -19,6 +19,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -41,9 +42,10 @@ AUTO_BYTES = 1 << 20
 #: Seconds after which nobody waits for the owner of a lock any longer.
 PATIENCE = 3600.0
 
-#: Seconds without use after which a file is removed, and without a write, a partial one. A run that
-#: has mapped a file goes on without its name.
-KEEP, _WRITING = 30 * 86400.0, 3600.0
+#: Seconds without use after which a file is removed. A run that has mapped it keeps its content.
+KEEP = 30 * 86400.0
+#: Seconds without a write after which a partial file is removed.
+_WRITING = 3600.0
 
 _HEADER_BYTES = 4096
 _NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|\.checked|-\w+\.partial)")
@@ -71,38 +73,81 @@ def load_corpus(
 
     Raises DataError as `tokenize` and `workers_of` do.
     """
-    if cache != "off" and (cache != "auto" or _are_large(files)):
+    text = _Text(files, tokenizer, vocab_size, columns, kind)
+    if cache == "auto" and not _are_large(files):
+        cache = "off"
+    if cache != "off":
         try:
-            folder = cache_folder(cache)
-            stamp = _stamp(files, tokenizer, vocab_size, columns, kind)
-            path = folder / f"{stamp}.tokens"
-            if found := _load(path, files, tokenizer):
+            found = _from_cache(text, cache_folder(cache), workers)
+            if found is not None:
                 return found
-            with _lock(folder / f"{stamp}.lock", path) as held:
-                if found := _load(path, files, tokenizer):
-                    return found
-                if held:
-                    records = iter_records(files, columns, kind)
-                    corpus = tokenize(
-                        files, tokenizer, vocab_size, workers_of(workers, alone=True), records
-                    )
-                    # Another stamp: the text has changed meanwhile.
-                    if _stamp(files, tokenizer, vocab_size, columns, kind) == stamp:
-                        _save(corpus, path)
-                    return _load(path, files, tokenizer) or corpus
         except OSError as error:
-            message = (
+            logger.warning(
                 f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the '
                 "text for itself"
             )
-            logger.warning(message)
-    return tokenize(
-        files,
-        tokenizer,
-        vocab_size,
-        workers_of(workers, alone=False),
-        iter_records(files, columns, kind),
-    )
+    return text.tokenized(workers_of(workers, alone=False))
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Files of text, and all that decides their tokens."""
+
+    files: list[Path]
+    tokenizer: Tokenizer
+    vocab_size: int
+    columns: Columns | None
+    kind: Format
+
+    def tokenized(self, workers: int) -> Corpus:
+        """Read and tokenize the files."""
+        records = iter_records(self.files, self.columns, self.kind)
+        return tokenize(self.files, self.tokenizer, self.vocab_size, workers, records)
+
+    def stamp(self) -> str:
+        """Return a hash of everything that decides the tokens. A file's ctime cannot be set back.
+
+        Raises OSError for a file that cannot be asked.
+        """
+        columns = self.columns or Columns()
+        texts: list[list[Any]] = []
+        for file in self.files:
+            stat = file.stat()
+            path = str(file.resolve())
+            texts.append([path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns])
+        versions = [__version__]
+        for name in _LIBRARIES:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                versions.append(f"{name} {metadata.version(name)}")
+        decisive = [PACKING, self.tokenizer.fingerprint, self.vocab_size, versions, texts]
+        if (columns.wanted, self.kind) != (Columns().wanted, "auto"):
+            decisive += [columns.wanted, self.kind]
+        decisive += columns.chat or ()
+        return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+
+def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus | None:
+    """Map the tokens of a text, which one process of the node tokenizes and keeps; None where that
+    process takes too long.
+
+    Raises OSError where the folder cannot be used.
+    """
+    stamp = text.stamp()
+    path = folder / f"{stamp}.tokens"
+    found = _load(path, text.files, text.tokenizer)
+    if found is not None:
+        return found
+    with _lock(folder / f"{stamp}.lock", path) as held:
+        found = _load(path, text.files, text.tokenizer)
+        if found is not None:
+            return found
+        if held:
+            corpus = text.tokenized(workers_of(workers, alone=True))
+            # Another stamp: the text has changed meanwhile.
+            if text.stamp() == stamp:
+                _save(corpus, path)
+            return _load(path, text.files, text.tokenizer) or corpus
+    return None
 
 
 def _are_large(files: list[Path]) -> bool:
@@ -138,39 +183,14 @@ def records_folder(cache: str) -> Path | None:
         return None
 
 
-def _stamp(
-    files: list[Path],
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    columns: Columns | None = None,
-    kind: Format = "auto",
-) -> str:
-    """Return a hash of everything that decides the tokens. A file's ctime cannot be set back."""
-    columns = columns or Columns()
-    wanted = columns.wanted
-    stats = [(file, file.stat()) for file in files]
-    texts = [
-        [str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        for file, stat in stats
-    ]
-    versions = [__version__]
-    for name in _LIBRARIES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions.append(f"{name} {metadata.version(name)}")
-    decisive = [PACKING, tokenizer.fingerprint, vocab_size, versions, texts]
-    if (wanted, kind) != (Columns().wanted, "auto"):
-        decisive += [wanted, kind]
-    decisive += columns.chat or ()
-    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
-
-
 @contextlib.contextmanager
 def _lock(path: Path, done: Path) -> Iterator[bool]:
     """Hold the lock (True), or wait until its owner has written `done`, `PATIENCE` seconds at most
     (False).
     """
     with open(path, "a+b") as file:
-        waited, logged = 0.0, 30.0
+        waited = 0.0
+        logged = 30.0
         while not _try_lock(file):
             if done.exists() or waited > PATIENCE:
                 yield False
@@ -204,17 +224,18 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
         with open(path, "rb") as file:
             about = parse_json(file.read(_HEADER_BYTES))
         kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
-        kinds += [("?", about["tokens"])] * bool(about.get("targets"))
-        arrays, at = list[NDArray[Any]](), _HEADER_BYTES
-        if path.stat().st_size != at + sum(
-            np.dtype(kind).itemsize * count for kind, count in kinds
-        ):
+        if about.get("targets"):
+            kinds.append(("?", about["tokens"]))
+        size = sum(np.dtype(kind).itemsize * count for kind, count in kinds)
+        if path.stat().st_size != _HEADER_BYTES + size:
             raise ValueError("it has another length")
-        for kind, count in kinds:  # plain arrays over the maps: slices of a memmap are slower
-            arrays.append(
-                np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,)).view(np.ndarray)
-            )
-            at += arrays[-1].nbytes
+        arrays: list[NDArray[Any]] = []
+        at = _HEADER_BYTES
+        for kind, count in kinds:
+            mapped = np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,))
+            # Plain arrays over the maps: slices of a memmap are slower.
+            arrays.append(mapped.view(np.ndarray))
+            at += mapped.nbytes
         if about.pop("crc32") != _checksum(about, arrays):
             raise ValueError("it has another checksum")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -252,11 +273,8 @@ def _save(corpus: Corpus, path: Path) -> None:
     try:
         _remove_old(path.parent)
         with open(partial, "wb") as file:
-            file.write(
-                json.dumps({**about, "crc32": _checksum(about, arrays)})
-                .encode()
-                .ljust(_HEADER_BYTES)
-            )
+            header = json.dumps({**about, "crc32": _checksum(about, arrays)}).encode()
+            file.write(header.ljust(_HEADER_BYTES))
             for array in arrays:
                 file.write(array.view(np.uint8).data)
             file.flush()
@@ -282,7 +300,6 @@ def _remove_old(folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             idle = time.time() - path.stat().st_mtime
-            if _NAMES.fullmatch(path.name) and idle > (
-                _WRITING if path.suffix == ".partial" else KEEP
-            ):
+            most = _WRITING if path.suffix == ".partial" else KEEP
+            if _NAMES.fullmatch(path.name) and idle > most:
                 path.unlink()

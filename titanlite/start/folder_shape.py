@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.errors import CheckpointError
 from titanlite.checkpoint.loaded import GROUPS
-from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath, to_path
 from titanlite.config.model_sections import Model
 from titanlite.config.sections import Checkpoint
 from titanlite.config.toml import quote
@@ -25,6 +24,7 @@ from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import AnyPath
     from titanlite.checkpoint.source_model import SourceModel
 
 _LOAD = "checkpoint.initial_load_path"
@@ -94,6 +94,8 @@ class _Source:
 
 def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
     """Return the first of the places of a shape that there is. Raises FolderShapeError."""
+    from titanlite.checkpoint.paths import StoreError, to_path
+
     spec = get_spec(model.name)
     key = _LOAD
     path = section.initial_load_path
@@ -113,7 +115,7 @@ def _source_of(model: Model, section: Checkpoint, folder: str) -> _Source:
 
 
 def _of_own_checkpoint(root: AnyPath, name: str, spec: ModelSpec) -> SourceModel | None:
-    if isinstance(root, StorePath) or not _holds_steps(root):
+    if not isinstance(root, Path) or not _holds_steps(root):
         return None
     from titanlite.checkpoint.source_model import from_checkpoint
 
@@ -181,6 +183,8 @@ def source_misfits(
     """
     if section.initial_load_path is None or not section.enable_checkpoint:
         return
+    from titanlite.checkpoint.paths import StoreError, to_path
+
     path = to_path(section.initial_load_path)
     own = to_path(section.folder)
     is_local = isinstance(path, Path) and path.exists()

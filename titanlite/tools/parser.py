@@ -20,6 +20,15 @@ FLAGS = (
 _KEYS_SHOWN = 3
 
 
+def add_group(commands: Any, name: str, help: str) -> Any:
+    """Add a command that has commands below it; return what takes those. Alone it prints its
+    help.
+    """
+    group = commands.add_parser(name, help=help, allow_abbrev=False)
+    group.set_defaults(run=lambda *_: group.format_help().rstrip())
+    return group.add_subparsers(title="commands", metavar="COMMAND")
+
+
 class Parser(argparse.ArgumentParser):
     """The parser of `titanlite`, of a group of its commands, or of one command.
 

@@ -1,5 +1,5 @@
-"""Training runs as child processes: torchrun, its output in a file, and an end that leaves no
-worker behind.
+"""Commands as child processes: their output in a file, and an end that leaves nothing behind that
+they started. The commands are torchrun and the pieces of benchmarks/gpu.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -39,12 +39,10 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         raise Stopped(number)
 
-    taken = [
-        n
-        for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(n) is not signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, stop) for number in taken}
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, stop)
     try:
         yield
     finally:
@@ -58,23 +56,33 @@ def search_path() -> str:
     return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
-def run(command: Sequence[str], console: Path, device_type: str) -> int:
-    """Run a command, write its output to the file `console`, return its exit code.
-
-    An exception while it runs, such as Stopped, ends the command and its workers first. Raises
-    OSError.
-    """
-    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 10)}
+def train(command: Sequence[str], console: Path, device_type: str) -> int:
+    """Run a training command as `run` does, with the variables of a launch. Raises OSError."""
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 10)}
     if device_type == "cpu":
-        defaults["OMP_NUM_THREADS"] = "1"
-    variables = {
-        **defaults,
-        **os.environ,
-        "PYTHONPATH": search_path(),
-        "PYTHONUNBUFFERED": "1",
-        "NO_COLOR": "1",
-    }
-    # The command gets its own session, so Ctrl-C reaches only this process.
+        variables["OMP_NUM_THREADS"] = "1"
+    variables |= os.environ
+    variables |= {"PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    return run(command, console, environment=variables)
+
+
+def run(
+    command: Sequence[str],
+    console: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+    seconds: float | None = None,
+    ask: signal.Signals = signal.SIGTERM,
+    grace: float = GRACE_SECONDS,
+) -> int:
+    """Run a command in a folder, write its output to the file `console`, return its exit code.
+
+    Any exception while it runs, such as Stopped, ends the command first. ask: the signal that asks
+    it to end. grace: seconds that it then has. Raises OSError, and subprocess.TimeoutExpired after
+    `seconds`.
+    """
+    # The command gets a session for itself, so Ctrl-C reaches only this process.
     with (
         console.open("wb") as output,
         subprocess.Popen(
@@ -82,24 +90,54 @@ def run(command: Sequence[str], console: Path, device_type: str) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env=variables,
+            cwd=folder,
+            env=environment,
             start_new_session=True,
+            preexec_fn=_heed_interrupts if ask == signal.SIGINT else None,
         ) as process,
     ):
         try:
-            return process.wait()
+            return process.wait(seconds)
         except BaseException:
-            process.terminate()
-            try:
-                process.wait(GRACE_SECONDS)
-            except BaseException:  # too slow, or a second signal
-                with contextlib.suppress(OSError):
-                    for worker in (
-                        Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-                    ):
-                        os.kill(int(worker), signal.SIGKILL)
-                process.kill()
+            _end(process, ask, grace)
             raise
+
+
+def _heed_interrupts() -> None:
+    """Let SIGINT end this process: a shell has its background commands ignore it, and all that they
+    start.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _end(process: subprocess.Popen[bytes], ask: signal.Signals, grace: float) -> None:
+    """Ask a command to end; if that takes too long, or on a second signal, kill it and all that it
+    started.
+    """
+    process.send_signal(ask)
+    try:
+        process.wait(grace)
+    except BaseException as error:
+        for pid in [*_descendants(process.pid), process.pid]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+
+
+def _descendants(pid: int) -> list[int]:
+    """Return what a process started, the youngest first; also what has another session, as the
+    torchrun of a benchmark.
+    """
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    found = []
+    for child in map(int, children):
+        found += [*_descendants(child), child]
+    return found
 
 
 def last_lines(console: Path, count: int = 15) -> list[str]:
@@ -108,5 +146,8 @@ def last_lines(console: Path, count: int = 15) -> list[str]:
     """
     lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in lines if line.strip()]
-    own = next((i for i, line in enumerate(lines) if i and _TORCHRUN.match(line)), None)
-    return lines[:own][-count:]
+    # The first line may be one that the ranks wrote through the same logger.
+    for number, line in enumerate(lines):
+        if number and _TORCHRUN.match(line):
+            return lines[:number][-count:]
+    return lines[-count:]

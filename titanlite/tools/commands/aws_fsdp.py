@@ -22,8 +22,8 @@ from titanlite.tools.commands.migrate import Change, Kind, Migration
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 _OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
 _NO_VALIDATION = "read with --validation_freq only"
-#: Argument → its default there (or its type, where it has none); the key here, or the reason why it
-#: may have none. `_translate` has those with a reason.
+#: Argument → its default there (or its type if it has none); the key here, or the reason why it may
+#: have none. `_Translation` translates some of those with a reason.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (2, "training.batch_size"),
     "max_context_width": (2048, "training.seq_len"),
@@ -88,8 +88,11 @@ _SWITCHES = {
 }
 #: Key of `model.overrides` → argument.
 _WIDTHS = {
-    **{"dim": "hidden_width", "n_layers": "num_layers", "n_heads": "num_heads"},
-    **{"n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size"},
+    "dim": "hidden_width",
+    "n_layers": "num_layers",
+    "n_heads": "num_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "ffn_dim": "intermediate_size",
 }
 
 
@@ -99,31 +102,28 @@ def migrate_arguments(text: str) -> Migration:
 
     Raises ConfigError for words that make no arguments, and for values that are wrong here.
     """
-    values, used = _translate(given := _parse(text))
-    unused = {name: value for name, value in given.items() if name not in used}
-    left = [
-        f"--{n}={v}: no equivalent: {ARGUMENTS.get(n, ('', 'unknown here'))[1]}"
-        for n, v in unused.items()
-    ]
+    translation = _Translation(_parse(text))
+    translation.run()
+    left = translation.left_out()
     lines = [
         "# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."
     ]
     lines += [f"# {text}" for text in left]
     changes: list[Change] = []
-    order, section = list(keys()), ""
-    for key in sorted(values, key=lambda key: order.index(".".join(key.split(".")[:2]))):
+    section = ""
+    for key, (value, why) in translation.in_order():
         first, _, name = key.partition(".")
         if first != section:
             section = first
             lines += ["", f"[{section}]"]
-        value, why = values[key]
         lines.append(f"{name} = {quote(value)}  # {why}")
         kind: Kind = "rewritten" if why.startswith("--") else "defaults written out"
         changes.append(Change(kind, "command line", f"{key} = {quote(value)}: {why}"))
     changes += [Change("without equivalent", "command line", text) for text in left]
     new = "\n".join([*lines, ""])
     config, problems = read_text(new, Path("migrated.toml"), origin=Origin.OWN)
-    if problems := problems or contradictions(config):
+    problems = problems or contradictions(config)
+    if problems:
         raise ConfigError(problems)
     return Migration(new, tuple(changes))
 
@@ -157,79 +157,125 @@ def _parse(text: str) -> dict[str, Any]:
     return given
 
 
-def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:
-    """Return key → value and where it is from, for keys unlike titanlite's defaults; and the
-    arguments that count.
-    """
-    values: dict[str, tuple[Any, str]] = {
-        "lr_scheduler.style": ("fsdp", "their formulas"),
-        "metrics.log_style": ("aws_fsdp", "their step line"),
-    }
-    used: set[str] = set()
-    defaults = {
-        name: None if isinstance(default, type) else default
-        for name, (default, _) in ARGUMENTS.items()
-    }
-    get: dict[str, Any] = defaults | given
+class _Translation:
+    """The keys for the arguments of a command line."""
 
-    def put(key: str, value: Any, *names: str) -> None:
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+        self.get: dict[str, Any] = {}
+        for name, (default, _) in ARGUMENTS.items():
+            self.get[name] = None if isinstance(default, type) else default
+        self.get |= given
+        #: Key → value and where it is from, for keys unlike titanlite's defaults.
+        self.values: dict[str, tuple[Any, str]] = {
+            "lr_scheduler.style": ("fsdp", "their formulas"),
+            "metrics.log_style": ("aws_fsdp", "their step line"),
+        }
+        #: Arguments that count.
+        self.used: set[str] = set()
+
+    def run(self) -> None:
+        """Translate all arguments."""
+        self._model()
+        self._one_by_one()
+        self._training()
+        self._text()
+        self._folders()
+
+    def in_order(self) -> list[tuple[str, tuple[Any, str]]]:
+        """Return keys with values and where these are from, in the order of sections."""
+        order = list(keys())
+        return sorted(self.values.items(), key=lambda item: order.index(_whole_key(item[0])))
+
+    def left_out(self) -> list[str]:
+        """Return a line for each argument that is given and does not count."""
+        lines = []
+        for name, value in self.given.items():
+            if name not in self.used:
+                reason = ARGUMENTS[name][1] if name in ARGUMENTS else "unknown here"
+                lines.append(f"--{name}={value}: no equivalent: {reason}")
+        return lines
+
+    def put(self, key: str, value: Any, *names: str) -> None:
         """Give a key its value.
 
         names: the arguments that decide it, of which some may be at their defaults.
         """
-        used.update(names)
-        said = ", ".join(f"--{name}" for name in names if name in given)
-        if said or value != keys()[".".join(key.split(".")[:2])].default:
-            values[key] = (value, said or "default of the AWS FSDP samples")
+        self.used.update(names)
+        said = ", ".join(f"--{name}" for name in names if name in self.given)
+        if said or value != keys()[_whole_key(key)].default:
+            self.values[key] = (value, said or "default of the AWS FSDP samples")
 
-    kind = get["model_type"]
-    if kind in _MODELS or kind is None and {*_WIDTHS.values(), "vocab_size"} & given.keys():
-        family, flavor = _MODELS[kind or "llama_v2"]
-        put("model.name", family, "model_type")
-        values["model.flavor"] = (flavor, "all its widths are replaced below")
-        put("model.vocab_size", get["vocab_size"], "vocab_size")
+    def _model(self) -> None:
+        kind = self.get["model_type"]
+        has_widths = not self.given.keys().isdisjoint((*_WIDTHS.values(), "vocab_size"))
+        if kind is None and has_widths:
+            kind = "llama_v2"
+        if kind not in _MODELS:
+            return
+        family, flavor = _MODELS[kind]
+        self.put("model.name", family, "model_type")
+        self.values["model.flavor"] = (flavor, "all its widths are replaced below")
+        self.put("model.vocab_size", self.get["vocab_size"], "vocab_size")
         for width, name in _WIDTHS.items():
-            put(
-                f"model.overrides.{width}",
-                get["num_heads"] if get[name] is None else get[name],
-                name,
-            )
-    for name, (_, key) in ARGUMENTS.items():
-        if key in _SWITCHES:
-            put(key, _SWITCHES[key][get[name] <= 0], name)
-        elif key in keys():
-            put(key, get[name], name)
-    put("training.mixed_precision_reduce", "bfloat16" if get["bf16"] > 0 else "float32", "bf16")
-    length = "epochs" if "epochs" in given and "max_steps" not in given else "max_steps"
-    put(f"training.{length.removeprefix('max_')}", get[length], length)
-    if get["lr_decay_style"] == "plateau":
-        put("lr_scheduler.plateau_ratio", get["plateau"], "plateau", "lr_decay_style")
-    if get["sharding_strategy"] != "hybrid":
-        put("training.data_parallel_shard_degree", -1, "sharding_strategy")
-    if get["dataset"] in ("c4", "allenai/c4"):
-        put("training.dataset", "c4", "dataset")
-    elif _is_path(get["dataset"]):
-        put("training.dataset_path", get["dataset"], "dataset")
-    if _is_path(get["tokenizer"]):
-        put("model.tokenizer_path", get["tokenizer"], "tokenizer")
-    if get["validation_freq"] is not None:
-        values["validation.enable"] = (True, "--validation_freq")
-        put("validation.freq", get["validation_freq"], "validation_freq")
-        put("validation.steps", get["validation_batches"], "validation_batches")
-        put("validation.batch_size", get["val_batch_size"], "val_batch_size")
-    if get["tensorboard_dir"] is not None:
-        values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
-        put("metrics.save_tb_folder", get["tensorboard_dir"], "tensorboard_dir")
-    if folder := [
-        name for name in ("checkpoint_dir", "resume_from_checkpoint") if get[name] is not None
-    ]:
-        values["checkpoint.enable_checkpoint"] = (
-            True,
-            "with the newest good one resumed by itself",
-        )
-        put("checkpoint.folder", get[folder[0]], folder[0])
-        put("checkpoint.interval", get["checkpoint_freq"], "checkpoint_freq")
-    return values, used
+            size = self.get[name]
+            # Only the heads of keys and values have no default: each query has its own then.
+            if size is None:
+                size = self.get["num_heads"]
+            self.put(f"model.overrides.{width}", size, name)
+
+    def _one_by_one(self) -> None:
+        """Translate arguments whose key takes their value, or is switched by it."""
+        for name, (_, key) in ARGUMENTS.items():
+            if key in _SWITCHES:
+                on, off = _SWITCHES[key]
+                self.put(key, on if self.get[name] > 0 else off, name)
+            elif key in keys():
+                self.put(key, self.get[name], name)
+
+    def _training(self) -> None:
+        reduced = "bfloat16" if self.get["bf16"] > 0 else "float32"
+        self.put("training.mixed_precision_reduce", reduced, "bf16")
+        if "epochs" in self.given and "max_steps" not in self.given:
+            self.put("training.epochs", self.get["epochs"], "epochs")
+        else:
+            self.put("training.steps", self.get["max_steps"], "max_steps")
+        if self.get["lr_decay_style"] == "plateau":
+            ratio = self.get["plateau"]
+            self.put("lr_scheduler.plateau_ratio", ratio, "plateau", "lr_decay_style")
+        if self.get["sharding_strategy"] != "hybrid":
+            self.put("training.data_parallel_shard_degree", -1, "sharding_strategy")
+
+    def _text(self) -> None:
+        dataset = self.get["dataset"]
+        if dataset in ("c4", "allenai/c4"):
+            self.put("training.dataset", "c4", "dataset")
+        elif _is_path(dataset):
+            self.put("training.dataset_path", dataset, "dataset")
+        if _is_path(self.get["tokenizer"]):
+            self.put("model.tokenizer_path", self.get["tokenizer"], "tokenizer")
+        if self.get["validation_freq"] is not None:
+            self.values["validation.enable"] = (True, "--validation_freq")
+            self.put("validation.freq", self.get["validation_freq"], "validation_freq")
+            self.put("validation.steps", self.get["validation_batches"], "validation_batches")
+            self.put("validation.batch_size", self.get["val_batch_size"], "val_batch_size")
+
+    def _folders(self) -> None:
+        if self.get["tensorboard_dir"] is not None:
+            self.values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
+            self.put("metrics.save_tb_folder", self.get["tensorboard_dir"], "tensorboard_dir")
+        for name in ("checkpoint_dir", "resume_from_checkpoint"):
+            if self.get[name] is not None:
+                why = "with the newest good one resumed by itself"
+                self.values["checkpoint.enable_checkpoint"] = (True, why)
+                self.put("checkpoint.folder", self.get[name], name)
+                self.put("checkpoint.interval", self.get["checkpoint_freq"], "checkpoint_freq")
+                return
+
+
+def _whole_key(key: str) -> str:
+    """Return the key of an entry of a table, or the key itself."""
+    return ".".join(key.split(".")[:2])
 
 
 def _is_path(text: str | None) -> bool:

@@ -29,7 +29,7 @@ from titanlite.tools import at_least, refuse_keys
 from titanlite.tools.commands import benchmark_report as report
 from titanlite.tools.commands.plots import PlotsMissing
 from titanlite.tools.commands.runs import to_json
-from titanlite.tools.processes import Stopped, last_lines, run, stoppable
+from titanlite.tools.processes import Stopped, last_lines, stoppable, train
 from titanlite.utils import atomic_write, escape, render
 
 
@@ -68,20 +68,23 @@ LEVELS = (
 SWITCHES = tuple(key for level in LEVELS for key in level.adds)
 #: Off in every run: extra time, or files elsewhere.
 _OFF = (
-    *("checkpoint.enable_checkpoint", "validation.enable", "profiling.enable_profiling"),
-    *("profiling.enable_memory_snapshot", "metrics.enable_tensorboard", "metrics.enable_wandb"),
+    "checkpoint.enable_checkpoint",
+    "validation.enable",
+    "profiling.enable_profiling",
+    "profiling.enable_memory_snapshot",
+    "metrics.enable_tensorboard",
+    "metrics.enable_wandb",
 )
 #: Beside all of [model].
 _TASK = (
-    *(
-        "training.dataset",
-        "training.dataset_path",
-        "training.seed",
-        "training.seq_len",
-        "data.seed",
-        "data.shuffle",
-    ),
-    *("data.source", "data.skip_steps"),
+    "training.dataset",
+    "training.dataset_path",
+    "training.seed",
+    "training.seq_len",
+    "data.seed",
+    "data.shuffle",
+    "data.source",
+    "data.skip_steps",
 )
 #: Keys that the command sets itself -> the hint for a flag of that name.
 OWN = {
@@ -94,7 +97,10 @@ OWN = {
     "checkpoint.enable_checkpoint": "the runs are short and save no checkpoints",
     **dict.fromkeys(SWITCHES, "the levels differ in this key: use --skip and --overlay"),
 }
-_RESULTS, _PAGE, _LOSSES, _SPEEDS = "benchmark.json", "benchmark.md", "losses.png", "throughput.png"
+_RESULTS = "benchmark.json"
+_PAGE = "benchmark.md"
+_LOSSES = "losses.png"
+_SPEEDS = "throughput.png"
 
 _EPILOG = """\
 examples:
@@ -114,17 +120,16 @@ Exit status: 0 if all runs finished, 1 if one failed, 2 if the config or the com
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command, and its other name `ladder`, to argparse."""
     width = max(len(level.name) for level in LEVELS)
-    levels = "\n".join(
-        f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}" for level in LEVELS
-    )
+    levels = []
+    for level in LEVELS:
+        levels.append(f"  {level.name:<{width}}  {'+ ' if level.adds else ''}{level.about}")
     parser = commands.add_parser(
         "benchmark",
         aliases=["ladder"],
         help="compare speed, memory and losses with compile, float8 and other settings",
         description="Train CONFIG at four optimisation levels, in turn, from the same weights on "
-        "the same text:\n\n"
-        f"{levels}\n\nPrints and writes speed, memory and losses of each level, and "
-        "its speed over the first level's.",
+        "the same text:\n\n" + "\n".join(levels) + "\n\nPrints and writes speed, memory and "
+        "losses of each level, and its speed over the first level's.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -133,42 +138,42 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
     overlay = "add a level: FILE over the first level; repeatable"
     add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
-    add(
-        "--skip", action="append", default=[], metavar="LEVEL", help="leave a level out; repeatable"
-    )
+    skip = "leave a level out; repeatable"
+    add("--skip", action="append", default=[], metavar="LEVEL", help=skip)
     add("--steps", type=at_least(1), default=30, metavar="N", help="steps of a run (default: 30)")
-    add(
-        "--warmup",
-        type=at_least(1),
-        default=10,
-        metavar="N",
-        help="first steps not counted for speed (default: 10)",
-    )
-    add(
-        "--repeats",
-        type=at_least(1),
-        default=3,
-        metavar="N",
-        help="runs of each level (default: 3)",
-    )
-    add(
-        "--ranks",
-        type=at_least(1),
-        metavar="N",
-        help="processes (default: one per GPU; without a GPU 2)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)",
-    )
+    warmup = "first steps not counted for speed (default: 10)"
+    add("--warmup", type=at_least(1), default=10, metavar="N", help=warmup)
+    repeats = "runs of each level (default: 3)"
+    add("--repeats", type=at_least(1), default=3, metavar="N", help=repeats)
+    ranks = "processes (default: one per GPU; without a GPU 2)"
+    add("--ranks", type=at_least(1), metavar="N", help=ranks)
+    out = "output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)"
+    add("--out", type=Path, metavar="FOLDER", help=out)
     add("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:
-    steps, warmup = arguments.steps, arguments.warmup
+    benchmark = _benchmark_of(arguments, flags)
+    out = benchmark.out
+    try:
+        benchmark.find_finished()
+        write_levels(benchmark.all_levels, out / "levels")
+        code = benchmark.make_runs()
+        return benchmark.finish(arguments.json), code
+    except OSError as error:
+        raise BenchmarkError(
+            f"cannot write to {out}: {error.strerror or error}; name another with --out"
+        ) from None
+
+
+def _benchmark_of(arguments: argparse.Namespace, flags: list[str]) -> Benchmark:
+    """Return the benchmark of a command line; all its levels are checked.
+
+    Raises BenchmarkError and ConfigError.
+    """
+    steps = arguments.steps
+    warmup = arguments.warmup
     if steps <= warmup:
         raise BenchmarkError(f"--steps {steps}: no step is left to count after --warmup {warmup}")
     refuse_keys(flags, OWN)
@@ -176,44 +181,54 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
     if config is None:
         raise ConfigError(read([f"--job.config_file={arguments.config}"])[1])
     levels = make_levels(config, arguments.overlay)
-    names = [level.name for level in levels]
-    if unknown := [name for name in arguments.skip if name not in names]:
-        raise BenchmarkError(
-            f"--skip {unknown[0]}: unknown level; the levels are {', '.join(names)}"
-        )
-    if not (chosen := [level for level in levels if level.name not in arguments.skip]):
-        raise BenchmarkError("--skip leaves no level")
+    chosen = _without(levels, arguments.skip)
     machine = probe()
     ranks = arguments.ranks or machine.gpus or 2
     if machine.gpus and ranks > machine.gpus:
         raise BenchmarkError(
             f"--ranks {ranks}: each rank needs its own GPU, and this machine has {machine.gpus}"
         )
-    with tempfile.TemporaryDirectory() as scratch:  # a refused benchmark writes nothing to `out`
+    # A refused benchmark writes nothing to its folder.
+    with tempfile.TemporaryDirectory() as scratch:
         write_levels(levels, Path(scratch))
         common = common_flags(f"{scratch}/{levels[0].name}.toml", flags, steps, ranks)
         checked = check_levels(chosen, Path(scratch), common, ranks, machine)
-    for freq in {level.values["metrics.log_freq"] for level in checked}:
-        logged = [
-            {"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})
-        ]
-        if not report.after_warmup(logged, warmup):
+    _must_count_steps(checked, steps, warmup)
+    return Benchmark(
+        title=config.name,
+        levels=checked,
+        all_levels=levels,
+        common=common,
+        machine=machine,
+        ranks=ranks,
+        out=arguments.out or Path("outputs", "benchmark", config.stem),
+        steps=steps,
+        warmup=warmup,
+        repeats=arguments.repeats,
+    )
+
+
+def _without(levels: Sequence[Level], skipped: Sequence[str]) -> list[Level]:
+    """Return the levels that are not skipped. Raises BenchmarkError."""
+    names = [level.name for level in levels]
+    for name in skipped:
+        if name not in names:
+            raise BenchmarkError(f"--skip {name}: unknown level; the levels are {', '.join(names)}")
+    chosen = [level for level in levels if level.name not in skipped]
+    if not chosen:
+        raise BenchmarkError("--skip leaves no level")
+    return chosen
+
+
+def _must_count_steps(levels: Sequence[Level], steps: int, warmup: int) -> None:
+    """Raise BenchmarkError if a level logs no step after the warm-up."""
+    for freq in {level.values["metrics.log_freq"] for level in levels}:
+        logged = sorted({1, steps, *range(freq, steps + 1, freq)})
+        rows = [{"step": float(step)} for step in logged]
+        if not report.after_warmup(rows, warmup):
             raise BenchmarkError(
                 f"metrics.log_freq = {freq}: no step after --warmup {warmup} is logged; lower it"
             )
-    out = arguments.out or Path("outputs", "benchmark", config.stem)
-    benchmark = Benchmark(
-        config.name, checked, common, machine, ranks, out, steps, warmup, arguments.repeats
-    )
-    try:
-        benchmark.find_finished()
-        write_levels(levels, out / "levels")
-        code = benchmark.make_runs()
-        return benchmark.finish(arguments.json), code
-    except OSError as error:
-        raise BenchmarkError(
-            f"cannot write to {out}: {error.strerror or error}; name another with --out"
-        ) from None
 
 
 def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
@@ -320,18 +335,20 @@ def check_levels(
                 raise
             refused[level.name] = error
     if refused:
-        lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
-        for name, config_error in refused.items():
-            lines += [
-                f"  level {name}:",
-                *("    " + str(one).replace("\n", "\n    ") for one in config_error.problems),
-            ]
-        raise BenchmarkError(
-            "\n".join(
-                [*lines, f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"]
-            )
-        )
+        raise BenchmarkError(_refusal(refused, len(levels)))
     return checked
+
+
+def _refusal(refused: Mapping[str, ConfigError], count: int) -> str:
+    """Return the text of an error: the problems of each level that cannot run."""
+    lines = [f"{len(refused)} of {count} levels cannot run; nothing was started"]
+    for name, error in refused.items():
+        lines.append(f"  level {name}:")
+        for problem in error.problems:
+            lines.append("    " + str(problem).replace("\n", "\n    "))
+    skips = " ".join(f"--skip {name}" for name in refused)
+    lines.append(f"to run the others: {skips}")
+    return "\n".join(lines)
 
 
 def _check(
@@ -341,9 +358,11 @@ def _check(
     if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
         level = replace(level, flags=("--float8.emulate=true",))
     config, run_config = check_config([*arguments, *level.flags], ranks)
-    d, problems = config.sections, list[Problem]()
+    d = config.sections
+    problems: list[Problem] = []
     if d.training.compile:
-        from titanlite.start.preflight import compile_problems  # needs torch
+        # It needs torch.
+        from titanlite.start.preflight import compile_problems
 
         problems += compile_problems(d.training, d.compile, "cuda" if machine.gpus else "cpu")
     if d.float8.enable_float8_linear and not d.float8.emulate:
@@ -353,11 +372,8 @@ def _check(
     values = config_values(config.to_toml())
     del values["job.dump_folder"]
     task = {key: value for key, value in values.items() if key.startswith("model.") or key in _TASK}
-    return replace(
-        level,
-        values=values,
-        task={**task, "sequences per step": run_config.batch.global_batch_size},
-    )
+    task["sequences per step"] = run_config.batch.global_batch_size
+    return replace(level, values=values, task=task)
 
 
 def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
@@ -366,10 +382,13 @@ def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]
 
 @dataclass
 class Benchmark:
-    """All runs of a benchmark. `levels`: the baseline first."""
+    """All runs of a benchmark."""
 
     title: str
+    #: Those that run, the baseline first.
     levels: Sequence[Level]
+    #: Also those that are skipped: others may extend them.
+    all_levels: Sequence[Level]
     common: Sequence[str]
     machine: Machine
     ranks: int
@@ -403,20 +422,13 @@ class Benchmark:
             "versions": provenance.versions(),
         }
         for level, repeat in self.in_turn():
-            if (done := _finished_run(self.folder(level, repeat))) is None:
+            folder = self.folder(level, repeat)
+            done = _finished_run(folder)
+            if done is None:
                 continue
             before = {**(done.config or {}), **_conditions(done.attempts[-1])}
             before.pop("job.dump_folder", None)
-            now = {**level.values, **_conditions(here)}
-            if names := _differences(before, now):
-                lines = [
-                    f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now"
-                    for n in names[:8]
-                ]
-                head = f"{self.folder(level, repeat)} is a run of another benchmark:"
-                raise BenchmarkError(
-                    "\n  ".join([head, *lines]) + "\nname another folder with --out"
-                )
+            _must_be_same(folder, before, {**level.values, **_conditions(here)})
             self.finished[level.name, repeat] = done
 
     def make_runs(self) -> int:
@@ -436,7 +448,8 @@ class Benchmark:
 
     def _make(self, level: Level, repeat: int) -> bool:
         """Make one run. Return whether it is finished."""
-        folder, number = self.folder(level, repeat), len(self.finished) + 1
+        folder = self.folder(level, repeat)
+        number = len(self.finished) + 1
         label = f"run {number} of {len(self.levels) * self.repeats}: {level.name}, repeat {repeat}"
         folder.mkdir(parents=True, exist_ok=True)
         console = folder / "console.log"
@@ -444,7 +457,7 @@ class Benchmark:
         config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
         arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
         device_type = "cuda" if self.machine.gpus else "cpu"
-        code = run(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
+        code = train(torchrun.command(self.ranks, ["train", *arguments]), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
             why = (
@@ -496,65 +509,108 @@ class Benchmark:
         Raises OSError.
         """
         base, *others = self.levels
-        slots = [(level.name, repeat) for level, repeat in self.in_turn()]
-        runs = [
-            report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished
-        ]
-        unlike = {one.name: keys for one in others if (keys := _differences(base.task, one.task))}
+        unlike = {}
+        for level in others:
+            keys = _differences(base.task, level.task)
+            if keys:
+                unlike[level.name] = keys
+        runs = self._figures()
         levels = report.summarize([level.name for level in self.levels], runs, unlike)
         notes = self._notes(unlike, levels[0].loss_spread)
         command = provenance.command(["titanlite", *sys.argv[1:]])
-        versions, cores = provenance.versions(), os.cpu_count()
-        content = {
-            **{"format": 2, "title": self.title, "command": command, "versions": versions},
-            "hardware": {"device": self.machine.device, "world_size": self.ranks, "cores": cores},
-            **{"steps": self.steps, "warmup": self.warmup, "repeats": self.repeats},
-            **{
-                "levels": [asdict(level) for level in levels],
-                "runs": [asdict(one) for one in runs],
-                "notes": notes,
-            },
-            "config": {level.name: level.values for level in self.levels},
-        }
-        results = to_json(content)
+        results = to_json(self._results(command, levels, runs, notes))
         atomic_write(self.out / _RESULTS, results + "\n")
-        pictures = [_LOSSES, _SPEEDS] if runs else []
-        try:
-            first = {
-                one.name: self.finished[one.name, 1]
-                for one in self.levels
-                if (one.name, 1) in self.finished
-            }
-            if runs:
-                report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
-        except PlotsMissing as error:
-            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
-            pictures = []
-        about = ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python"))
-        head = [
-            f"{self.ranks} x {self.machine.device}, {cores} processor cores; {about}",
-            (
-                f"{self.steps} steps a run, the first {self.warmup} not counted; medians of "
-                f"{self.repeats} repeats in turn"
-            ),
-            "",
-        ]
+        pictures = self._draw(levels, runs)
+        head = [*self._head(), ""]
         table = report.table(levels, self.steps, self.repeats)
         below = ["", *(f"note: {note}" for note in notes)]
-        abouts = "\n".join(f"- {level.name}: {level.about}" for level in self.levels)
         text = "\n".join([*head, render(table, False), *below])
-        images = "\n".join(f"![{Path(name).stem}]({name})" for name in pictures)
         page = [
             f"# Benchmark: {self.title}",
             f"`{' '.join(command)}`",
             f"```\n{text.rstrip()}\n```",
-            abouts,
-            images,
+            "\n".join(f"- {level.name}: {level.about}" for level in self.levels),
+            "\n".join(f"![{Path(name).stem}]({name})" for name in pictures),
         ]
         (self.out / _PAGE).write_text("\n\n".join(page) + "\n", encoding="utf-8")
+        if as_json:
+            return results
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
-        lines = ["", *head, render(table, sys.stdout.isatty()), *below, "", f"written: {written}"]
-        return results if as_json else "\n".join(lines)
+        shown = render(table, sys.stdout.isatty())
+        return "\n".join(["", *head, shown, *below, "", f"written: {written}"])
+
+    def _figures(self) -> list[report.RunFigures]:
+        """Return the figures of the finished runs, in the order of the runs."""
+        found = []
+        for level, repeat in self.in_turn():
+            run = self.finished.get((level.name, repeat))
+            if run is not None:
+                found.append(report.measure(run, level.name, repeat, self.warmup))
+        return found
+
+    def _head(self) -> list[str]:
+        versions = provenance.versions()
+        about = ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python"))
+        return [
+            f"{self.ranks} x {self.machine.device}, {os.cpu_count()} processor cores; {about}",
+            f"{self.steps} steps a run, the first {self.warmup} not counted; medians of "
+            f"{self.repeats} repeats in turn",
+        ]
+
+    def _results(
+        self,
+        command: Sequence[str],
+        levels: Sequence[report.LevelFigures],
+        runs: Sequence[report.RunFigures],
+        notes: Sequence[str],
+    ) -> dict[str, Any]:
+        return {
+            "format": 2,
+            "title": self.title,
+            "command": command,
+            "versions": provenance.versions(),
+            "hardware": {
+                "device": self.machine.device,
+                "world_size": self.ranks,
+                "cores": os.cpu_count(),
+            },
+            "steps": self.steps,
+            "warmup": self.warmup,
+            "repeats": self.repeats,
+            "levels": [asdict(level) for level in levels],
+            "runs": [asdict(run) for run in runs],
+            "notes": notes,
+            "config": {level.name: level.values for level in self.levels},
+        }
+
+    def _draw(
+        self, levels: Sequence[report.LevelFigures], runs: Sequence[report.RunFigures]
+    ) -> list[str]:
+        """Draw the pictures; return their names, none without matplotlib. Raises OSError."""
+        if not runs:
+            return []
+        first = {}
+        for level in self.levels:
+            if (level.name, 1) in self.finished:
+                first[level.name] = self.finished[level.name, 1]
+        try:
+            report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
+        except PlotsMissing as error:
+            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
+            return []
+        return [_LOSSES, _SPEEDS]
+
+
+def _must_be_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise BenchmarkError if a run was made with other values."""
+    names = _differences(before, now)
+    if not names:
+        return
+    lines = [f"{folder} is a run of another benchmark:"]
+    for name in names[:8]:
+        values = f"{json.dumps(before.get(name))} there, {json.dumps(now.get(name))} now"
+        lines.append(f"  {name}: {values}")
+    raise BenchmarkError("\n".join([*lines, "name another folder with --out"]))
 
 
 def _finished_run(folder: Path) -> Run | None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import median
 
 from titanlite.runs.read import Row, Run
-from titanlite.tools.commands.plots import COLORS, charts, draw_png
+from titanlite.tools.commands.plots import charts, draw_png
 from titanlite.tools.commands.runs import NONE, finite, number
+from titanlite.tools.pictures import COLORS
 from titanlite.utils import Table
 
 
@@ -123,27 +124,40 @@ def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float
 def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
     """Return one row per level."""
     columns = (
-        *("level", "tokens/s", "ratio (min–max)", "MFU %", "memory GiB"),
-        *(f"loss at step {steps:,}", "largest loss difference", "runs"),
+        "level",
+        "tokens/s",
+        "ratio (min–max)",
+        "MFU %",
+        "memory GiB",
+        f"loss at step {steps:,}",
+        "largest loss difference",
+        "runs",
     )
-    rows = [
-        (
+    rows = []
+    for level in levels:
+        is_baseline = level is levels[0]
+        difference = number(level.loss_difference, ".2g")
+        row = (
             level.level,
             number(level.tokens_per_second, ",.0f"),
-            NONE
-            if level.ratio is None
-            else "{:.2f} ({:.2f}–{:.2f})".format(*level.ratio)
-            if i
-            else "1",
+            _ratio(level, is_baseline),
             number(level.mfu, ".2f"),
             number(level.memory_gib, ".2f"),
             number(level.loss, ".4f"),
-            number(level.loss_difference, ".2g") if i else "baseline",
+            "baseline" if is_baseline else difference,
             f"{level.repeats} of {repeats}",
         )
-        for i, level in enumerate(levels)
-    ]
+        rows.append(row)
     return Table(columns, rows)
+
+
+def _ratio(level: LevelFigures, is_baseline: bool) -> str:
+    if level.ratio is None:
+        return NONE
+    if is_baseline:
+        return "1"
+    middle, lowest, highest = level.ratio
+    return f"{middle:.2f} ({lowest:.2f}–{highest:.2f})"
 
 
 def draw(
@@ -160,27 +174,21 @@ def draw(
     draw_png(charts(list(first.values()), list(first))[:1], losses)
     from matplotlib.figure import Figure
 
-    measured = [
-        (level.level, level.tokens_per_second)
-        for level in levels
-        if level.tokens_per_second is not None
-    ]
-    names, medians = zip(*measured, strict=True)
+    names = []
+    medians = []
+    for level in levels:
+        if level.tokens_per_second is not None:
+            names.append(level.level)
+            medians.append(level.tokens_per_second)
+    colors = [COLORS[number % len(COLORS)] for number in range(len(names))]
     figure = Figure(figsize=(10, 1.2 + 0.6 * len(names)), dpi=110, layout="constrained")
     axis = figure.subplots()
-    bars = axis.barh(
-        names, medians, color=[COLORS[i % len(COLORS)] for i in range(len(names))], height=0.6
-    )
-    axis.plot(
-        [r.tokens_per_second for r in runs],
-        [r.level for r in runs],
-        "|",
-        color="black",
-        markersize=12,
-    )
+    bars = axis.barh(names, medians, color=colors, height=0.6)
+    speeds_of_runs = [run.tokens_per_second for run in runs]
+    axis.plot(speeds_of_runs, [run.level for run in runs], "|", color="black", markersize=12)
     axis.bar_label(bars, fmt="{:,.0f}", padding=30)
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
+    axis.set_xlim(0, 1.2 * max(speeds_of_runs))
     axis.set(title="Speed: medians, and each repeat as a mark", xlabel="tokens/s, all devices")
     axis.xaxis.set_major_formatter("{x:,g}")
     axis.spines[["top", "right"]].set_visible(False)

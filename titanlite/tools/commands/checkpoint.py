@@ -48,6 +48,7 @@ from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
 from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
 from titanlite.config import trust
 from titanlite.tools.cli import EMA, no_flags
+from titanlite.tools.parser import add_group
 from titanlite.utils import Table, counted, human_bytes, human_time, render
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ _PATH = (
     "a run, its folder of checkpoints, a folder of runs, or a URL such as "
     "s3://bucket/run/checkpoint"
 )
-VALID, INVALID, NEWER = "valid", "invalid", "newer format"
+VALID = "valid"
+INVALID = "invalid"
+NEWER = "newer format"
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,10 @@ def inspect(path: AnyPath) -> Entry:
     """Return the state of a folder or mark, by its name, its manifest and the sizes of its
     files.
     """
-    manifest, reason, state, folder = None, "", VALID, path
+    manifest = None
+    reason = ""
+    state = VALID
+    folder = path
     if path.name.startswith((PARTIAL, DELETED)):
         state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
         folder = leftover_folder(path) or path
@@ -130,7 +136,8 @@ def inspect(path: AnyPath) -> Entry:
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
-            state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
+            state = NEWER if isinstance(error, NewerFormatError) else INVALID
+            reason = str(error)
     files = files_in(folder)
     times = [file.st_mtime for file in files.values()]
     if not times:
@@ -151,13 +158,13 @@ def inspect(path: AnyPath) -> Entry:
 def list_checkpoints(root: AnyPath) -> list[Entry]:
     """Return all entries of a folder of checkpoints, by step."""
     left = {leftover_folder(mark): mark for mark in leftovers(root)}
-    left.pop(None, None)  # marks of whole checkpoints
-    folders = [
-        root / name
-        for name, is_folder in entries(root).items()
-        if is_folder and NAMES.fullmatch(name)
-    ]
-    found = [*left.values(), *(folder for folder in folders if folder not in left)]
+    # Marks of whole checkpoints have no folder.
+    left.pop(None, None)
+    found = list(left.values())
+    for name, is_folder in entries(root).items():
+        folder = root / name
+        if is_folder and NAMES.fullmatch(name) and folder not in left:
+            found.append(folder)
     return sorted(map(inspect, found), key=lambda entry: (entry.step, entry.folder.name))
 
 
@@ -242,7 +249,16 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
             hint = f"; below it are\n{describe_roots(below)}" if below else ""
             raise CheckpointError(f"{path} is no folder of a checkpoint (step-N){hint}")
         found.append(inspect(path))
-    for entry in [] if force else found:
+    if not force:
+        _must_be_deletable(found)
+    if dry_run:
+        return found
+    return [entry for entry in found if _delete(entry, force)]
+
+
+def _must_be_deletable(found: Sequence[Entry]) -> None:
+    """Raise CheckpointError for what `remove` deletes by force only."""
+    for entry in found:
         if entry.pinned:
             raise CheckpointError(
                 f"{entry.folder} is pinned: remove its file {PIN} first, or give --force"
@@ -255,13 +271,12 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
             raise CheckpointError(
                 f"{entry.folder} may be a save under way: give --force when no run writes there"
             )
-    for root in (
-        []
-        if force
-        else dict.fromkeys(entry.folder.parent for entry in found if entry.state == VALID)
-    ):
-        _must_leave_one(root, [entry for entry in found if entry.folder.parent == root])
-    return found if dry_run else [entry for entry in found if _delete(entry, force)]
+    going: dict[AnyPath, list[Entry]] = {}
+    for entry in found:
+        going.setdefault(entry.folder.parent, []).append(entry)
+    for root, entries_of_root in going.items():
+        if any(entry.state == VALID for entry in entries_of_root):
+            _must_leave_one(root, entries_of_root)
 
 
 def _delete(entry: Entry, pinned_too: bool) -> bool:
@@ -303,114 +318,154 @@ def _print_progress(text: str) -> None:
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `checkpoint` with its own commands to argparse."""
     about = "list, inspect, verify, compare, convert and delete checkpoints"
-    checkpoint = commands.add_parser("checkpoint", help=about, allow_abbrev=False)
-    checkpoint.set_defaults(run=lambda *_: checkpoint.format_help().rstrip())
-    actions = checkpoint.add_subparsers(title="commands", metavar="COMMAND")
+    actions = add_group(commands, "checkpoint", about)
+    _add_ls(actions)
+    _add_inspect(actions)
+    _add_verify(actions)
+    _add_diff(actions)
+    _add_convert(actions)
+    _add_rm(actions)
 
-    def add(
-        name: str, run: Callable[[Any], Any], help: str, description: str, code: str = ""
-    ) -> Any:
-        def without_flags(arguments: Any, flags: Sequence[str], _: object) -> str | Answer:
-            no_flags(flags)
-            answer: str | Answer = run(arguments)
-            return answer
 
-        epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
-        parser = actions.add_parser(
-            name, help=help, description=description, epilog=epilog, allow_abbrev=False
-        )
-        parser.set_defaults(run=without_flags)
-        return parser.add_argument
+_FOLDER: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
+_ONE = {**_FOLDER, "help": "a checkpoint (step-N), or the newest valid one of"}
 
-    folder: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
-    one = {**folder, "help": "a checkpoint (step-N), or the newest valid one of"}
-    argument = add(
-        "ls",
-        _ls,
-        "list checkpoints and whether they are valid",
+
+def _add(
+    actions: Any, run: Callable[[Any], Any], help: str, description: str, code: str = ""
+) -> Any:
+    """Add the command of a function, under its name; return what adds its arguments.
+
+    code: an exit status, in words.
+    """
+
+    def without_flags(arguments: Any, flags: Sequence[str], _: object) -> str | Answer:
+        no_flags(flags)
+        answer: str | Answer = run(arguments)
+        return answer
+
+    name = run.__name__.strip("_")
+    epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
+    parser = actions.add_parser(
+        name, help=help, description=description, epilog=epilog, allow_abbrev=False
+    )
+    parser.set_defaults(run=without_flags)
+    return parser.add_argument
+
+
+def _add_ls(actions: Any) -> None:
+    description = (
         "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` "
         "reads the contents too); invalid: the reason stands below; set aside: an invalid one, "
         "renamed when its step was saved again; partial: a save under way or cut short; pinned: "
-        "holds a file KEEP, and no run deletes it.",
+        "holds a file KEEP, and no run deletes it."
     )
-    argument("path", nargs="?", default=Path("outputs"), **folder, help=_PATH)
-    argument("--json", action="store_true", help="print a JSON list, one object per folder")
+    add = _add(actions, _ls, "list checkpoints and whether they are valid", description)
+    add("path", nargs="?", default=Path("outputs"), **_FOLDER, help=_PATH)
+    add("--json", action="store_true", help="print a JSON list, one object per folder")
 
-    argument = add(
-        "inspect",
-        _inspect,
-        "show one: step, run, files, tensors",
-        "Show the manifest of a checkpoint.",
-    )
-    argument("path", **one)
-    argument(
-        "--config", action="store_true", help="print the config of the run that wrote it, as TOML"
-    )
-    argument("--json", action="store_true", help="print the manifest as it is")
 
-    argument = add(
-        "verify",
-        _verify,
-        "read every byte and compare with the hashes",
-        (
-            "Read every file of the checkpoints and compare it with the hash taken when it was "
-            "written."
-        ),
-        f"{exit_codes.CHECKPOINT} when one is damaged, ",
-    )
-    argument(
-        "paths", nargs="+", **folder, help="checkpoints (step-N), or folders of them or of runs"
-    )
+def _add_inspect(actions: Any) -> None:
+    description = "Show the manifest of a checkpoint."
+    add = _add(actions, _inspect, "show one: step, run, files, tensors", description)
+    add("path", **_ONE)
+    config = "print the config of the run that wrote it, as TOML"
+    add("--config", action="store_true", help=config)
+    add("--json", action="store_true", help="print the manifest as it is")
 
-    argument = add(
-        "diff",
-        _diff,
-        "compare the tensors of two",
+
+def _add_verify(actions: Any) -> None:
+    description = (
+        "Read every file of the checkpoints and compare it with the hash taken when it was written."
+    )
+    code = f"{exit_codes.CHECKPOINT} when one is damaged, "
+    add = _add(actions, _verify, "read every byte and compare with the hashes", description, code)
+    paths = "checkpoints (step-N), or folders of them or of runs"
+    add("paths", nargs="+", **_FOLDER, help=paths)
+
+
+def _add_diff(actions: Any) -> None:
+    description = (
         "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest "
-        "absolute and relative difference. They are read one tensor at a time, without a GPU.",
-        f"{DIFFERENT} when they differ, ",
+        "absolute and relative difference. They are read one tensor at a time, without a GPU."
     )
-    argument("left", **one)
-    argument("right", **one)
+    code = f"{DIFFERENT} when they differ, "
+    add = _add(actions, _diff, "compare the tensors of two", description, code)
+    add("left", **_ONE)
+    add("right", **_ONE)
 
-    argument = add(
-        "convert",
-        _convert,
-        "write its weights in another format",
+
+def _add_convert(actions: Any) -> None:
+    description = (
         "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of "
         "a folder), a folder of Hugging Face's layout, or a file made with --to torch; "
         "checkpoints are compared with their hashes first. TARGET appears when it is whole, and "
-        "nothing is overwritten. It needs no GPU, and memory for a few tensors.",
+        "nothing is overwritten. It needs no GPU, and memory for a few tensors."
     )
-    argument("source", type=to_path, metavar="SOURCE", help="what to convert")
-    argument("target", type=to_path, metavar="TARGET", help="where to")
+    add = _add(actions, _convert, "write its weights in another format", description)
+    add("source", type=to_path, metavar="SOURCE", help="what to convert")
+    add("target", type=to_path, metavar="TARGET", help="where to")
     formats = (
         "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file "
         "for torch.load; checkpoint: a checkpoint of weights only in the folder TARGET, for "
         "checkpoint.initial_load_path"
     )
-    argument("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
-    precisions = ("float32", "bfloat16", "float16")
-    argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
-    argument("--ema", action="store_true", help=EMA)
-    trust.add_argument(argument)
+    add("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
+    add("--dtype", choices=_PRECISIONS, help=_DTYPE)
+    add("--ema", action="store_true", help=EMA)
+    trust.add_argument(add)
 
-    argument = add(
-        "rm",
-        _rm,
-        "delete checkpoints",
+
+def _add_rm(actions: Any) -> None:
+    description = (
         "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned "
         "ones, saves that may be under way, and deletions that would leave no good checkpoint (a "
-        "remaining one is read in full).",
+        "remaining one is read in full)."
     )
-    argument("paths", nargs="+", **folder, help="checkpoints: .../step-N")
-    argument("--force", action="store_true", help="delete what would be refused")
-    argument("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
+    add = _add(actions, _rm, "delete checkpoints", description)
+    add("paths", nargs="+", **_FOLDER, help="checkpoints: .../step-N")
+    add("--force", action="store_true", help="delete what would be refused")
+    add("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
 
 
 def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `export` and `import` to argparse."""
-    dtype = "precision of the weights; as they are without it"
+    parser = _add_exchange(
+        commands,
+        "export",
+        "write a checkpoint as a Hugging Face folder",
+        "Write the weights of a checkpoint as a folder that AutoModelForCausalLM.from_pretrained "
+        "and vLLM read.",
+    )
+    run = "a run, its folder of checkpoints (the newest valid one), or one step-N"
+    parser.add_argument("source", type=to_path, metavar="RUN_OR_CHECKPOINT", help=run)
+    parser.add_argument("target", type=to_path, metavar="FOLDER", help="a new folder")
+    parser.add_argument("--dtype", choices=_PRECISIONS, help=_DTYPE)
+    parser.add_argument("--ema", action="store_true", help=EMA)
+    parser.set_defaults(to="hf")
+    trust.add_argument(parser.add_argument)
+
+    parser = _add_exchange(
+        commands,
+        "import",
+        "read a Hugging Face folder into a checkpoint",
+        "Write published weights as a checkpoint of weights only, for "
+        "checkpoint.initial_load_path, which also takes FOLDER itself.",
+    )
+    folder = "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"
+    parser.add_argument("source", type=to_path, metavar="FOLDER", help=folder)
+    target = "folder or URL of checkpoints; step-0 in it is made"
+    parser.add_argument("target", type=to_path, metavar="CHECKPOINT", help=target)
+    parser.add_argument("--dtype", choices=_PRECISIONS, help=_DTYPE)
+    parser.set_defaults(to="checkpoint", ema=False)
+    trust.add_argument(parser.add_argument)
+
+
+_PRECISIONS = ("float32", "bfloat16", "float16")
+_DTYPE = "precision of the weights; as they are without it"
+
+
+def _add_exchange(commands: Any, name: str, help: str, text: str) -> argparse.ArgumentParser:
     checked = (
         "The files of the tokenizer and generation_config.json come along. At the end the logits "
         "of 64 random tokens are computed from what was read and from what was written, with "
@@ -418,51 +473,16 @@ def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "nothing is published. Nothing is overwritten. It needs no GPU, and otherwise memory for "
         "one block of the model."
     )
-
-    def add(
-        name: str, to: str, about: str, text: str, source: tuple[str, str], target: tuple[str, str]
-    ) -> None:
-        status = (
-            f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits that "
-            "differ."
-        )
-        parser = commands.add_parser(
-            name, help=about, description=f"{text} {checked}", epilog=status, allow_abbrev=False
-        )
-        parser.add_argument("source", type=to_path, metavar=source[0], help=source[1])
-        parser.add_argument("target", type=to_path, metavar=target[0], help=target[1])
-        parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
-        if to == "hf":
-            parser.add_argument("--ema", action="store_true", help=EMA)
-        trust.add_argument(parser.add_argument)
-        parser.set_defaults(run=_exchange, to=to, **({} if to == "hf" else {"ema": False}))
-
-    add(
-        "export",
-        "hf",
-        "write a checkpoint as a Hugging Face folder",
-        (
-            "Write the weights of a checkpoint as a folder that "
-            "AutoModelForCausalLM.from_pretrained and vLLM read."
-        ),
-        (
-            "RUN_OR_CHECKPOINT",
-            "a run, its folder of checkpoints (the newest valid one), or one step-N",
-        ),
-        ("FOLDER", "a new folder"),
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=f"{text} {checked}",
+        epilog=f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits "
+        "that differ.",
+        allow_abbrev=False,
     )
-    add(
-        "import",
-        "checkpoint",
-        "read a Hugging Face folder into a checkpoint",
-        "Write published weights as a checkpoint of weights only, for "
-        "checkpoint.initial_load_path, which also takes FOLDER itself.",
-        (
-            "FOLDER",
-            "config.json and safetensors files, or Meta's params.json and consolidated.*.pth",
-        ),
-        ("CHECKPOINT", "folder or URL of checkpoints; step-0 in it is made"),
-    )
+    parser.set_defaults(run=_exchange)
+    return parser
 
 
 def _exchange(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
@@ -483,7 +503,8 @@ def _listing(root: AnyPath, found: Sequence[Entry]) -> str:
     """Return a table of the checkpoints of a folder, and below it their faults and the newest valid
     one.
     """
-    rows, notes = [], []
+    rows = []
+    notes = []
     for entry in found:
         ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
         age = human_age(time.time() - entry.written)
@@ -516,46 +537,50 @@ def _inspect(arguments: argparse.Namespace) -> str:
         if not isinstance(config, str):
             raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
         return config.removesuffix("\n")
-    lines = [
-        str(folder),
-        *(f"  {label:<13} {text}" for label, text in _facts(manifest, inspect(folder))),
-    ]
-    files = [
-        (name, f"{size:,}", manifest.hashes.get(name, "–"))
-        for name, size in sorted(manifest.files.items())
-    ]
-    shapes = {
-        name: " x ".join(map(str, shape)) or "scalar"
-        for name, (_, shape) in manifest.tensors.items()
-    }
-    tensors = [(name, entry[0], shapes[name]) for name, entry in manifest.tensors.items()]
-    tables = (
-        Table(("file", "bytes", "hash"), files, (0, 2)),
-        Table(("tensor", "type", "shape"), tensors, (0, 1, 2)),
-    )
-    return "\n\n".join(
-        ["\n".join(lines), *(render(table, sys.stdout.isatty()) for table in tables)]
-    )
+    lines = [str(folder)]
+    for label, text in _facts(manifest, inspect(folder)):
+        lines.append(f"  {label:<13} {text}")
+    files = []
+    for name, size in sorted(manifest.files.items()):
+        files.append((name, f"{size:,}", manifest.hashes.get(name, "–")))
+    tensors = []
+    for name, (dtype, shape) in manifest.tensors.items():
+        tensors.append((name, dtype, " x ".join(map(str, shape)) or "scalar"))
+    colors = sys.stdout.isatty()
+    about_files = render(Table(("file", "bytes", "hash"), files, (0, 2)), colors)
+    about_tensors = render(Table(("tensor", "type", "shape"), tensors, (0, 1, 2)), colors)
+    return "\n\n".join(["\n".join(lines), about_files, about_tensors])
 
 
 def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
-    git, trackers, loss = manifest.git, manifest.trackers, manifest.validation_loss
+    git = manifest.git
+    loss = manifest.validation_loss
+    written = datetime.fromtimestamp(manifest.created)
     shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
+    state = entry.description
+    if entry.reason:
+        state += f": {entry.reason}"
+    holds = ""
+    if manifest.weights_only:
+        holds = f"weights only, as {manifest.dtype}" if manifest.dtype else "weights only"
+    form = str(manifest.format)
+    if not manifest.hashes:
+        form += ", without hashes"
+    commit = git.get("commit", "")
+    if git.get("dirty"):
+        commit += " with uncommitted changes"
     found = {
-        "state": f"{entry.description}{f': {entry.reason}' if entry.reason else ''}",
+        "state": state,
         "step": f"{manifest.step:,}",
-        "written": f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} "
-        f"by {counted(manifest.world_size, 'ranks')}",
+        "written": f"{written:%Y-%m-%d %H:%M:%S} by {counted(manifest.world_size, 'ranks')}",
         "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
         "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
-        "holds": f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"
-        if manifest.weights_only
-        else "",
+        "holds": holds,
         "validation": "" if loss is None else f"loss {loss:.4f}",
-        **trackers,
-        "format": f"{manifest.format}{'' if manifest.hashes else ', without hashes'}",
+        **manifest.trackers,
+        "format": form,
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
-        "commit": git.get("commit", "") + (" with uncommitted changes" if git.get("dirty") else ""),
+        "commit": commit,
         **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
         "train": json.dumps(manifest.train),
     }
@@ -572,7 +597,8 @@ def _verify(arguments: argparse.Namespace) -> Answer:
             folders.update((step_folder(root, step), None) for step in steps_in(root))
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
-    lines, bad = [], 0
+    lines = []
+    bad = 0
     for folder in folders:
         started = time.perf_counter()
         manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
@@ -631,21 +657,20 @@ def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None
     check_weights(arguments.source)
     from titanlite.tools.hub.convert import convert
 
-    started, show = time.perf_counter(), progress(_print_progress, "")
-    source, target, ema = arguments.source, arguments.target, getattr(arguments, "ema", False)
+    started = time.perf_counter()
     written = convert(
-        source,
-        target,
+        arguments.source,
+        arguments.target,
         arguments.to,
         arguments.dtype,
-        show,
-        ema=ema,
+        progress(_print_progress, ""),
+        ema=arguments.ema,
         report=report,
         trust_code=arguments.trust_code,
     )
-    size = (
-        sum(file.st_size for file in files_in(written).values()) or written.stat().st_size
-    )  # or of one file
+    size = sum(file.st_size for file in files_in(written).values())
+    # A file holds no files.
+    size = size or written.stat().st_size
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 
 

@@ -66,7 +66,8 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     no_flags(flags)
     comparison = compare(read_runs(arguments.runs))
     drawn = charts(comparison.runs, comparison.labels)
-    page, picture = arguments.out / PAGE, arguments.out / PICTURE
+    page = arguments.out / PAGE
+    picture = arguments.out / PICTURE
     written = [page]
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
@@ -155,7 +156,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
     labels = short_names([run.folder for run in runs])
     losses = [{int(row["step"]): row["loss"] for row in run.training} for run in runs]
     steps = spread(sorted(set.intersection(*map(set, losses))), STEPS_SHOWN)
-    rows, training = [steady(run) for run in runs], [run.training for run in runs]
+    rows = [steady(run) for run in runs]
+    training = [run.training for run in runs]
 
     def ratio(
         title: str,
@@ -236,7 +238,8 @@ def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
 
 def tables(comparison: Comparison) -> list[Table]:
     """Return the table of runs, that of figures, and that of differences if there are any."""
-    labels, runs = comparison.labels, table(comparison.runs)
+    labels = comparison.labels
+    runs = table(comparison.runs)
     named = [(label, *row) for label, row in zip(labels, runs.rows, strict=True)]
     figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
     found = [Table(("", *runs.columns), named, (0, 1, 2)), Table(("", *labels), figures)]
@@ -249,17 +252,18 @@ def tables(comparison: Comparison) -> list[Table]:
 def compare_json(comparison: Comparison) -> dict[str, Any]:
     """Return the content of the tables."""
     named = zip(comparison.labels, comparison.runs, strict=True)
+    runs = []
+    for label, run in named:
+        about = {
+            "label": label,
+            "run": str(run.folder),
+            "state": run.state,
+            "step": run.step,
+            "steady_rows": len(steady(run)),
+        }
+        runs.append(about)
     return {
-        "runs": [
-            {
-                "label": n,
-                "run": str(r.folder),
-                "state": r.state,
-                "step": r.step,
-                "steady_rows": len(steady(r)),
-            }
-            for n, r in named
-        ],
+        "runs": runs,
         "figures": {figure.name: figure.values for figure in comparison.figures},
         "steps": comparison.steps,
         "differences": comparison.differences,
@@ -271,23 +275,24 @@ def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     """Return config keys first, in the order of the file, then circumstances that may explain a
     difference.
     """
-    configs = (
-        [run.config or {} for run in runs]
-        if all(run.config is not None for run in runs)
-        else [{} for _ in runs]
-    )
-    attempts = [
-        _circumstances(run.attempts[-1]) if all(one.attempts for one in runs) else {}
-        for run in runs
-    ]
-    sides = [{**config, **attempt} for config, attempt in zip(configs, attempts, strict=True)]
-    names = dict.fromkeys(
-        name for side in sides for name in side if name != "job.dump_folder"
-    )  # it always differs
-    values = {name: tuple(side.get(name) for side in sides) for name in names}
-    return {
-        name: found for name, found in values.items() if any(value != found[0] for value in found)
-    }
+    have_configs = all(run.config is not None for run in runs)
+    have_attempts = all(run.attempts for run in runs)
+    sides = []
+    for run in runs:
+        side: dict[str, Any] = {}
+        if have_configs:
+            side |= run.config or {}
+        if have_attempts:
+            side |= _circumstances(run.attempts[-1])
+        # It always differs.
+        side.pop("job.dump_folder", None)
+        sides.append(side)
+    differing = {}
+    for name in dict.fromkeys(name for side in sides for name in side):
+        values = tuple(side.get(name) for side in sides)
+        if any(value != values[0] for value in values):
+            differing[name] = values
+    return differing
 
 
 def _circumstances(attempt: Attempt) -> dict[str, Any]:
@@ -314,7 +319,11 @@ def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator
             "no step was logged by all runs, so no losses are compared: metrics.log_freq decides "
             "which are logged"
         )
-    sizes = {name: size for name, run in named if (size := _tokens_per_step(run))}
+    sizes = {}
+    for name, run in named:
+        size = _tokens_per_step(run)
+        if size:
+            sizes[name] = size
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
         yield f"tokens per step differ ({said}): equal steps are not equal tokens"
@@ -338,19 +347,15 @@ def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator
 
 def _tokens_per_step(run: Run) -> float | None:
     """Return the tokens between the last two training rows, per step."""
-    rows = [
-        {"step": 0.0, "tokens_seen": 0.0},
-        *(row for row in run.training if "tokens_seen" in row),
-    ][-2:]
-    steps = rows[-1]["step"] - rows[0]["step"]
-    return (rows[-1]["tokens_seen"] - rows[0]["tokens_seen"]) / steps if steps > 0 else None
+    rows: list[Row] = [{"step": 0.0, "tokens_seen": 0.0}]
+    rows += [row for row in run.training if "tokens_seen" in row]
+    first = rows[-2:][0]
+    last = rows[-1]
+    steps = last["step"] - first["step"]
+    return (last["tokens_seen"] - first["tokens_seen"]) / steps if steps > 0 else None
 
 
 def _plain(value: Any) -> str:
-    return (
-        "not set"
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None:
+        return "not set"
+    return str(value).lower() if isinstance(value, bool) else str(value)

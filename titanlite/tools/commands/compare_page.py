@@ -6,25 +6,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import asdict
 from typing import Any
 
 from titanlite.metrics.jsonl import json_value
 from titanlite.tools import render_page
 from titanlite.tools.commands.compare import Comparison, tables
-from titanlite.tools.commands.plots import COLORS, DARK_COLORS, Chart, Curve
+from titanlite.tools.commands.plots import Chart, Curve, Point
+from titanlite.tools.pictures import COLORS, DARK_COLORS, Frame, ticks
 
-#: Pixels; the left margin has room for a speed of eight digits.
-_SIZES = {"width": 960, "height": 380, "top": 14, "bottom": 46, "left": 100, "right": 48}
+#: The left margin has room for a speed of eight digits.
+_FRAME = Frame(width=960, height=380, top=14, bottom=46, left=100, right=48)
 
 
 def comparison_page(comparison: Comparison, charts: Sequence[Chart], written: str) -> str:
     """Return the page. written: its time as text."""
     labels = comparison.labels
+    frame = asdict(_FRAME)
     return render_page(
         "comparison.html.jinja",
-        **_SIZES,
-        frame=_SIZES,
+        **frame,
+        frame=frame,
         colors=list(zip(COLORS, DARK_COLORS, strict=True)),
         title=" and ".join(labels) if len(labels) < 3 else f"{len(labels)} runs",
         tables=tables(comparison),
@@ -36,7 +38,7 @@ def comparison_page(comparison: Comparison, charts: Sequence[Chart], written: st
     )
 
 
-def _finite(chart: Chart) -> list[tuple[float, float]]:
+def _finite(chart: Chart) -> list[Point]:
     return [point for curve in chart.curves for point in curve.points if math.isfinite(point[1])]
 
 
@@ -48,28 +50,25 @@ def _plot(chart: Chart) -> dict[str, Any]:
     seconds.
     """
     steps, values = zip(*_finite(chart), strict=True)
-    columns = ticks(min(steps), max(steps), 8)
-    lines = ticks(0.0 if chart.from_zero else min(values), max(values), 6)
-    low = _SIZES["height"] - _SIZES["bottom"]
-    across = (_SIZES["width"] - _SIZES["left"] - _SIZES["right"]) / (columns[-1] - columns[0])
-    up = (low - _SIZES["top"]) / (lines[-1] - lines[0])
-    x, y = (across, _SIZES["left"] - across * columns[0]), (-up, low + up * lines[0])
+    across = _FRAME.across(ticks(min(steps), max(steps), 8))
+    up = _FRAME.up(ticks(0.0 if chart.from_zero else min(values), max(values), 6))
 
-    def place(scale: tuple[float, float], value: float) -> float:
-        return round(scale[0] * value + scale[1], 1)
-
-    def parts(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-        groups = groupby(points, key=lambda point: math.isfinite(point[1]))
-        return [
-            [(place(x, step), place(y, value)) for step, value in part]
-            for finite, part in groups
-            if finite
-        ]
+    def parts(points: Sequence[Point]) -> list[list[Point]]:
+        """Return the places of points; a value that is not finite ends a part."""
+        found: list[list[Point]] = []
+        part: list[Point] = []
+        for step, value in points:
+            if math.isfinite(value):
+                part.append((across.place(step), up.place(value)))
+            elif part:
+                found.append(part)
+                part = []
+        return [*found, part] if part else found
 
     return {
         "chart": chart,
-        "lines": [(f"{value:,.10g}", place(y, value)) for value in lines],
-        "columns": [(f"{value:,.10g}", place(x, value)) for value in columns],
+        "lines": up.lines(),
+        "columns": across.lines(),
         "curves": [(curve, parts(curve.points)) for curve in chart.curves],
         "data": {"from_zero": chart.from_zero, "curves": [_data(curve) for curve in chart.curves]},
     }
@@ -84,17 +83,3 @@ def _data(curve: Curve) -> dict[str, Any]:
         "tokens": list(curve.tokens),
         "seconds": [round(value, 3) for value in curve.seconds],
     }
-
-
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round numbers at equal distances, the first at most `low`, the last at
-    least `high`.
-    """
-    if high <= low:
-        room = abs(low) * 0.1 or 1.0
-        low, high = low - room, high + room
-    rough = (high - low) / count
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * m for m in (1, 2, 2.5, 5, 10) if unit * m >= rough * 0.999)
-    first, final = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, final + 1)]

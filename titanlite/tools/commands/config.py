@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.start.derive import RunConfig, smallest_world
 from titanlite.start.fit import check_config, fitted
 from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
+from titanlite.tools.parser import add_group
 from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
 DIFFERENT = 1
@@ -41,63 +42,83 @@ _FILE = "TOML file; also looked up in train_configs/"
 
 def add_commands(commands: Commands) -> None:
     """Add `titanlite config` to argparse."""
-    config = commands.add_parser(
-        "config", help="check, explain, compare and migrate config files", allow_abbrev=False
+    about = "check, explain, compare and migrate config files"
+    actions = add_group(commands, "config", about)
+    _add_check(actions)
+    _add_explain(actions)
+    _add_diff(actions)
+    _add_migrate(actions)
+    _add(
+        actions,
+        _schema,
+        "print a JSON Schema of all keys, with which editors complete and check files",
     )
-    config.set_defaults(run=lambda *_: config.format_help().rstrip())
-    actions = config.add_subparsers(title="commands", metavar="COMMAND")
+    template = _add(
+        actions,
+        _template,
+        "print a TOML file with every key, its meaning and its default, as comments",
+    )
+    template("--markdown", action="store_true", help="print the table of the documentation instead")
 
-    def add(
-        run: Any, help: str, more: str = "", epilog: str = ""
-    ) -> Callable[..., argparse.Action]:
-        name, about = run.__name__.strip("_"), f"{help[0].upper()}{help[1:]}. {more}"
-        parser = actions.add_parser(
-            name, help=help, description=about, epilog=epilog, allow_abbrev=False
-        )
-        parser.set_defaults(run=run)
-        return parser.add_argument
 
+def _add(
+    actions: Commands, run: Any, help: str, more: str = "", epilog: str = ""
+) -> Callable[..., argparse.Action]:
+    """Add the command of a function, under its name; return what adds its arguments."""
+    name = run.__name__.strip("_")
+    about = f"{help[0].upper()}{help[1:]}. {more}"
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=help, description=about, epilog=epilog, allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    return parser.add_argument
+
+
+def _add_check(actions: Commands) -> None:
     stages = (
         "All problems of a stage are reported at once: first each key by itself, then "
         "contradictions between keys, then numbers that do not fit the ranks or the model."
     )
     exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
-    check = add(_check, "check a config and show what a run of it would do", stages, exits)
-    check("files", nargs="*", metavar="FILE", help=FILES)
+    add = _add(actions, _check, "check a config and show what a run of it would do", stages, exits)
+    add("files", nargs="*", metavar="FILE", help=FILES)
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
-    check("--world-size", type=int, metavar="N", help=ranks)
+    add("--world-size", type=int, metavar="N", help=ranks)
     strict = (
         "also refuse features that are not built yet and files that are not there, as training does"
     )
-    check("--strict", action="store_true", help=strict)
+    add("--strict", action="store_true", help=strict)
 
-    defaults = "Nothing given: the defaults of all keys."
-    explain = add(
-        _explain, "show every key, or one: value, source, type, default, meaning", defaults, FLAGS
-    )
-    explain(
-        "words",
-        nargs="*",
-        metavar="KEY|FILE",
-        help="a key or section to explain in depth, and the TOML file",
-    )
 
-    sides = "A config is a TOML file, the folder of a run, or a folder of checkpoints."
-    exits = f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong."
-    diff = add(
-        _diff, "compare the effective values of two configs, with their sources", sides, exits
+def _add_explain(actions: Commands) -> None:
+    add = _add(
+        actions,
+        _explain,
+        "show every key, or one: value, source, type, default, meaning",
+        "Nothing given: the defaults of all keys.",
+        FLAGS,
     )
-    diff("left", metavar="FILE|FOLDER")
-    diff("right", metavar="FILE|FOLDER")
-    diff("--plans", action="store_true", help="also compare the values derived from them")
-    diff(
-        "--world-size",
-        type=int,
-        metavar="N",
-        help="ranks for --plans (default: as for `config check`)",
-    )
-    trust.add_argument(diff)
+    words = "a key or section to explain in depth, and the TOML file"
+    add("words", nargs="*", metavar="KEY|FILE", help=words)
 
+
+def _add_diff(actions: Commands) -> None:
+    add = _add(
+        actions,
+        _diff,
+        "compare the effective values of two configs, with their sources",
+        "A config is a TOML file, the folder of a run, or a folder of checkpoints.",
+        f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
+    )
+    add("left", metavar="FILE|FOLDER")
+    add("right", metavar="FILE|FOLDER")
+    add("--plans", action="store_true", help="also compare the values derived from them")
+    ranks = "ranks for --plans (default: as for `config check`)"
+    add("--world-size", type=int, metavar="N", help=ranks)
+    trust.add_argument(add)
+
+
+def _add_migrate(actions: Commands) -> None:
     rewriting = (
         "Comments stay beside their keys, later defaults are written out, and a key without "
         "equivalent becomes a comment with the reason. The new text goes to standard output, the "
@@ -107,54 +128,41 @@ def add_commands(commands: Commands) -> None:
         f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds "
         "other mistakes."
     )
-    migrate = add(
-        _migrate, "rewrite a TOML file with titanlite's own names of the keys", rewriting, exits
-    )
-    migrate("file", nargs="?", metavar="FILE", help=_FILE)
-    migrate(
-        "--in-place",
-        action="store_true",
-        help="replace the file, and keep the old one as FILE.orig",
-    )
-    migrate("--check", action="store_true", help="only list the changes")
+    help = "rewrite a TOML file with titanlite's own names of the keys"
+    add = _add(actions, _migrate, help, rewriting, exits)
+    add("file", nargs="?", metavar="FILE", help=_FILE)
+    in_place = "replace the file, and keep the old one as FILE.orig"
+    add("--in-place", action="store_true", help=in_place)
+    add("--check", action="store_true", help="only list the changes")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
-    migrate("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
-
-    add(_schema, "print a JSON Schema of all keys, with which editors complete and check files")
-    template = add(
-        _template, "print a TOML file with every key, its meaning and its default, as comments"
-    )
-    template("--markdown", action="store_true", help="print the table of the documentation instead")
+    add("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
 
 
 def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
     from titanlite.tools.commands.migrate import migrate_file, write_in_place
 
     no_flags(flags)
-    shown = arguments.file
     if arguments.aws_fsdp is not None:
         from titanlite.tools.commands.aws_fsdp import migrate_arguments
 
         if arguments.file or arguments.in_place or arguments.check:
             raise bad_flag("--aws-fsdp", "takes no file, and no --in-place or --check")
-        shown, migration = "--aws-fsdp", migrate_arguments(arguments.aws_fsdp)
-    elif not arguments.file or (arguments.in_place and arguments.check):
-        raise bad_flag(
-            "",
-            "--in-place and --check exclude each other"
-            if shown
-            else "name a TOML file, or --aws-fsdp",
-        )
+        migration = migrate_arguments(arguments.aws_fsdp)
+        shown = "--aws-fsdp"
+    elif not arguments.file:
+        raise bad_flag("", "name a TOML file, or --aws-fsdp")
+    elif arguments.in_place and arguments.check:
+        raise bad_flag("", "--in-place and --check exclude each other")
     else:
         path, migration = migrate_file(arguments.file)
+        shown = arguments.file
     report = migration.report(shown)
     if arguments.check:
         return report, DIFFERENT if migration.changes else exit_codes.DONE
     if arguments.in_place:
-        kept = (
-            f"\nthe old file is {write_in_place(path, migration.text)}" if migration.changes else ""
-        )
-        return report + kept, exit_codes.DONE
+        if migration.changes:
+            report += f"\nthe old file is {write_in_place(path, migration.text)}"
+        return report, exit_codes.DONE
     print(escape(report), file=sys.stderr)
     return migration.text.removesuffix("\n"), exit_codes.DONE
 
@@ -200,48 +208,78 @@ def world_size_of(asked: int | None) -> tuple[int | None, str]:
 
 def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str:
     """Return what a run of the config does, line by line."""
-    mesh, batch, schedule, steps = run.mesh, run.batch, run.schedule, run.steps
-    args = run.model_args()
-    count = run.spec.count_parameters
-    size = (
-        "the tokenizer's vocabulary" if args.vocab_size is None else f"{count(args):,} parameters"
-    )
-    degrees = {"data_parallel_replicate": mesh.dp_replicate, "data_parallel_shard": mesh.dp_shard}
-    degrees |= {
-        f"{name}_parallel": getattr(mesh, name)
-        for name in ("tensor", "pipeline", "context", "expert")
-    }
-    shown = [
-        f"{name} {degree}"
-        for name, degree in degrees.items()
-        if degree > 1 or name == "data_parallel_shard"
-    ]
-    length = counted(run.training.epochs or 0, "epochs") if steps is None else f"{steps:,}"
-    tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
-    pieces = f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank"
-    warmup = f"warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
-    saves = run.checkpoint
     rows = {
-        "model": f"{run.model.title}, {size}",
-        "ranks": f"{mesh.world_size} ({why}), {', '.join(shown)}",
-        "batch": f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, "
-        f"{pieces}",
-        "steps": f"{length}{tokens}",
-        "learning rate": f"{run.optimizer.lr:g}, {warmup}",
-        "checkpoints": f"every {counted(saves.interval, saves.interval_type)} in {saves.folder}"
-        if saves.enable_checkpoint
-        else "none",
+        "model": f"{run.model.title}, {_size(run)}",
+        "ranks": f"{run.mesh.world_size} ({why}), {_degrees(run)}",
+        "batch": _batch(run),
+        "steps": _length(run),
+        "learning rate": _rate(run),
+        "checkpoints": _saves(run),
         "files": ", ".join(config.files) or "none: all defaults",
     }
-    lines = [style.good("OK"), *(f"  {label:<14} {text}" for label, text in rows.items())]
-    lines += [style.dim(f"  note: {note}") for note in run.notes]
-    lines += [style.warn(f"  warning: {warning}") for warning in run.warnings]
-    lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
-    lines += [
-        style.warn(f"  training will refuse: {p.where}: {p.key} = {p.message}")
-        for p in refused(config)
-    ]
+    lines = [style.good("OK")]
+    for label, text in rows.items():
+        lines.append(f"  {label:<14} {text}")
+    for note in run.notes:
+        lines.append(style.dim(f"  note: {note}"))
+    for warning in run.warnings:
+        lines.append(style.warn(f"  warning: {warning}"))
+    for problem in missing_files(config):
+        lines.append(style.warn(f"  not there: {problem}"))
+    for problem in refused(config):
+        message = f"{problem.where}: {problem.key} = {problem.message}"
+        lines.append(style.warn(f"  training will refuse: {message}"))
     return "\n".join(lines)
+
+
+def _size(run: RunConfig) -> str:
+    args = run.model_args()
+    if args.vocab_size is None:
+        return "the tokenizer's vocabulary"
+    return f"{run.spec.count_parameters(args):,} parameters"
+
+
+def _degrees(run: RunConfig) -> str:
+    mesh = run.mesh
+    degrees = {
+        "data_parallel_replicate": mesh.dp_replicate,
+        "data_parallel_shard": mesh.dp_shard,
+        "tensor_parallel": mesh.tensor,
+        "pipeline_parallel": mesh.pipeline,
+        "context_parallel": mesh.context,
+        "expert_parallel": mesh.expert,
+    }
+    shown = []
+    for name, degree in degrees.items():
+        if degree > 1 or name == "data_parallel_shard":
+            shown.append(f"{name} {degree}")
+    return ", ".join(shown)
+
+
+def _batch(run: RunConfig) -> str:
+    batch = run.batch
+    total = f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens"
+    pieces = f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank"
+    return f"{total}, {pieces}"
+
+
+def _length(run: RunConfig) -> str:
+    if run.steps is None:
+        return counted(run.training.epochs or 0, "epochs")
+    return f"{run.steps:,}, {run.steps * run.batch.tokens_per_step:,} tokens"
+
+
+def _rate(run: RunConfig) -> str:
+    schedule = run.schedule
+    warmup = f"warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
+    return f"{run.optimizer.lr:g}, {warmup}"
+
+
+def _saves(run: RunConfig) -> str:
+    saves = run.checkpoint
+    if not saves.enable_checkpoint:
+        return "none"
+    return f"every {counted(saves.interval, saves.interval_type)} in {saves.folder}"
 
 
 # Explain
@@ -269,37 +307,37 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         problem = unknown(name, COMMAND_LINE)
         raise ConfigError([Problem("", name, problem.message, problem.hint, code=problem.code)])
     key = keys()[key_of(name)]
-    rows = [
-        ("value", f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"),
-        ("type", key.expected),
-        ("default", quote(key.default)),
-        ("meaning", key.description),
-    ]
+    head = style.bold(key.name)
+    if name in ALIASES:
+        head += f"  ({name} is another name of it)"
+    value = f"{style.bold(_shown_value(config, key))}  from {_source(config, key)}"
+    lines = [head]
+    for label, text in [("value", value), *_facts(key)]:
+        lines.append(f"  {label:<13} {text}")
+    return "\n".join(lines)
+
+
+def _facts(key: Key) -> Iterator[tuple[str, str]]:
+    """Yield what is true of a key in every config: a label, and its text."""
+    yield "type", key.expected
+    yield "default", quote(key.default)
+    yield "meaning", key.description
     if key.name in LATER_DEFAULTS:
-        text = (
-            f"default {quote(LATER_DEFAULTS[key.name])}, for a file that says so or uses later "
-            "names of older keys"
-        )
-        rows.append(("dialect 2026", text))
+        default = quote(LATER_DEFAULTS[key.name])
+        files = "for a file that says so or uses later names of older keys"
+        yield "dialect 2026", f"default {default}, {files}"
     if key.name == "model.flavor":
-        text = ", ".join(
-            f"{quote(there)} is {quote(here)}" for there, (here, _) in LATER_FLAVORS.items()
-        )
-        rows.append(("dialect 2026", f"of llama3 {text}, in such a file"))
-    rows += [("also", f"{other.name} ({other.relation})") for other in names_of(key.name)]
-    if entry := NOT_IMPLEMENTED.get(key.name):
+        flavors = []
+        for there, (here, _) in LATER_FLAVORS.items():
+            flavors.append(f"{quote(there)} is {quote(here)}")
+        yield "dialect 2026", f"of llama3 {', '.join(flavors)}, in such a file"
+    for other in names_of(key.name):
+        yield "also", f"{other.name} ({other.relation})"
+    entry = NOT_IMPLEMENTED.get(key.name)
+    if entry:
         possible = " or ".join(map(quote, (key.default, *entry.implemented)))
-        advice = f"; {entry.advice}" if entry.advice else ""
-        rows.append(
-            (
-                "not built yet",
-                f"{entry.feature}: values other than {possible} stop training{advice}",
-            )
-        )
-    head = f"{style.bold(key.name)}" + (
-        f"  ({name} is another name of it)" if name in ALIASES else ""
-    )
-    return "\n".join([head, *(f"  {label:<13} {text}" for label, text in rows)])
+        text = f"{entry.feature}: values other than {possible} stop training"
+        yield "not built yet", f"{text}; {entry.advice}" if entry.advice else text
 
 
 def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
@@ -317,27 +355,28 @@ def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
 
 
 def _shown_value(config: LoadedConfig, key: Key) -> str:
-
-    value = config.value(key.name)
     from titanlite.runs.provenance import is_secret
 
+    value = config.value(key.name)
     if key.name == "launch.environment":
         value = {name: REMOVED if is_secret(name) else text for name, text in value.items()}
     return quote(value)
 
 
 def _source(config: LoadedConfig, key: Key) -> str:
-    if key.is_table and config.is_given(key.name):
-        prefix = f"{key.name}."
-        return ", ".join(
-            f"{n[len(prefix) :]}: {s}" for n, s in config.sources.items() if n.startswith(prefix)
-        )
-    return _shown_source(config, key.name)
+    if not key.is_table or not config.is_given(key.name):
+        return _shown_source(config, key.name)
+    prefix = f"{key.name}."
+    entries = []
+    for name, source in config.sources.items():
+        if name.startswith(prefix):
+            entries.append(f"{name.removeprefix(prefix)}: {source}")
+    return ", ".join(entries)
 
 
 def _shown_source(config: LoadedConfig, key: str) -> str:
     source = config.source(key)
-    return f"{source}, as {source.written}" if source.written not in ("", key) else str(source)
+    return str(source) if source.written in ("", key) else f"{source}, as {source.written}"
 
 
 # Diff
@@ -386,27 +425,7 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
     path = Path(name)
     if not path.is_dir():
         return Side(name, load_file(name, over))
-    file, text = path / RUN_CONFIG, None
-    if file.is_file():
-        text = file.read_text(encoding="utf-8")
-    # the manifests of a checkpoint's own folder, a folder of checkpoints, or a run; the newest
-    # first
-    else:
-        found = [
-            f
-            for pattern in ("", "step-*/", "*/step-*/")
-            for f in path.glob(f"{pattern}{_MANIFEST}")
-        ]
-        steps = {
-            f: int(match[1])
-            for f in found
-            if (match := re.fullmatch(r"step-(\d+)", f.resolve().parent.name))
-        }
-        for file in sorted(steps, key=lambda f: steps[f], reverse=True):
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                text = parse_json(file.read_bytes())["config"]["toml"]
-            if isinstance(text, str):
-                break
+    file, text = _config_in(path)
     if not isinstance(text, str):
         hint = (
             f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
@@ -415,14 +434,44 @@ def side(name: str, over: Sequence[str] = (), trust_code: bool = False) -> Side:
             [Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")]
         )
     config, problems = read_text(text, file, over, trust.foreign(trust_code))
-    if problems := problems or contradictions(config):
+    problems = problems or contradictions(config)
+    if problems:
         raise ConfigError(problems)
     return Side(name, config)
 
 
+def _config_in(folder: Path) -> tuple[Path, Any]:
+    """Return the file in a folder that holds a config, and the config's TOML; None: no file has
+    one.
+    """
+    file = folder / RUN_CONFIG
+    if file.is_file():
+        return file, file.read_text(encoding="utf-8")
+    text = None
+    for file in _manifests(folder):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            text = parse_json(file.read_bytes())["config"]["toml"]
+        if isinstance(text, str):
+            break
+    return file, text
+
+
+def _manifests(folder: Path) -> list[Path]:
+    """Return the manifests of a checkpoint, a folder of checkpoints or a run, the newest first."""
+    steps = {}
+    for pattern in ("", "step-*/", "*/step-*/"):
+        for file in folder.glob(f"{pattern}{_MANIFEST}"):
+            match = re.fullmatch(r"step-(\d+)", file.resolve().parent.name)
+            if match:
+                steps[file] = int(match[1])
+    return sorted(steps, key=lambda file: steps[file], reverse=True)
+
+
 def differences(left: Side, right: Side) -> list[Difference]:
     """Return the keys whose values differ in effect, in order."""
-    ours, theirs, order = dict(left.config.entries()), dict(right.config.entries()), list(keys())
+    ours = dict(left.config.entries())
+    theirs = dict(right.config.entries())
+    order = list(keys())
     names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
     def shown(one: Side, values: dict[str, Any], key: str) -> Shown:

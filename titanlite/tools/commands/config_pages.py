@@ -42,16 +42,14 @@ def template() -> str:
     parts = [_HEAD]
     for section, owner in sections().items():
         lines = [f"[{section}]", *_comment(summary(owner))]
-        for key in (
-            k for k in keys().values() if k.section == section and k.name not in NOT_IN_FILES
-        ):
+        for key in keys().values():
+            if key.section != section or key.name in NOT_IN_FILES:
+                continue
             lines += ["", *_comment(f"{key.description} ({key.expected}){_mark(key.name)}")]
-            line = (
-                f"# {key.field} = <{key.expected}>"
-                if key.default is None
-                else f"#{key.field} = {quote(key.default)}"
-            )
-            lines.append(line)
+            if key.default is None:
+                lines.append(f"# {key.field} = <{key.expected}>")
+            else:
+                lines.append(f"#{key.field} = {quote(key.default)}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -76,15 +74,13 @@ def markdown() -> str:
     found = []
     for section, owner in sections().items():
         own = [key for key in keys().values() if key.section == section]
-        inner = [
-            (key.name, Key.all_of(key.name, table))
-            for key in own
-            if (table := inner_section(key.type))
-        ]
-        tables = [(name, [_row(key) for key in inside]) for name, inside in inner]
-        found.append(
-            (section, summary(owner), [(*_row(key), _other_names(key)) for key in own], tables)
-        )
+        tables = []
+        for key in own:
+            table = inner_section(key.type)
+            if table:
+                tables.append((key.name, [_row(one) for one in Key.all_of(key.name, table)]))
+        rows = [(*_row(key), _other_names(key)) for key in own]
+        found.append((section, summary(owner), rows, tables))
     return render_page(
         "config-keys.md.jinja",
         sections=found,

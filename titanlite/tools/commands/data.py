@@ -14,6 +14,7 @@ from titanlite import exit_codes
 from titanlite.config import trust
 from titanlite.data import DataError
 from titanlite.tools.cli import FLAGS, Commands, no_flags
+from titanlite.tools.parser import add_group
 from titanlite.utils import Style
 
 if TYPE_CHECKING:
@@ -24,132 +25,124 @@ _CONFIG = "TOML file; also looked up in train_configs/"
 
 def add_commands(commands: Commands) -> None:
     """Add `titanlite data` to argparse."""
-    data = commands.add_parser(
-        "data", help="prepare text, and look at the text of a run", allow_abbrev=False
+    actions = add_group(commands, "data", "prepare text, and look at the text of a run")
+    _add_fetch(actions)
+    _add_prepare(actions)
+    _add_verify(actions)
+    _add_peek(actions)
+    _add_at_step(actions)
+    _add_stats(actions)
+
+
+def _add(actions: Commands, name: str, run: Any, help: str, more: str) -> argparse.ArgumentParser:
+    about = f"{help[0].upper()}{help[1:]}. {more}"
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=help, description=about, allow_abbrev=False
     )
-    data.set_defaults(run=lambda *_: data.format_help().rstrip())
-    actions = data.add_subparsers(title="commands", metavar="COMMAND")
+    parser.set_defaults(run=run)
+    return parser
 
-    def add(name: str, run: Any, help: str, more: str) -> argparse.ArgumentParser:
-        about = f"{help[0].upper()}{help[1:]}. {more}"
-        parser = actions.add_parser(name, help=help, description=about, allow_abbrev=False)
-        parser.set_defaults(run=run)
-        return parser
 
-    there = (
+def _add_fetch(actions: Commands) -> None:
+    more = (
         "Files that are there stay; after a crash the same command continues. HF_TOKEN opens "
         "private data sets."
     )
-    fetch = add(
-        "fetch", _fetch, "copy files of a data set of the hub, or files behind a URL", there
-    )
-    fetch.add_argument(
-        "source", metavar="SOURCE", help="registered name (c4), id of the hub (owner/name) or URL"
-    )
-    fetch.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER", help="where the files go"
-    )
-    fetch.add_argument(
-        "--files", metavar="N-M,…", help="numbers of the files, from 0 (default: all)"
-    )
-    fetch.add_argument(
-        "--subset", metavar="NAME", help="part of the data set (default: the usual one)"
-    )
-    fetch.add_argument("--split", metavar="NAME", help="split of the data set (default: train)")
+    help = "copy files of a data set of the hub, or files behind a URL"
+    add = _add(actions, "fetch", _fetch, help, more).add_argument
+    source = "registered name (c4), id of the hub (owner/name) or URL"
+    add("source", metavar="SOURCE", help=source)
+    add("--out", required=True, type=Path, metavar="FOLDER", help="where the files go")
+    add("--files", metavar="N-M,…", help="numbers of the files, from 0 (default: all)")
+    add("--subset", metavar="NAME", help="part of the data set (default: the usual one)")
+    add("--split", metavar="NAME", help="split of the data set (default: train)")
 
-    again = "After a crash the same command goes on where it was, and the result is the same."
-    prepare = add(
-        "prepare",
-        _prepare,
-        "tokenize text once, into a folder that training maps into memory",
-        again,
-    )
-    prepare.add_argument(
-        "source", metavar="SOURCE", help="file, folder, pattern, URL, name of text, id of the hub"
-    )
-    prepare.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go"
-    )
-    prepare.add_argument(
-        "--subset", metavar="NAME", help="part of a data set of the hub (default: the usual one)"
-    )
+
+def _add_prepare(actions: Commands) -> None:
+    help = "tokenize text once, into a folder that training maps into memory"
+    more = "After a crash the same command goes on where it was, and the result is the same."
+    add = _add(actions, "prepare", _prepare, help, more).add_argument
+    source = "file, folder, pattern, URL, name of text, id of the hub"
+    add("source", metavar="SOURCE", help=source)
+    add("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
+    subset = "part of a data set of the hub (default: the usual one)"
+    add("--subset", metavar="NAME", help=subset)
     split = (
         "split of a data set of the hub (default: train), or of a folder that has several; all: "
         "each of them"
     )
-    prepare.add_argument("--split", metavar="NAME", help=split)
-    prepare.add_argument(
-        "--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)"
-    )
-    fields = {
-        "text": "holds the text (default: text)",
-        "prompt": "is read and not trained on",
-        "completion": "follows the prompt and is trained on",
-        "messages": "holds conversations",
-    }
-    for field, what in fields.items():
-        prepare.add_argument(f"--{field}-key", metavar="KEY", help=f"field that {what}")
-    prepare.add_argument(
-        "--chat-template", metavar="FILE", help="as data.chat_template (default: the tokenizer's)"
-    )
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    prepare.add_argument(
-        "--workers", type=int, default=cores, metavar="N", help="cores to use (default: all)"
-    )
+    add("--split", metavar="NAME", help=split)
+    tokenizer = "as model.tokenizer_path (default: the bundled one)"
+    add("--tokenizer", metavar="PATH", help=tokenizer)
+    add("--text-key", metavar="KEY", help="field that holds the text (default: text)")
+    add("--prompt-key", metavar="KEY", help="field that is read and not trained on")
+    add("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
+    add("--messages-key", metavar="KEY", help="field that holds conversations")
+    template = "as data.chat_template (default: the tokenizer's)"
+    add("--chat-template", metavar="FILE", help=template)
+    workers = "cores to use (default: all)"
+    add("--workers", type=int, default=_cores(), metavar="N", help=workers)
     tokens = "tokens of a part, about; it is part of the fingerprint (default: 134,217,728)"
-    prepare.add_argument("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
+    add("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
 
-    all_parts = (
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _add_verify(actions: Commands) -> None:
+    help = "read token files again, and compare their hashes"
+    more = (
         "Sizes, offsets and hashes of all parts. Files of other programs have no hashes: what "
         "they tell is checked"
     )
-    verify = add("verify", _verify, "read token files again, and compare their hashes", all_parts)
-    verify.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="prepared folder, or files of Megatron-LM or numpy",
-    )
-    verify.add_argument(
-        "--workers",
-        type=int,
-        default=min(cores, 8),
-        metavar="N",
-        help="threads (default: cores, 8 at most)",
-    )
-    verify.add_argument("--json", action="store_true", help="print JSON")
+    add = _add(actions, "verify", _verify, help, more).add_argument
+    folder = "prepared folder, or files of Megatron-LM or numpy"
+    add("folder", type=Path, metavar="FOLDER", help=folder)
+    workers = "threads (default: cores, 8 at most)"
+    add("--workers", type=int, default=min(_cores(), 8), metavar="N", help=workers)
+    add("--json", action="store_true", help="print JSON")
 
+
+def _add_peek(actions: Commands) -> None:
+    help = "print the first sequences of a run as the model sees them"
+    parser = _add(actions, "peek", _peek, help, FLAGS)
+    # It shows documents.
+    parser.set_defaults(verbatim=True)
+    add = parser.add_argument
+    add("file", nargs="?", metavar="CONFIG", help=_CONFIG)
+    add("--rows", type=int, default=2, metavar="N", help="sequences to print (default: 2)")
+    add("--step", type=int, default=1, metavar="N", help="from this step on (default: 1)")
+    add("--rank", type=int, metavar="R", help="only those of one data-parallel rank")
+    add("--ids", action="store_true", help="print the ids, too")
+    add("--validation", action="store_true", help="the validation's text instead")
+    _add_ranks(parser)
+
+
+def _add_at_step(actions: Commands) -> None:
+    help = "list the documents of the batch of a step"
+    more = f"CONFIG may also be the folder of a run, or a checkpoint. {FLAGS}"
+    parser = _add(actions, "at-step", _at_step, help, more)
+    parser.add_argument("step", type=int, metavar="N", help="the step, from 1")
+    parser.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_ranks(parser)
+
+
+def _add_stats(actions: Commands) -> None:
+    help = "count the documents and tokens of a config's text"
+    parser = _add(actions, "stats", _stats, help, FLAGS)
+    parser.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_ranks(parser)
+
+
+def _add_ranks(parser: argparse.ArgumentParser) -> None:
     ranks = "ranks of the run (default: as for `titanlite config check`)"
-    peek = add("peek", _peek, "print the first sequences of a run as the model sees them", FLAGS)
-    peek.set_defaults(verbatim=True)  # it shows documents
-    peek.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
-    peek.add_argument(
-        "--rows", type=int, default=2, metavar="N", help="sequences to print (default: 2)"
-    )
-    peek.add_argument(
-        "--step", type=int, default=1, metavar="N", help="from this step on (default: 1)"
-    )
-    peek.add_argument("--rank", type=int, metavar="R", help="only those of one data-parallel rank")
-    peek.add_argument("--ids", action="store_true", help="print the ids, too")
-    peek.add_argument("--validation", action="store_true", help="the validation's text instead")
-    peek.add_argument("--world-size", type=int, metavar="N", help=ranks)
-    trust.add_argument(peek.add_argument)
-
-    which = f"CONFIG may also be the folder of a run, or a checkpoint. {FLAGS}"
-    at_step = add("at-step", _at_step, "list the documents of the batch of a step", which)
-    at_step.add_argument("step", type=int, metavar="N", help="the step, from 1")
-    at_step.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
-    at_step.add_argument("--json", action="store_true", help="print JSON")
-    at_step.add_argument("--world-size", type=int, metavar="N", help=ranks)
-    trust.add_argument(at_step.add_argument)
-
-    figures = add("stats", _stats, "count the documents and tokens of a config's text", FLAGS)
-    figures.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
-    figures.add_argument("--json", action="store_true", help="print JSON")
-    figures.add_argument("--world-size", type=int, metavar="N", help=ranks)
-    trust.add_argument(figures.add_argument)
+    parser.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    trust.add_argument(parser.add_argument)
 
 
 def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
@@ -226,5 +219,6 @@ def _open(arguments: argparse.Namespace, flags: list[str], validation: bool = Fa
     """Return the run that CONFIG and the flags of a command name."""
     from titanlite.tools.commands import look
 
-    file, ranks = arguments.file, arguments.world_size
+    file = arguments.file
+    ranks = arguments.world_size
     return look.open_run(file, flags, ranks, validation, arguments.trust_code)

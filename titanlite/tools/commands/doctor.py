@@ -36,7 +36,9 @@ from titanlite.utils import Style, counted, human_bytes
 if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
 
-OK, WARNING, ERROR = "ok", "warning", "error"
+OK = "ok"
+WARNING = "warning"
+ERROR = "error"
 #: Version of the JSON; a field may be added without a new one.
 SCHEMA = 1
 #: Longest wait for all checks, and for a program that one of them starts. Only what hangs takes so
@@ -97,27 +99,32 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     run = check_config(argv, training=False)[1] if argv else None
     findings = examine(checks(run))
     code = exit_codes.ERROR if any(one.status == ERROR for one in findings) else exit_codes.DONE
-    if arguments.json:
-        found = [one._asdict() for one in findings]
-        return json.dumps(
-            {"schema": SCHEMA, "host": socket.gethostname(), "findings": found}, indent=2
-        ), code
+    if not arguments.json:
+        return _report(findings, style), code
+    result = {
+        "schema": SCHEMA,
+        "host": socket.gethostname(),
+        "findings": [one._asdict() for one in findings],
+    }
+    return json.dumps(result, indent=2), code
+
+
+def _report(findings: list[Finding], style: Style) -> str:
     paint = {OK: style.good, WARNING: style.warn, ERROR: style.warn}
     lines = []
     for one in findings:
-        lines.append(f"{paint[one.status](f'{one.status:8}')}{one.check:12}{one.message}")
-        lines += [f"{'':20}{one.fix}"] if one.fix else []
-    counts = [
-        counted(sum(one.status == status for one in findings), f"{status}s")
-        for status in (ERROR, WARNING)
-    ]
-    return "\n".join([*lines, ", ".join(counts)]), code
+        status = paint[one.status](f"{one.status:8}")
+        lines.append(f"{status}{one.check:12}{one.message}")
+        if one.fix:
+            lines.append(f"{'':20}{one.fix}")
+    statuses = [one.status for one in findings]
+    errors = counted(statuses.count(ERROR), "errors")
+    warnings = counted(statuses.count(WARNING), "warnings")
+    return "\n".join([*lines, f"{errors}, {warnings}"])
 
 
 def checks(run: RunConfig | None = None) -> dict[str, Check]:
     """Return all checks by name. run: also the checks of its needs."""
-    shared = (run.launch.shared_dir if run else "") or os.getcwd()
-    folders = dict.fromkeys([shared, *([run.job.dump_folder] if run else [])])
     found: dict[str, Check] = {
         "versions": _versions,
         "torch": _torch,
@@ -126,12 +133,18 @@ def checks(run: RunConfig | None = None) -> dict[str, Check]:
         "limits": _limits,
         "network": _network,
         "efa": _efa,
-        **{f"folder {folder}": partial(_folder, folder) for folder in folders},
-        "clock": _clock,
-        "compiler": _compiler,
-        "variables": _variables,
     }
-    return found | ({"config": partial(_config, run)} if run else {})
+    folders = [(run.launch.shared_dir if run else "") or os.getcwd()]
+    if run:
+        folders.append(run.job.dump_folder)
+    for folder in folders:
+        found[f"folder {folder}"] = partial(_folder, folder)
+    found["clock"] = _clock
+    found["compiler"] = _compiler
+    found["variables"] = _variables
+    if run:
+        found["config"] = partial(_config, run)
+    return found
 
 
 def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Finding]:
@@ -145,10 +158,10 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
         try:
             for one in check():
                 results[name].append(Finding(name.split()[0], *one))
-        except Exception as error:  # the command is for odd machines
-            results[name].append(
-                Finding(name.split()[0], WARNING, f"not examined: {type(error).__name__}: {error}")
-            )
+        # The command is for odd machines: any error is a finding.
+        except Exception as error:
+            message = f"not examined: {type(error).__name__}: {error}"
+            results[name].append(Finding(name.split()[0], WARNING, message))
 
     threads = {}
     for name, check in all_checks.items():
@@ -160,10 +173,9 @@ def examine(all_checks: dict[str, Check], seconds: float = _SECONDS) -> list[Fin
         found += results[name]
         if name in late:
             status = ERROR if name.startswith(("gpus", "folder")) else WARNING
+            message = f"no answer within {seconds:.0f} s ({name})"
             fix = "a device or file system hangs, or the machine is very busy: try again"
-            found.append(
-                Finding(name.split()[0], status, f"no answer within {seconds:.0f} s ({name})", fix)
-            )
+            found.append(Finding(name.split()[0], status, message, fix))
     return found
 
 
@@ -216,17 +228,10 @@ def _versions() -> _Found:
             found["nccl"] = f"{name.version} ({title})"
     yield OK, ", ".join(f"{name} {version}" for name, version in found.items())
     torch = _installed("torch")
-    if (
-        torch >= (2, 12)
-        and _installed("hyperpod-elastic-agent")
-        and _installed("hyperpod-elastic-agent") < (1, 2)
-    ):
-        fix = "take a newer agent, or start with `titanlite run`"
-        yield (
-            ERROR,
-            "hyperpodrun of hyperpod-elastic-agent 1.1 fails with torch 2.12 and later",
-            fix,
-        )
+    agent = _installed("hyperpod-elastic-agent")
+    if torch >= (2, 12) and agent and agent < (1, 2):
+        message = "hyperpodrun of hyperpod-elastic-agent 1.1 fails with torch 2.12 and later"
+        yield ERROR, message, "take a newer agent, or start with `titanlite run`"
     if (2, 0) < torch < (2, 13):
         message = (
             "torch before 2.13 may not know TORCH_ELASTIC_SHUTDOWN_TIMEOUT: a save has 30 s after "
@@ -243,14 +248,12 @@ def _torch() -> _Found:
         return
     cuda = torch.version.cuda
     yield OK, f"torch {torch.__version__}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
-    if not (smi := _command("nvidia-smi")):
+    smi = _command("nvidia-smi")
+    if not smi:
         return
     if cuda is None:
-        yield (
-            ERROR,
-            "this machine has GPUs, but torch is built for the CPU",
-            "install torch for CUDA",
-        )
+        message = "this machine has GPUs, but torch is built for the CPU"
+        yield ERROR, message, "install torch for CUDA"
         return
     driver = re.search(r"CUDA Version: *(\d+)\.", smi)
     if driver and int(driver[1]) < int(cuda.partition(".")[0]):
@@ -273,15 +276,13 @@ def _nccl() -> _Found:
         return
     count = torch.cuda.device_count()
     ones = [torch.ones(1 << 18, device=f"cuda:{number}") for number in range(count)]
-    torch.cuda.nccl.all_reduce(ones)  # an error of NCCL becomes a finding
+    # An error of NCCL becomes a finding.
+    torch.cuda.nccl.all_reduce(ones)
     if all(bool((one == count).all()) for one in ones):
         yield OK, f"a sum over {count} GPU(s) is right"
     else:
-        yield (
-            ERROR,
-            f"a sum over {count} GPU(s) is wrong",
-            "see dmesg for lines with Xid; leave the machine out",
-        )
+        fix = "see dmesg for lines with Xid; leave the machine out"
+        yield ERROR, f"a sum over {count} GPU(s) is wrong", fix
 
 
 def _gpus() -> _Found:
@@ -297,42 +298,33 @@ def _gpus() -> _Found:
             yield OK, f"no GPUs (no nvidia-smi); {os.cpu_count()} CPUs"
         return
     for line in text.splitlines():
-        index, name, driver, total, used, capability, ecc = (
-            word.strip() for word in line.split(",")
-        )
-        float8 = "float8 products" if float(capability) >= 8.9 else "no float8 products"
-        yield (
-            OK,
-            (
-                f"GPU {index}: {name}, {total} MiB, capability {capability} ({float8}), driver "
-                f"{driver}"
-            ),
-        )
-        if ecc.isdigit() and int(ecc):
-            fix = "reset the GPU, or replace the machine; dmesg shows Xid 48, 63, 64, 94 or 95"
-            yield (
-                ERROR,
-                f"GPU {index}: {ecc} uncorrected memory errors since the driver started",
-                fix,
-            )
-        if used.isdigit() and int(used) > 1024:
-            yield (
-                WARNING,
-                f"GPU {index}: {used} MiB are in use by others",
-                "nvidia-smi lists the processes to end",
-            )
+        yield from _gpu([word.strip() for word in line.split(",")])
+
+
+def _gpu(fields: list[str]) -> _Found:
+    """Judge a GPU by a line of nvidia-smi."""
+    index, name, driver, total, used, capability, ecc = fields
+    float8 = "float8 products" if float(capability) >= 8.9 else "no float8 products"
+    about = f"{name}, {total} MiB, capability {capability} ({float8}), driver {driver}"
+    yield OK, f"GPU {index}: {about}"
+    if ecc.isdigit() and int(ecc):
+        message = f"GPU {index}: {ecc} uncorrected memory errors since the driver started"
+        fix = "reset the GPU, or replace the machine; dmesg shows Xid 48, 63, 64, 94 or 95"
+        yield ERROR, message, fix
+    if used.isdigit() and int(used) > 1024:
+        message = f"GPU {index}: {used} MiB are in use by others"
+        yield WARNING, message, "nvidia-smi lists the processes to end"
 
 
 def _limits() -> _Found:
     efa = bool(_efa_devices())
-    cpus, files = len(os.sched_getaffinity(0)), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    cpus = len(os.sched_getaffinity(0))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "unlimited" if locked == resource.RLIM_INFINITY else human_bytes(locked)
     shm = shutil.disk_usage("/dev/shm").total
-    yield (
-        OK,
-        f"{cpus} CPUs, {files} open files, {shown} of locked memory, /dev/shm {human_bytes(shm)}",
-    )
+    memory = f"{shown} of locked memory, /dev/shm {human_bytes(shm)}"
+    yield OK, f"{cpus} CPUs, {files} open files, {memory}"
     if 0 <= files < 4096:
         yield WARNING, f"only {files} files may be open", "ulimit -n 65536"
     if efa and locked != resource.RLIM_INFINITY:
@@ -346,6 +338,10 @@ def _limits() -> _Found:
         yield ERROR, f"/dev/shm has {human_bytes(shm)}: NCCL needs more", fix
 
 
+#: Asks Linux for the address of an interface.
+_SIOCGIFADDR = 0x8915
+
+
 def interfaces() -> dict[str, str]:
     """Return the IPv4 address of each network interface that has one."""
     import fcntl
@@ -353,10 +349,9 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         for _, name in socket.if_nameindex():
+            request = name.encode()[:15].ljust(256, b"\0")
             try:
-                answer = fcntl.ioctl(
-                    one.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0")
-                )  # SIOCGIFADDR
+                answer = fcntl.ioctl(one.fileno(), _SIOCGIFADDR, request)
             except OSError:
                 continue
             found[name] = socket.inet_ntoa(answer[20:24])
@@ -364,29 +359,43 @@ def interfaces() -> dict[str, str]:
 
 
 def _network() -> _Found:
-    found, host = interfaces(), socket.gethostname()
+    found = interfaces()
     names = ", ".join(f"{name} {address}" for name, address in found.items())
     yield OK, f"interfaces: {names}"
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "")
-        wanted = [
-            name for name in value.lstrip("=").split(",") if name and not value.startswith("^")
-        ]
-        if lost := [name for name in wanted if not any(one.startswith(name) for one in found)]:
-            fix = (
-                f"set it to one of {', '.join(name for name in found if name != 'lo')}, or unset it"
-            )
-            yield ERROR, f"{variable}={value}: no interface {' or '.join(lost)} has an address", fix
-    others = [name for name, address in found.items() if not address.startswith("127.")]
+        yield from _chosen_interface(variable, found)
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        yield from _own_interface(found)
+
+
+def _chosen_interface(variable: str, found: dict[str, str]) -> _Found:
+    """Find interfaces that a variable names and that have no address. A ^ excludes those after
+    it.
+    """
+    value = os.environ.get(variable, "")
+    if value.startswith("^"):
+        return
+    lost = []
+    for name in value.lstrip("=").split(","):
+        if name and not any(one.startswith(name) for one in found):
+            lost.append(name)
+    if lost:
+        others = ", ".join(name for name in found if name != "lo")
+        message = f"{variable}={value}: no interface {' or '.join(lost)} has an address"
+        yield ERROR, message, f"set it to one of {others}, or unset it"
+
+
+def _own_interface(found: dict[str, str]) -> _Found:
+    """Tell which interface gloo takes: that of the host name."""
+    host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
     except OSError:
         address = ""
-    taken = next((name for name, own in found.items() if own == address), None)
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
+    others = [name for name, own in found.items() if not own.startswith("127.")]
+    taken = [name for name, own in found.items() if own == address]
     if taken and not address.startswith("127."):
-        yield OK, f"gloo takes {taken}: the host name {host} means {address}"
+        yield OK, f"gloo takes {taken[0]}: the host name {host} means {address}"
     elif others:
         said = f"means {address}" if address else "does not resolve"
         fix = (
@@ -409,9 +418,9 @@ def _efa() -> _Found:
     if not devices:
         return
     yield OK, f"{len(devices)} EFA devices: {', '.join(devices)}"
-    if "libnccl-net" not in (_command("ldconfig", "-p") or "") and "ofi" not in os.environ.get(
-        "LD_LIBRARY_PATH", ""
-    ):
+    libraries = _command("ldconfig", "-p") or ""
+    searched = os.environ.get("LD_LIBRARY_PATH", "")
+    if "libnccl-net" not in libraries and "ofi" not in searched:
         fix = (
             "install aws-ofi-nccl (the EFA installer has it) and put its lib folder on "
             "LD_LIBRARY_PATH"
@@ -438,42 +447,32 @@ def _existing(name: str) -> Path:
 
 def _folder(name: str) -> _Found:
     folder = _existing(name)
-    kind, free = file_system(folder), shutil.disk_usage(folder).free
-    is_network = kind.startswith(_NETWORK_TYPES)
+    kind = file_system(folder)
+    free = shutil.disk_usage(folder).free
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".titanlite-doctor-") as file:
             began = time.monotonic()
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-            took, skew = time.monotonic() - began, os.fstat(file.fileno()).st_mtime - time.time()
+            took = time.monotonic() - began
+            skew = os.fstat(file.fileno()).st_mtime - time.time()
     except OSError as error:
-        yield (
-            ERROR,
-            f"{folder} cannot be written to: {error.strerror}",
-            "name another one, or get the right to write",
-        )
+        message = f"{folder} cannot be written to: {error.strerror}"
+        yield ERROR, message, "name another one, or get the right to write"
         return
     speed = f"1 MiB written and synced in {took * 1000:.0f} ms"
-    place = (
-        "a network file system"
-        if is_network
-        else "seen by this machine alone, unless it is a shared disk"
-    )
+    place = "seen by this machine alone, unless it is a shared disk"
+    if kind.startswith(_NETWORK_TYPES):
+        place = "a network file system"
     shown = str(folder) if os.path.isdir(name) else f"{folder} (for {name}, which is not there yet)"
     yield OK, f"{shown}: {kind} ({place}), {human_bytes(free)} free, {speed}"
     if free < 10 * _GB:
-        yield (
-            WARNING,
-            f"{folder} has only {human_bytes(free)} free",
-            "free space: a checkpoint needs it",
-        )
+        message = f"{folder} has only {human_bytes(free)} free"
+        yield WARNING, message, "free space: a checkpoint needs it"
     if took > 1:
-        yield (
-            WARNING,
-            f"{folder} is slow: {speed}",
-            "keep checkpoints on a faster one; save less often",
-        )
+        message = f"{folder} is slow: {speed}"
+        yield WARNING, message, "keep checkpoints on a faster one; save less often"
     if abs(skew) > 2:
         fix = (
             "start chronyd or systemd-timesyncd on all machines; locks of runs compare these times"
@@ -504,16 +503,16 @@ def _compiler() -> _Found:
 def _variables() -> _Found:
     """Never print a value: it may be a secret."""
     has_login = "HF_TOKEN" in os.environ or Path("~/.cache/huggingface/token").expanduser().exists()
-    proxies = [
-        name for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")
-    ]
-    said = (
-        "a token for Hugging Face"
-        if has_login
-        else "no token for Hugging Face: private and gated files are closed"
-    )
-    yield OK, said + (f"; proxy by {', '.join(proxies)}" if proxies else "")
-    if proxies and not any(name.lower() == "no_proxy" for name in os.environ):
+    said = "no token for Hugging Face: private and gated files are closed"
+    if has_login:
+        said = "a token for Hugging Face"
+    names = [name.lower() for name in os.environ]
+    kinds = ("http_proxy", "https_proxy", "all_proxy")
+    proxies = [name for name in os.environ if name.lower() in kinds]
+    if proxies:
+        said += f"; proxy by {', '.join(proxies)}"
+    yield OK, said
+    if proxies and "no_proxy" not in names:
         fix = "set NO_PROXY to localhost and your hosts, and to 169.254.169.254 on AWS"
         yield WARNING, f"{proxies[0]} holds for all hosts", fix
     if os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE"):
@@ -531,26 +530,10 @@ def _config(run: RunConfig) -> _Found:
     gpus = count_gpus()
     if ranks and not run.launch.cpu and ranks > gpus:
         yield WARNING, f"launch.gpus_per_node = {ranks}, and this machine has {gpus} GPUs"
-    args = run.model_args()
-    if (
-        args.vocab_size is not None
-        and run.checkpoint.enable_checkpoint
-        and "://" not in run.checkpoint.folder
-    ):
-        size = checkpoint_disk(run, 1.0).checkpoint
-        free = shutil.disk_usage(
-            _existing(os.path.join(run.job.dump_folder, run.checkpoint.folder))
-        ).free
-        status, fix = (
-            (OK, "")
-            if free > 3 * size
-            else (WARNING, "free space, or set checkpoint.keep_latest_k")
-        )
-        yield (
-            status,
-            f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free",
-            fix,
-        )
+    saves_here = run.checkpoint.enable_checkpoint and "://" not in run.checkpoint.folder
+    # Without a size of the vocabulary the model has no size.
+    if saves_here and run.model_args().vocab_size is not None:
+        yield from _checkpoint_space(run)
     # It imports torch.
     for one in machine_problems(run):
         yield ERROR, f"{one.key}: {one.message}", one.hint
@@ -558,3 +541,14 @@ def _config(run: RunConfig) -> _Found:
         load_tokenizer(run.model.tokenizer_path, run.model.name)
     except DataError as error:
         yield ERROR, str(error)
+
+
+def _checkpoint_space(run: RunConfig) -> _Found:
+    size = checkpoint_disk(run, 1.0).checkpoint
+    folder = _existing(os.path.join(run.job.dump_folder, run.checkpoint.folder))
+    free = shutil.disk_usage(folder).free
+    message = f"a checkpoint takes about {human_bytes(size)}; {human_bytes(free)} are free"
+    if free > 3 * size:
+        yield OK, message
+    else:
+        yield WARNING, message, "free space, or set checkpoint.keep_latest_k"

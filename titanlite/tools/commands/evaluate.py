@@ -43,25 +43,23 @@ _PATIENCE = 600.0
 #: ranks.
 _NO_TRAINING = (
     "--data.phase=[]",
-    *(
-        "--training.dataset=c4_test",
-        "--training.dataset_path=none",
-        "--data.source=[]",
-        "--data.skip_steps=[]",
-    ),
-    *("--training.global_batch_size=-1", "--optimizer.name=AdamW", "--job.callbacks=[]"),
-    *("--metrics.enable_wandb=false", "--validation.enable"),
-    *(
-        "--checkpoint.enable_checkpoint",
-        "--checkpoint.folder=checkpoint",
-        "--checkpoint.start=from",
-    ),
-    *(
-        "--checkpoint.load_step=-1",
-        "--checkpoint.exclude_from_loading=[]",
-        "--checkpoint.initial_load_model_only",
-    ),
-    *("--checkpoint.initial_load_in_hf=false", "--checkpoint.create_seed_checkpoint=false"),
+    "--training.dataset=c4_test",
+    "--training.dataset_path=none",
+    "--data.source=[]",
+    "--data.skip_steps=[]",
+    "--training.global_batch_size=-1",
+    "--optimizer.name=AdamW",
+    "--job.callbacks=[]",
+    "--metrics.enable_wandb=false",
+    "--validation.enable",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.folder=checkpoint",
+    "--checkpoint.start=from",
+    "--checkpoint.load_step=-1",
+    "--checkpoint.exclude_from_loading=[]",
+    "--checkpoint.initial_load_model_only",
+    "--checkpoint.initial_load_in_hf=false",
+    "--checkpoint.create_seed_checkpoint=false",
 )
 
 
@@ -103,13 +101,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> NoReturn:
     from titanlite import main
 
-    ranks, file, trust_code = arguments.nproc_per_node, arguments.file, arguments.trust_code
+    ranks = arguments.nproc_per_node
+    file = arguments.file
+    trust_code = arguments.trust_code
     if ranks is None:
         main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json, trust_code)
     check_ranks(ranks)
-    folder = checkpoint_of(
-        arguments.checkpoint
-    )  # all ranks load the same one, whatever a run saves meanwhile
+    # All ranks load the same one, even if a run saves another one meanwhile.
+    folder = checkpoint_of(arguments.checkpoint)
     config_of(folder, read_manifest(folder), file, flags, ranks, trust_code)
     words = [str(folder)]
     if file:
@@ -160,9 +159,8 @@ def config_of(
             f"{folder} holds no config: give one, `titanlite evaluate {folder} CONFIG`"
         )
     place = Path(str(folder / FILE))
-    over.append(
-        "--compile.cache_dir=none"
-    )  # a folder of compiled code, which this machine can make
+    # It is a folder of compiled code, which this machine can make.
+    over.append("--compile.cache_dir=none")
     found = read_text(toml, place, [*over, *flags], trust.foreign(trust_code))
     return check_loaded(*found, world_size)[1]
 
@@ -174,7 +172,8 @@ def _evaluate_rank(
     from titanlite import main
 
     try:
-        env, folder = read_launch_env(), checkpoint_of(path)
+        env = read_launch_env()
+        folder = checkpoint_of(path)
         manifest = read_manifest(folder)
         run = config_of(folder, manifest, file, flags, env.world_size, trust_code)
         require("torch")  # what follows imports it
@@ -184,7 +183,8 @@ def _evaluate_rank(
         from titanlite.start.preflight import check_machine
 
         setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
-        store, seconds = connect_store(), run.comm.init_timeout_seconds
+        store = connect_store()
+        seconds = run.comm.init_timeout_seconds
         with report_failure(store, env.rank, env.world_size):
             check_machine(run)
             texts = read_texts(run, folder, manifest)
@@ -257,7 +257,8 @@ def evaluate(
     averages: dict[str, torch.Tensor] = {}
     if run.validation.ema:
         average = WeightAverage(parts.model, gather(parts.model), run.optimizer.ema_decay)
-        averages, held_out = average.tensors, replace(held_out, weights=average.applied)
+        averages = average.tensors
+        held_out = replace(held_out, weights=average.applied)
     loaded = Loader(run.checkpoint, world, {}, {}, averages=averages).load_weights(parts.model)
     if averages and "ema" in loaded.left_out and world.rank == 0:
         logger.info(f"{loaded.folder} holds no average of the weights: its weights are measured")

@@ -13,7 +13,8 @@ from titanlite.start.run_text import phases_of
 from titanlite.tools.cli import FLAGS, Commands, add_files, files_of
 from titanlite.utils import Style
 
-_WIDTH, _HEIGHT = 72, 10
+_WIDTH = 72
+_HEIGHT = 10
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -77,7 +78,8 @@ def table(rates: list[float]) -> list[str]:
     """Return lines with the rates of some steps: the ends, the quarters, the first and the last at
     the highest rate.
     """
-    last, top = len(rates) - 1, max(rates)
+    last = len(rates) - 1
+    top = max(rates)
     steps = sorted(
         {*(last * k // 4 for k in range(5)), rates.index(top), last - rates[::-1].index(top)}
     )

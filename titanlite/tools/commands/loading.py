@@ -103,9 +103,11 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
         reason = str(error).splitlines()[0]
         raise bad_flag("--device", f"{name}: {reason}") from None
     dtype = getattr(torch, arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    path, trust_code = to_path(arguments.checkpoint), arguments.trust_code
+    path = to_path(arguments.checkpoint)
+    trust_code = arguments.trust_code
     source: Source = open_source(path, ema=arguments.ema, trust_code=trust_code)
-    spec, args = get_spec(source.family), source.args
+    spec = get_spec(source.family)
+    args = source.args
     if arguments.context:
         args = replace(args, max_seq_len=arguments.context)
     tokenizer, template = _tokenizer(source, arguments.tokenizer)
@@ -147,7 +149,8 @@ def _tokenizer(source: Any, path: str | None) -> tuple[Tokenizer, str | None]:
     path: of another one. Raises DataError, and CheckpointError for a tokenizer that the weights
     were not trained with.
     """
-    given, template = path, None
+    given = path
+    template = None
     if source.manifest is not None:
         config = loads(str(source.manifest.config.get("toml", "")))
         given = given or config.get("model", {}).get("tokenizer_path")

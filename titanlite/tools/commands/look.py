@@ -47,8 +47,10 @@ from titanlite.tools.cli import no_flags
 from titanlite.tools.commands.config import side, world_size_of
 from titanlite.utils import Style, counted, human_count
 
-#: Tokens and characters of a document's start that are shown.
-_TOKENS, _CHARACTERS = 48, 72
+#: Tokens of a document's start that are shown.
+_TOKENS = 48
+#: Characters of it.
+_CHARACTERS = 72
 #: Sequences that are decoded to measure bytes per token.
 _SAMPLE = 32
 _BAR = 40
@@ -118,9 +120,8 @@ def open_run(
         _, config = check_config(argv, world_size_of(world_size)[0])
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.name)
     if validation:
-        config = replace(
-            config, data=replace(config.data, skip_steps=[])
-        )  # they are of the training text
+        # Steps to skip are of the training text.
+        config = replace(config, data=replace(config.data, skip_steps=[]))
         return Run(config, tokenizer, next(iter(read_held_out(config, tokenizer).values())))
     rows = read_training_text(config, tokenizer)
     if (then := expected.get("data")) not in (None, rows.fingerprint[:16]):
@@ -148,9 +149,11 @@ def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
             _check_position(manifest, step_folder(root, step))
             skipped = skip_ranges.merged(data.get("left_out", ()))
             rows = data.get("rows", {})
-            size, tokens = manifest.train["global_batch"], manifest.train.get("tokens_seen", 0)
+            size = manifest.train["global_batch"]
+            tokens = manifest.train.get("tokens_seen", 0)
             states.append(State(step, data["next_sequence"], skipped, size, rows, tokens))
-        fingerprints, ranks = manifest.fingerprints, manifest.world_size
+        fingerprints = manifest.fingerprints
+        ranks = manifest.world_size
     attempts = [] if ranks else read_attempts(folder)
     return states, fingerprints, ranks or (attempts[-1].get("ranks", 1) if attempts else 1)
 
@@ -218,7 +221,8 @@ def at_step(run: Run, step: int, as_json: bool) -> str:
     listed: dict[str, list[dict[str, Any]]] = {}
     lines = [f"step {step}: {counted(len(found), 'sequences')} of {run.rows.seq_len} tokens"]
     for number, documents in found.items():
-        tokens, begin = run.rows.sequence(number).tokens, 0
+        tokens = run.rows.sequence(number).tokens
+        begin = 0
         listed[str(number)] = []
         lines.append(f"sequence {number}: {counted(len(documents), 'documents')}")
         for document in documents:
@@ -273,7 +277,8 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
     """Return the text of the first `count` sequences from `step` on, of one data-parallel rank or
     of all.
     """
-    ranks, total = run.config.mesh.dp_degree, run.rows.total_sequences
+    ranks = run.config.mesh.dp_degree
+    total = run.rows.total_sequences
     if rank is not None and not 0 <= rank < ranks:
         raise DataError(
             f"--rank {rank}: data-parallel ranks run from 0 to {ranks - 1}; --world-size gives "
@@ -283,7 +288,8 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
     while len(shown) < count:
         for sequence in sequences_of(run, step):
             if rank in (None, sequence % ranks) and len(shown) < count:
-                row, documents = run.rows.sequence(sequence), documents_of(run.rows, sequence, "")
+                row = run.rows.sequence(sequence)
+                documents = documents_of(run.rows, sequence, "")
                 targets = int((row.labels != IGNORE).sum())
                 about = f"step {step}, sequence {sequence}, rank {sequence % ranks}: "
                 about += f"{counted(len(row.tokens), 'tokens')}, {counted(targets, 'targets')}"
@@ -318,10 +324,13 @@ def shown_row(
     """
     special = set(tokenizer.special_tokens.values())
     masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()
-    tokens, lines, end = row.tokens.tolist(), list[str](), 0
+    tokens = row.tokens.tolist()
+    lines = list[str]()
+    end = 0
     named = [(f" document {_name(one)} ", one.tokens) for one in documents if one.tokens]
     for title, count in [*named, ("", len(tokens))]:  # padding comes last
-        begin, end = end, min(end + count, len(tokens))
+        begin = end
+        end = min(end + count, len(tokens))
         if begin == end:
             break
         text = ""

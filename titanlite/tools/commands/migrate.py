@@ -170,7 +170,8 @@ class _Rewriter:
     """
 
     def __init__(self, before: LoadedConfig, problems: list[Problem]) -> None:
-        self.before, self.file = before, before.files[-1]
+        self.before = before
+        self.file = before.files[-1]
         #: Name → its problem, for those that become comments.
         self.problems = {_name(p): p for p in problems if self._may_go(p)}
         self.solved: list[Problem] = []
@@ -182,12 +183,10 @@ class _Rewriter:
         self.gap: list[str] = []
 
     def _may_go(self, problem: Problem) -> bool:
-        decides = (
-            _name(problem).startswith("model.") and _name(problem) not in ALIASES
-        )  # on what is trained
-        return (
-            problem.code in _NAMES and problem.where.rpartition(":")[0] == self.file and not decides
-        )
+        name = _name(problem)
+        decides_what_is_trained = name.startswith("model.") and name not in ALIASES
+        is_in_file = problem.where.rpartition(":")[0] == self.file
+        return problem.code in _NAMES and is_in_file and not decides_what_is_trained
 
     def _reason(self, name: str) -> str:
         """Return why a name, or a section around it, has no equivalent; "" if it has one."""
@@ -211,7 +210,8 @@ class _Rewriter:
         if not statement.tree:
             self.gap.append(statement.text)
             return
-        above, self.gap = self.gap, []
+        above = self.gap
+        self.gap = []
         if statement.is_header:
             self._open(statement, above)
         elif self.here.fate == "rewritten":
@@ -224,8 +224,10 @@ class _Rewriter:
 
     def _open(self, statement: Statement, above: list[str]) -> None:
         """Begin a block."""
-        name, (text, comment) = re.sub(r"\[\d+\]", "", statement.table), _cut(statement)
-        if reason := self._reason(name):
+        name = re.sub(r"\[\d+\]", "", statement.table)
+        text, comment = _cut(statement)
+        reason = self._reason(name)
+        if reason:
             self._change("without equivalent", statement.line, f"[{name}]: no equivalent: {reason}")
             note = [f"# no equivalent: {reason}", _commented(statement.text)]
             self.here = _Block(above=[*above, *note], fate="gone")
@@ -233,7 +235,8 @@ class _Rewriter:
             self.here = _Block(text, above, comment, has_keys=True, fate="kept")
         else:
             self.here = self.blocks.setdefault(name, _Block(text))
-            self.here.above, self.here.comment = [*filter(None, self.here.above), *above], comment
+            self.here.above = [*filter(None, self.here.above), *above]
+            self.here.comment = comment
             return
         self.blocks[f"line {statement.line}"] = self.here
 
@@ -257,13 +260,15 @@ class _Rewriter:
             *notes, last = lines
             block.body += [*above, *notes, *filter(None, [(last + comment).lstrip()])]
             block.has_keys |= bool(key)
-            above, comment = [], ""
+            above = []
+            comment = ""
 
     def _decide(self, name: str, value: Any, raw: str, line: int) -> tuple[str, list[str]]:
         """Return the key for a value ("" for none) and its lines; without a key these are
         comments.
         """
-        if not _is(raw, value):  # raw is that of an inline table
+        # The text may be that of an inline table.
+        if not _is(raw, value):
             raw = quote(value)
         old = f"{name} = {' '.join(raw.split())}"
         reason = self._reason(name)
@@ -273,25 +278,33 @@ class _Rewriter:
             self._change("without equivalent", line, f"{old}: no equivalent: {reason}")
             return "", [f"# no equivalent: {reason}", _commented(f"{name} = {raw}")]
         key = key_of(name)
-        if key in self.written or (name, value) == ("job.dialect", "2026"):
-            why = f"says {key} once more" if key in self.written else "its defaults are written out"
+        if key in self.written:
+            self._change("rewritten", line, f"{old} is left out: says {key} once more")
+            return "", [""]
+        if (name, value) == ("job.dialect", "2026"):
+            why = "its defaults are written out"
             self._change("rewritten", line, f"{old} is left out: {why}")
             return "", [""]
         self.written.add(key)
-        new, notes = raw, []
-        differs = (
-            name in COMMA_LISTS or (key, value) in VALUE_NAMES if isinstance(value, str) else False
-        )
-        is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
-        if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
-            new = escaped(quote(self.before.value(key)))
-        elif differs:
-            new = quote(normalized(name, value))  # its environment variables stay
-        if new != raw:
-            notes = [_commented(f"{name} = {raw}")] if "#" in raw and "\n" in raw else []
+        new = self._new_text(name, value, raw)
+        notes = []
+        # A comment within the lines of an old value would be lost.
+        if new != raw and "#" in raw and "\n" in raw:
+            notes.append(_commented(f"{name} = {raw}"))
         if (key, new) != (name, raw):
             self._change("rewritten", line, f"{old} -> {key} = {new}")
         return key, [*notes, f"{key.partition('.')[2]} = {new}"]
+
+    def _new_text(self, name: str, value: Any, raw: str) -> str:
+        """Return a value as titanlite writes it. raw: its text in the file."""
+        key = key_of(name)
+        is_other_flavor = key == "model.flavor" and self.before.source(key).written != name
+        if is_other_flavor or (name in ALIASES and ALIASES[name].convert):
+            return escaped(quote(self.before.value(key)))
+        if isinstance(value, str) and (name in COMMA_LISTS or (key, value) in VALUE_NAMES):
+            # Its environment variables stay.
+            return quote(normalized(name, value))
+        return raw
 
     def add_defaults(self) -> None:
         """Write out the later defaults that the file relied on, and take what stands behind its
@@ -299,7 +312,8 @@ class _Rewriter:
         """
         self.here.body += self.gap
         for key in (*LATER_DEFAULTS, "model.flavor", "model.rope_scaling"):
-            source, text = self.before.source(key), quote(self.before.value(key))
+            source = self.before.source(key)
+            text = quote(self.before.value(key))
             if (source.kind, source.file) == ("dialect", self.file):
                 self._change("defaults written out", source.line or 0, f"{key} = {text}")
                 self.section(key).body.append(

@@ -7,39 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.runs.read import Run
-
-#: Colours of runs on white: Okabe and Ito's (jfly.uni-koeln.de/color), which colour-blind readers
-#: can distinguish, then six that are far from these and from each other in CIELAB. Each has a
-#: contrast of 3 at least.
-COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#c674a2",
-    "#c48200",
-    "#00959f",
-    "#6000e0",
-    "#00a700",
-    "#e000c0",
-    "#606000",
-    "#c00040",
-    "#6060e0",
-)
-#: The same on the dark grey of browsers.
-DARK_COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#7e2afa",
-    "#00c000",
-    "#e000c0",
-    "#6b6a0e",
-    "#c91747",
-    "#6060e0",
-)
+from titanlite.tools.pictures import COLORS
 
 Point = tuple[float, float]
 
@@ -119,12 +87,14 @@ def _along(run: Run) -> tuple[list[float], list[float]]:
 
     The seconds are those of steps: no start, validation, save or pause is among them.
     """
-    tokens, seconds = list[float](), list[float]()
+    tokens = list[float]()
+    seconds = list[float]()
     step = spent = seen = 0.0
     for row in run.rows:
         if "loss" in row:
             steps = max(row["step"] - step, 0.0)
-            step, seen = row["step"], row.get("tokens_seen", seen)
+            step = row["step"]
+            seen = row.get("tokens_seen", seen)
             spent += steps * row.get("seconds_per_step", 0.0)
         tokens.append(seen)
         seconds.append(spent)

@@ -62,7 +62,8 @@ PLAN = "prepare.json"
 _HIGH = 6
 _HASH = "xxh3"
 #: Seconds for a remote source to come back, and between two lines of progress.
-_PATIENCE, _REPORT_SECONDS = 300.0, 10.0
+_PATIENCE = 300.0
+_REPORT_SECONDS = 10.0
 
 
 def prepare(
@@ -81,27 +82,11 @@ def prepare(
     Raises DataError for text that cannot be read, a folder that holds something else or is being
     written to, and a disk that is too small.
     """
-    tokenizer = load_tokenizer(options.tokenizer_path)
-    label, began = " ".join(filter(None, (source, subset, split))), time.monotonic()
-    asked = {"source": label, "options": options.to_json(), "tokenizer": tokenizer.fingerprint}
-    plan: dict[str, Any] = public_tree(asked)  # also equal with another signature of the same file
-    # Of a data set of the hub the files of the first attempt are read, at their revision.
-    known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
-    if listed := known.get("listed"):
-        shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
-    else:
-        shards = list_source(source, options, subset, split)
-        listed = (
-            {name: getattr(shards, name) for name in ("names", "kind", "revision")}
-            if shards.revision
-            else None
-        )
-    shards = replace(shards, patience=_PATIENCE, key="SOURCE")
-    tasks = divide(shards, options, tokenizer)
-    stamp = hash_of([task.stamp for task in tasks])
+    began = time.monotonic()
+    job = _job(source, folder, options, subset, split)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _refuse_others(folder, known, plan, stamp)
+        _refuse_others(folder, job.known, job.plan, job.stamp)
         with RunLock(folder, "out"):
             index = read_index(folder) if is_index(folder / INDEX) else None
             if index is not None:
@@ -111,26 +96,77 @@ def prepare(
                         f"right\n{summary(index, folder)}"
                     )
                 _reopen(folder, index)
-            for name in (PLAN, INDEX, "part-*"):  # half-written files of a process that was killed
-                for path in folder.glob(f".{name}.*"):
-                    path.unlink()
-            _check_space(folder, tasks, tokenizer)
-            atomic_write(folder / PLAN, json.dumps(plan | {"listed": listed}))
-            parts = _run(tasks, replace(shards, names=(), listing=None), folder, options, workers)
-            if not any(part["tokens"] for part in parts):
-                raise DataError(f"{public_name(source)} holds no records")
-            index = _publish(folder, parts, tokenizer, plan | {"listed": listed, "stamp": stamp})
+            index = _make_parts(job, source, folder, workers)
     except LockedError as error:
         raise DataError(f"{folder} is being prepared by another process: {error}") from None
     except OSError as error:
-        kept = (
-            "; finished parts are kept: run the same command again"
-            if (folder / PLAN).exists()
-            else ""
-        )
-        raise DataError(f"{error.filename or folder}: {error.strerror or error}{kept}") from error
-    found = f"{shards.listing.describe()}\n" if shards.listing else ""
-    return found + summary(index, folder, time.monotonic() - began)
+        problem = f"{error.filename or folder}: {error.strerror or error}"
+        if (folder / PLAN).exists():
+            problem += "; finished parts are kept: run the same command again"
+        raise DataError(problem) from error
+    text = summary(index, folder, time.monotonic() - began)
+    listing = job.shards.listing
+    return f"{listing.describe()}\n{text}" if listing else text
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be tokenized."""
+
+    shards: Shards
+    tasks: list[Task]
+    options: Options
+    tokenizer: Tokenizer
+    #: What must be the same when a folder is continued.
+    plan: dict[str, Any]
+    stamp: str
+    #: The index or the plan that the folder has already; {}: none.
+    known: dict[str, Any]
+    #: The files of a data set of the hub, at their revision; None: it is no such data set.
+    listed: dict[str, Any] | None
+
+
+def _job(
+    source: str, folder: Path, options: Options, subset: str | None, split: str | None
+) -> _Job:
+    """List the text and divide it. Raises DataError."""
+    tokenizer = load_tokenizer(options.tokenizer_path)
+    asked = {
+        "source": " ".join(filter(None, (source, subset, split))),
+        "options": options.to_json(),
+        "tokenizer": tokenizer.fingerprint,
+    }
+    # It is equal with another signature of the same file, too.
+    plan: dict[str, Any] = public_tree(asked)
+    known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
+    # The files of the first attempt are read again.
+    listed = known.get("listed")
+    if listed:
+        shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
+    else:
+        shards = list_source(source, options, subset, split)
+        if shards.revision:
+            listed = {name: getattr(shards, name) for name in ("names", "kind", "revision")}
+    shards = replace(shards, patience=_PATIENCE, key="SOURCE")
+    tasks = divide(shards, options, tokenizer)
+    stamp = hash_of([task.stamp for task in tasks])
+    return _Job(shards, tasks, options, tokenizer, plan, stamp, known, listed)
+
+
+def _make_parts(job: _Job, source: str, folder: Path, workers: int) -> dict[str, Any]:
+    """Write the parts that are missing, and publish the index; return it."""
+    # Half-written files are of a process that was killed.
+    for name in (PLAN, INDEX, "part-*"):
+        for path in folder.glob(f".{name}.*"):
+            path.unlink()
+    _check_space(folder, job.tasks, job.tokenizer)
+    plan = job.plan | {"listed": job.listed}
+    atomic_write(folder / PLAN, json.dumps(plan))
+    shards = replace(job.shards, names=(), listing=None)
+    parts = _run(job.tasks, shards, folder, job.options, workers)
+    if not any(part["tokens"] for part in parts):
+        raise DataError(f"{public_name(source)} holds no records")
+    return _publish(folder, parts, job.tokenizer, plan | {"stamp": job.stamp})
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -149,33 +185,35 @@ def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], st
     known: its index or plan.
     """
     other = "name another folder, or remove this one"
-    changed = [name for name in plan if known.get(name) != plan[name]] or ["text"] * (
-        known.get("stamp", stamp) != stamp
-    )
+    changed = [name for name in plan if known.get(name) != plan[name]]
+    if not changed and known.get("stamp", stamp) != stamp:
+        changed = ["text"]
     if known and changed:
         raise DataError(
             f"{folder} holds tokens of {known.get('source')} with another "
             f"{' and '.join(changed)}; give the same arguments to finish or check it, or {other}"
         )
-    found = (
-        []
-        if known
-        else [name for name in os.listdir(folder) if not name.startswith((".run.lock", "run.lock"))]
-    )
+    if known:
+        return
+    locks = (".run.lock", "run.lock")
+    found = sorted(name for name in os.listdir(folder) if not name.startswith(locks))
     if found:
-        raise DataError(f"{folder} holds other files ({sorted(found)[0]}, …); {other}")
+        raise DataError(f"{folder} holds other files ({found[0]}, …); {other}")
 
 
 def _is_whole(folder: Path, part: dict[str, Any]) -> bool:
     """Return whether the files of a part have their checksums."""
-    with contextlib.suppress(OSError):
-        paths = {suffix: folder / f"{part['name']}.{suffix}" for suffix in part["bytes"]}
-        if all(path.stat().st_size == part["bytes"][suffix] for suffix, path in paths.items()):
-            return all(
-                file_digest(path, _HASH) == part["checksums"][suffix]
-                for suffix, path in paths.items()
-            )
-    return False
+    paths = {suffix: folder / f"{part['name']}.{suffix}" for suffix in part["bytes"]}
+    try:
+        for suffix, path in paths.items():
+            if path.stat().st_size != part["bytes"][suffix]:
+                return False
+        for suffix, path in paths.items():
+            if file_digest(path, _HASH) != part["checksums"][suffix]:
+                return False
+    except OSError:
+        return False
+    return True
 
 
 def _reopen(folder: Path, index: dict[str, Any]) -> None:
@@ -217,10 +255,9 @@ def _publish(
         "format": KIND,
         "version": VERSION,
         "dtype": dtype_for(tokenizer.vocab_size).str,
-        **{
-            name: sum(part[name] for part in parts)
-            for name in ("tokens", "documents", "text_bytes")
-        },
+        "tokens": sum(part["tokens"] for part in parts),
+        "documents": sum(part["documents"] for part in parts),
+        "text_bytes": sum(part["text_bytes"] for part in parts),
         "max_id": max(part["max_id"] for part in parts),
         **plan,
         "tokenizer_path": plan["options"]["tokenizer_path"],
@@ -233,9 +270,8 @@ def _publish(
     index["fingerprint"] = fingerprint_of(index)
     ours = {f"{part['name']}.{suffix}" for part in parts for suffix in part["bytes"]}
     for path in folder.glob("part-*"):
-        if (
-            path.name not in ours and path.suffix != ".json"
-        ):  # of a text that has become shorter since
+        # Other parts are of a text that has become shorter since.
+        if path.name not in ours and path.suffix != ".json":
             path.unlink()
     atomic_write(folder / INDEX, json.dumps(index))
     for path in (*folder.glob("part-*.json"), folder / PLAN):
@@ -245,7 +281,8 @@ def _publish(
 
 def summary(index: dict[str, Any], folder: Path, seconds: float | None = None) -> str:
     """Return the figures of a prepared folder. seconds: that its making took."""
-    text, tokens = index["text_bytes"], index["tokens"]
+    text = index["text_bytes"]
+    tokens = index["tokens"]
     size = sum(sum(part["bytes"].values()) for part in index["parts"])
     speed = (
         f", {human_time(seconds)}, {text / 1e6 / max(seconds, 1e-9):,.1f} MB of text per second"
@@ -304,7 +341,9 @@ def _run(
     """Tokenize all tasks in processes; return the parts in order."""
     context = multiprocessing.get_context("spawn")
     processes = max(1, min(workers, len(tasks)))
-    done, stop, threads = context.Array("q", 3), context.Event(), workers // processes
+    done = context.Array("q", 3)
+    stop = context.Event()
+    threads = workers // processes
     worker = _Worker(shards, folder, options, threads if threads > 1 else 0, done, stop)
     total = _text_size(tasks)
     began = reported = time.monotonic()
@@ -400,15 +439,15 @@ class _PartWriter:
     """Writes one part; `close` makes it count."""
 
     def __init__(self, worker: _Worker, name: str, task: Task) -> None:
-        self.path, self.task = worker.folder / name, task
-        self._dtype, self._has_targets = (
-            dtype_for(worker.tokenizer.vocab_size),
-            worker.options.columns.has_masks,
-        )
+        self.path = worker.folder / name
+        self.task = task
+        self._dtype = dtype_for(worker.tokenizer.vocab_size)
+        self._has_targets = worker.options.columns.has_masks
         self._at("json").unlink(missing_ok=True)
         self._file = open(self._at("tokens"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._hash = new_hash(_HASH)
-        self._offsets, self._masks = [0], list[NDArray[np.bool_]]()
+        self._offsets = [0]
+        self._masks = list[NDArray[np.bool_]]()
         self._sources: list[tuple[str, int, int]] = []
         self._text_bytes = self._max_id = 0
         self._end = (-1, 0)

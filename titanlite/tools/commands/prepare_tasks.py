@@ -185,7 +185,8 @@ def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
             elif kind == "parquet":
                 from pyarrow.parquet import ParquetFile
 
-                unit, metadata = "rows", ParquetFile(file).metadata
+                unit = "rows"
+                metadata = ParquetFile(file).metadata
                 groups = range(metadata.num_row_groups)
                 ends = list(itertools.accumulate(metadata.row_group(n).num_rows for n in groups))
                 wanted = range(0, metadata.num_rows, max(most * metadata.num_rows // size, 1))
@@ -205,7 +206,8 @@ class _Section(io.RawIOBase):
     """The bytes [first, end) of an open file."""
 
     def __init__(self, file: BinaryIO, first: int, end: int) -> None:
-        self._file, self._left = file, end - first
+        self._file = file
+        self._left = end - first
         file.seek(first)
 
     def readable(self) -> bool:

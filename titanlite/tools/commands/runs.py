@@ -149,7 +149,8 @@ def attempts_text(folder: Path, terminal: bool) -> str:
     lost = {
         one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one
     }
-    rows, notes = [], []
+    rows = []
+    notes = []
     for one in attempts:
         tokens = (
             0 if one.get("state") == "done" else one.get("lost_tokens", lost.get(one["attempt"]))

@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,75 +39,42 @@ def add_command(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add_arguments(parser)
-    add = parser.add_argument
-    add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
-    add(
-        "--prompt-file",
-        metavar="FILE",
-        help="a prompt on each line, after those of the command line",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="each prompt is a user's message, rendered by the chat template",
-    )
-    add(
-        "--chat-template",
-        metavar="FILE",
-        help="Jinja file for --chat (default: the run's, or the tokenizer's)",
-    )
-    add(
-        "--max-tokens",
-        type=at_least(1),
-        default=256,
-        metavar="N",
-        help="most tokens to write (default: 256)",
-    )
-    add(
-        "--temperature",
-        type=_number(0, None),
-        default=1.0,
-        metavar="T",
-        help="0 is --greedy (default: 1)",
-    )
-    add("--greedy", action="store_true", help="always take the most probable token")
-    add(
-        "--top-k",
-        type=at_least(0),
-        default=0,
-        metavar="K",
-        help="draw from the K most probable tokens (0: all)",
-    )
-    add(
-        "--top-p",
-        type=_number(0, 1),
-        default=1.0,
-        metavar="P",
-        help="draw from the fewest that sum to P (1: all)",
-    )
-    add(
-        "--seed",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="the same seed gives the same text (default: 0)",
-    )
-    add(
-        "--batch-size",
-        type=at_least(1),
-        default=8,
-        metavar="N",
-        help="prompts continued at once (default: 8)",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="print a JSON object at the end instead of the text as it comes",
-    )
+    _add_prompts(parser)
+    _add_sampling(parser)
     parser.set_defaults(run=_run)
 
 
-def _number(low: float, high: float | None) -> object:
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
+    file = "a prompt on each line, after those of the command line"
+    add("--prompt-file", metavar="FILE", help=file)
+    chat = "each prompt is a user's message, rendered by the chat template"
+    add("--chat", action="store_true", help=chat)
+    template = "Jinja file for --chat (default: the run's, or the tokenizer's)"
+    add("--chat-template", metavar="FILE", help=template)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    most = "most tokens to write (default: 256)"
+    add("--max-tokens", type=at_least(1), default=256, metavar="N", help=most)
+    temperature = "0 is --greedy (default: 1)"
+    add("--temperature", type=_number(0, None), default=1.0, metavar="T", help=temperature)
+    add("--greedy", action="store_true", help="always take the most probable token")
+    top_k = "draw from the K most probable tokens (0: all)"
+    add("--top-k", type=at_least(0), default=0, metavar="K", help=top_k)
+    top_p = "draw from the fewest that sum to P (1: all)"
+    add("--top-p", type=_number(0, 1), default=1.0, metavar="P", help=top_p)
+    seed = "the same seed gives the same text (default: 0)"
+    add("--seed", type=at_least(0), default=0, metavar="N", help=seed)
+    size = "prompts continued at once (default: 8)"
+    add("--batch-size", type=at_least(1), default=8, metavar="N", help=size)
+    as_json = "print a JSON object at the end instead of the text as it comes"
+    add("--json", action="store_true", help=as_json)
+
+
+def _number(low: float, high: float | None) -> Callable[[str], float]:
     def number(text: str) -> float:
         value = float(text)
         if not low <= value <= (float("inf") if high is None else high) or (high and not value):
@@ -153,12 +120,12 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
         )
     except KeyboardInterrupt:
         return "\n" if show else "", exit_codes.INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # `head` has seen enough; Python would complain again while it shuts down
+    # `head` has seen enough. Python would complain again while it shuts down.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "", exit_codes.DONE
-    seconds, tokens = time.perf_counter() - started, sum(len(row.new) for row in rows)
+    seconds = time.perf_counter() - started
+    tokens = sum(len(row.new) for row in rows)
     speed = tokens / seconds
     if arguments.json:
         found = [
@@ -226,7 +193,8 @@ def make_rows(
     from titanlite.data.chat import encode_chat, load_template
     from titanlite.training.generate import TextStream
 
-    tokenizer, rows = loaded.tokenizer, list[Row]()
+    tokenizer = loaded.tokenizer
+    rows = list[Row]()
     jinja = (
         load_template(template or loaded.chat_template, tokenizer, "--chat-template")
         if chat
@@ -258,7 +226,8 @@ def sample(
     """Continue the rows in place, so many at once. Return the seconds until the first token."""
     from titanlite.training.generate import generate
 
-    started, first = time.perf_counter(), 0.0
+    started = time.perf_counter()
+    first = 0.0
     for begin in range(0, len(rows), batch):
         some = rows[begin : begin + batch]
         steps = generate(
@@ -296,7 +265,9 @@ class _Printer:
     """Prints the rows one after the other, each as it comes; the others wait."""
 
     def __init__(self, rows: Sequence[Row], style: Style, chat: bool) -> None:
-        self._rows, self._style, self._chat = rows, style, chat
+        self._rows = rows
+        self._style = style
+        self._chat = chat
         self._at = self._shown = 0
         self._begin()
 
@@ -308,7 +279,8 @@ class _Printer:
             if not row.finish:
                 return
             self._print("\n")
-            self._at, self._shown = self._at + 1, 0
+            self._at += 1
+            self._shown = 0
             self._begin()
 
     def _begin(self) -> None:
@@ -316,12 +288,12 @@ class _Printer:
             if self._at:
                 self._print("\n")
             row = self._rows[self._at]
-            lead = (
-                row.prompt if not self._chat else f"> {row.prompt}\n" if len(self._rows) > 1 else ""
-            )
-            print(
-                self._style.dim(escape(lead) if sys.stdout.isatty() else lead), end="", flush=True
-            )
+            lead = row.prompt
+            if self._chat:
+                lead = f"> {row.prompt}\n" if len(self._rows) > 1 else ""
+            if sys.stdout.isatty():
+                lead = escape(lead)
+            print(self._style.dim(lead), end="", flush=True)
 
     @staticmethod
     def _print(text: str) -> None:

@@ -24,8 +24,10 @@ from titanlite.data.token_parts import Part
 from titanlite.data.token_paths import INDEX, is_index, is_tokens
 from titanlite.utils import counted, human_bytes, human_time
 
-#: Seconds between two lines of progress, and tokens that are looked at together.
-_REPORT_SECONDS, _TOKENS = 10.0, 1 << 24
+#: Seconds between two lines of progress.
+_REPORT_SECONDS = 10.0
+#: Tokens that are looked at together.
+_TOKENS = 1 << 24
 
 
 @dataclass
@@ -74,7 +76,9 @@ class _Progress:
     """Prints a line now and then, from several threads."""
 
     def __init__(self, total: int) -> None:
-        self._total, self._done, self._lock = total, 0, Lock()
+        self._total = total
+        self._done = 0
+        self._lock = Lock()
         self._began = self._reported = time.monotonic()
 
     def __call__(self, count: int) -> None:

@@ -18,8 +18,12 @@ from titanlite.models.llama_shapes import SHAPES
 from titanlite.start.fit import check_config, shaped
 from titanlite.tools import refuse_keys
 
-#: Steps of a whole run, of its first half, and between saves.
-STEPS, HALF, INTERVAL = 8, 4, 2
+#: Steps of a whole run.
+STEPS = 8
+#: Steps of its first half.
+HALF = 4
+#: Steps between saves.
+INTERVAL = 2
 #: Kinds of parallelism, kept at degree 2 as far as the ranks suffice, in this order.
 _DEGREES = {
     "training.tensor_parallel_degree": "tensor_parallel",
@@ -100,33 +104,24 @@ def tiny_config(
     d = base.sections
     if d.model.name == "hf":
         message = "the drill shrinks a model by dim and n_layers, which models of transformers lack"
-        raise ConfigError(
-            [
-                Problem(
-                    base.place("model.name"), "model.name", message, "name a family of titanlite's"
-                )
-            ]
-        )
+        hint = "name a family of titanlite's"
+        raise ConfigError([Problem(base.place("model.name"), "model.name", message, hint)])
     if d.model.flavor == FROM_FOLDER:
         d = shaped(base).sections
     wanted = [key for key in _DEGREES if base.value(key) > 1]
     ranks = ranks or max(2, min(_MOST_RANKS, 2 ** len(wanted)))
-    degrees, shard = dict.fromkeys(_DEGREES, 1), ranks
-    for key in wanted:
-        if shard % 2 == 0:
-            degrees[key], shard = 2, shard // 2
-    fixed = {
-        f"{section}.{key}": value for section, keys in _FIXED.items() for key, value in keys.items()
-    }
+    degrees, shard = _divided(wanted, ranks)
+    fixed = {}
+    for section, section_values in _FIXED.items():
+        for key, value in section_values.items():
+            fixed[f"{section}.{key}"] = value
     fixed |= _sizes(d, degrees, shard)
     own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
     refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
-    arguments = [
-        f"--{key}={value if isinstance(value, str) else quote(value)}"
-        for key, value in values.items()
-    ]
-    tiny = check_config([*argv, *arguments], ranks)[0].sections
+    for key, value in values.items():
+        argv.append(f"--{key}={value if isinstance(value, str) else quote(value)}")
+    tiny = check_config(argv, ranks)[0].sections
     kept = [f"{_DEGREES[key]} 2, " for key in wanted if degrees[key] > 1]
     lost = [_DEGREES[key] for key in wanted if degrees[key] == 1]
     notes = [
@@ -136,52 +131,63 @@ def tiny_config(
         f"run      {STEPS} steps, saved every {INTERVAL}, async_mode = "
         f"{d.checkpoint.async_mode!r}, activation checkpointing "
         f"{tiny.activation_checkpoint.mode}, {d.training.mixed_precision_param}",
-        *([f"not tested on {ranks} ranks: {', '.join(lost)}"] if lost else []),
     ]
+    if lost:
+        notes.append(f"not tested on {ranks} ranks: {', '.join(lost)}")
     if d.training.compile and not compiled:
         notes.append("training.compile is off; --compile leaves it on, which takes minutes")
-    return TinyConfig(ranks, (*argv, *arguments), tiny, tuple(notes))
+    return TinyConfig(ranks, tuple(argv), tiny, tuple(notes))
+
+
+def _divided(wanted: Sequence[str], ranks: int) -> tuple[dict[str, int], int]:
+    """Return the degrees of parallelism by key, 2 for as many as the ranks allow, and the ranks
+    that shard the weights.
+    """
+    degrees = dict.fromkeys(_DEGREES, 1)
+    shard = ranks
+    for key in wanted:
+        if shard % 2 == 0:
+            degrees[key] = 2
+            shard //= 2
+    return degrees, shard
 
 
 def _sizes(d: Config, degrees: dict[str, int], shard: int) -> dict[str, Any]:
     """Return the sizes of model and batch by key: any degree of 2 divides them, and grouped heads
     stay grouped.
     """
-    pipeline = degrees["experimental.pipeline_parallel_degree"] > 1
+    has_pipeline = degrees["experimental.pipeline_parallel_degree"] > 1
     flavor = SHAPES.get(d.model.name, {}).get(d.model.flavor)
-    grouped = d.model.overrides.get("n_kv_heads", flavor.n_kv_heads if flavor else None) is not None
+    heads = d.model.overrides.get("n_kv_heads", flavor.n_kv_heads if flavor else None)
     shape = {
         "dim": 64,
-        "n_layers": 4 if pipeline else 2,
+        "n_layers": 4 if has_pipeline else 2,
         "n_heads": 4,
-        "n_kv_heads": 2 if grouped else 4,
-    }
-    shape |= {
+        "n_kv_heads": 4 if heads is None else 2,
         "ffn_dim": 128,
-        **({"vocab_size": _VOCABULARY} if "vocab_size" in d.model.overrides else {}),
     }
-    micro, readers = (
-        2 if pipeline else 1,
-        shard * degrees["training.data_parallel_replicate_degree"],
-    )
-    return {
-        **(
-            {"model.flavor": "debugmodel", "model.hf_config": None}
-            if d.model.flavor == FROM_FOLDER
-            else {}
-        ),
-        **{f"model.overrides.{name}": value for name, value in shape.items()},
-        "training.batch_size": micro,
-        "training.global_batch_size": micro * (4 if 4 % readers == 0 else 2 * readers),
-        **({"training.warmup_steps": 2} if d.lr_scheduler.warmup_ratio is None else {}),
-    }
+    if "vocab_size" in d.model.overrides:
+        shape["vocab_size"] = _VOCABULARY
+    values: dict[str, Any] = {}
+    if d.model.flavor == FROM_FOLDER:
+        values |= {"model.flavor": "debugmodel", "model.hf_config": None}
+    for name, size in shape.items():
+        values[f"model.overrides.{name}"] = size
+    micro = 2 if has_pipeline else 1
+    readers = shard * degrees["training.data_parallel_replicate_degree"]
+    values["training.batch_size"] = micro
+    values["training.global_batch_size"] = micro * (4 if 4 % readers == 0 else 2 * readers)
+    if d.lr_scheduler.warmup_ratio is None:
+        values["training.warmup_steps"] = 2
+    return values
 
 
 def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
     """Return new values, by key, where the config's do not work at this size or without a feature
     that is off.
     """
-    compiles, reshard = d.training.compile and compiled, d.training.reshard_after_forward
+    compiles = d.training.compile and compiled
+    has_async_tp = d.experimental.enable_async_tensor_parallel
     values: dict[str, Any] = {
         "training.compile": compiles,
         "training.seed": d.training.seed or 0,
@@ -189,18 +195,18 @@ def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
         "training.fsdp_min_params": 1000,
         "training.prefetch": min(d.training.prefetch, 1),
         "training.loss_chunks": min(d.training.loss_chunks, 2),
-        "experimental.enable_async_tensor_parallel": d.experimental.enable_async_tensor_parallel
-        and compiles,
+        "experimental.enable_async_tensor_parallel": has_async_tp and compiles,
         "experimental.pipeline_parallel_split_points": [],
         "experimental.pipeline_parallel_microbatches": None,
-        "checkpoint.milestones": [],  # they would be further saves
+        # They would be further saves.
+        "checkpoint.milestones": [],
         "validation.enable": True,
         "data.source": [],
         "validation.sources": [],
     }
     if d.activation_checkpoint.mode == "budget" and not compiles:
         values["activation_checkpoint.mode"] = "full"
-    if isinstance(reshard, int):
+    if isinstance(d.training.reshard_after_forward, int):
         values["training.reshard_after_forward"] = 2 if shard % 2 == 0 and shard > 2 else "always"
     if d.float8.enable_float8_linear:
         # The tiny model may lack the named layers, and its linears are small.

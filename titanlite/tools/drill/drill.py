@@ -14,18 +14,24 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools import at_least
-from titanlite.tools.drill.config import HALF, INTERVAL, ONE_RANK, STEPS, TinyConfig, tiny_config
+from titanlite.tools.drill.config import HALF, INTERVAL, ONE_RANK, STEPS, tiny_config
 from titanlite.tools.drill.faults import NO_FAULT, Fault
-from titanlite.tools.drill.ranks import RanksError, check, train
+from titanlite.tools.drill.ranks import RanksError, check
+from titanlite.tools.drill.runs import (
+    Workspace,
+    check_resumed,
+    checkpoint,
+    differing,
+    records,
+    saved_steps,
+)
 from titanlite.tools.processes import Stopped, stoppable
 from titanlite.utils import Style, escape, read_lines
 
@@ -74,103 +80,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.set_defaults(run=_run)
 
 
-@dataclass
-class Workspace:
-    """The folder of a drill: a whole run without a fault, the first half of one, and a run per
-    scenario.
-
-    Methods raise RanksError when a run does not end as expected.
-    """
-
-    tiny: TinyConfig
-    folder: Path
-
-    def make_references(self) -> None:
-        """Train the runs without a fault."""
-        self.train(self.folder / "whole")
-        self.train(self.folder / "half", f"--training.steps={HALF}")
-        check(HALF in saved_steps(self.folder / "half"), f"no checkpoint of step {HALF} was saved")
-
-    def begin(self, name: str) -> Path:
-        """Make the folder of a run that holds the first half."""
-        return shutil.copytree(self.folder / "half", self.folder / name)
-
-    def train(
-        self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0
-    ) -> str:
-        """Train once to the end and return the output. ranks: 0 for those of the drill.
-
-        The struck rank must end with exit code `code`, and the others with the same, or with
-        LOST_PEER after a kill.
-        """
-        run.mkdir(exist_ok=True)
-        folders = [f"--job.dump_folder={run}", f"--data.token_cache={self.folder / 'tokens'}"]
-        arguments = [*self.tiny.arguments, *folders, *flags]
-        codes, text = train(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
-        expected = [exit_codes.LOST_PEER if code == -signal.SIGKILL else code] * len(codes)
-        expected[fault.rank] = code
-        check(codes == expected, f"exit codes {codes}, not {expected}", text)
-        return text
-
-    def finish(self, run: Path, step: int, *flags: str) -> str:
-        """Resume a run from `step`, train to its end and compare it with the whole run.
-
-        Return the output.
-        """
-        text = self.train(run, *flags)
-        check_resumed(text, step)
-        self.compare(run)
-        return text
-
-    def compare(self, run: Path, like: str = "whole") -> None:
-        """Check that two runs have the same figures in each step, and the same last checkpoint."""
-        ours, theirs = Counter(records(run)), Counter(records(self.folder / like))
-        unlike = sorted({step for step, *_ in (ours - theirs) + (theirs - ours)})
-        check(not unlike, f"steps {unlike} differ from those of the run {like!r}")
-        tensors = differing(checkpoint(run), checkpoint(self.folder / like))
-        check(
-            not tensors,
-            f"{tensors[:3]} in the last checkpoint differ from those of the run {like!r}",
-        )
-
-
-def differing(left: Path, right: Path) -> list[str]:
-    """Return the tensors of two checkpoints that are not equal bit for bit."""
-    from titanlite.tools.hub.tensors import Contents, compare  # imports torch
-
-    return [
-        one.name
-        for one in compare(Contents(left), Contents(right))
-        if one.elements or one.left != one.right
-    ]
-
-
-def checkpoint(run: Path, step: int = STEPS) -> Path:
-    return run / "checkpoint" / f"step-{step}"
-
-
-def saved_steps(run: Path) -> list[int]:
-    """Return the steps of the checkpoints of a run, ascending."""
-    names = [path.parent.name[5:] for path in (run / "checkpoint").glob("step-*/manifest.json")]
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-def records(run: Path, needed: str = "") -> list[tuple[Any, ...]]:
-    """Return the rows of metrics.jsonl that have the figure `needed`, without times and memory."""
-    kept = ("loss", "grad_norm", "lr", "tokens_seen", "validation_loss", "validation_tokens")
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if not needed or needed in row]
-    return [(row["step"], *((key, row[key]) for key in kept if key in row)) for row in rows]
-
-
-def check_resumed(text: str, step: int) -> None:
-    found = re.findall(r"resumed from step (\d+)", text)
-    check(
-        found == [str(step)],
-        f"the run resumed from step {', '.join(found) or 'none'}, not {step}",
-        text,
-    )
-
-
 @dataclass(frozen=True)
 class Scenario:
     """One fault in a run that goes on from the first half."""
@@ -197,15 +106,11 @@ def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
     """End a run by a fault, resume it and compare the result."""
     text = work.train(run, *one.flags, fault=one.fault, code=one.code)
     if one.fault.event == "validation":
-        check(
-            records(run, "validation_loss")[-1][0] == HALF,
-            "the validation was not interrupted",
-            text,
-        )
+        last = records(run, "validation_loss")[-1][0]
+        check(last == HALF, "the validation was not interrupted", text)
     step = max(saved_steps(run), default=0)
-    check(
-        step > HALF if one.newer else step == HALF, f"the newest checkpoint is of step {step}", text
-    )
+    is_expected = step > HALF if one.newer else step == HALF
+    check(is_expected, f"the newest checkpoint is of step {step}", text)
     work.finish(run, step, *one.flags)
     told = f"signal {-one.code}" if one.code < 0 else f"exit code {one.code}"
     return f"ended by {told}; resumed from step {step}, same end"
@@ -226,9 +131,8 @@ def damage(work: Workspace, run: Path, one: Scenario) -> str:
         file.unlink()
     text = work.finish(run, HALF - INTERVAL)
     check(file.name in text, f"the start did not name {file.name}", text)
-    check(
-        len([*folder.parent.glob(f"{folder.name}?*")]) == 1, "the damaged checkpoint was not kept"
-    )
+    kept = list(folder.parent.glob(f"{folder.name}?*"))
+    check(len(kept) == 1, "the damaged checkpoint was not kept")
     return f"{file.name} named, resumed from step {HALF - INTERVAL}, same end"
 
 
@@ -255,20 +159,17 @@ def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
     check(rows == [[step, "skip"]], f"guard.jsonl has {rows}")
     changed = differing(checkpoint(run, HALF), checkpoint(run, step))
     check(not changed, f"the bad step {step} changed {changed[:3]}")
-    check(
-        differing(checkpoint(run, step), checkpoint(run, step + 1)) != [],
-        f"step {step + 1} changed nothing",
-    )
+    changed = differing(checkpoint(run, step), checkpoint(run, step + 1))
+    check(changed != [], f"step {step + 1} changed nothing")
     steps = [row[0] for row in records(run, "loss")]
-    check(
-        steps == [*range(1, STEPS + 1)] and STEPS in saved_steps(run),
-        f"metrics.jsonl has the steps {steps}",
-    )
+    is_whole = steps == [*range(1, STEPS + 1)] and STEPS in saved_steps(run)
+    check(is_whole, f"metrics.jsonl has the steps {steps}")
     return f"step {step} changed no weight or moment, the run goes on to its end"
 
 
 def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
-    step, own = one.fault.number, work.tiny.config.data.skip_steps
+    step = one.fault.number
+    own = work.tiny.config.data.skip_steps
     rows = bad_steps(work, run, one, "step", "action", "back_to_step", "left_out")
     # Steps of the data order, which are not those of the run if the config skips some itself.
     skipped = rows[0][-1] if own and rows else f"{HALF + 1}-{step}"
@@ -281,17 +182,16 @@ def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
 
 
 def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
-    step, mode = one.fault.number, work.tiny.config.checkpoint.async_mode
-    mode = "async" if (one.name, mode) == ("background-save", "disabled") else mode
+    step = one.fault.number
+    mode = work.tiny.config.checkpoint.async_mode
+    if one.name == "background-save" and mode == "disabled":
+        mode = "async"
     text = work.train(run, f"--checkpoint.async_mode={mode}", fault=one.fault)
     told = re.search(rf"step {step}\b.*rank {one.fault.rank}: .*{os.strerror(errno.EFBIG)}", text)
     check(told is not None, "the failed save was not reported", text)
     steps = saved_steps(run)
-    check(
-        step not in steps and {HALF, STEPS} <= {*steps},
-        f"there are checkpoints of steps {steps}",
-        text,
-    )
+    is_expected = step not in steps and {HALF, STEPS} <= {*steps}
+    check(is_expected, f"there are checkpoints of steps {steps}", text)
     work.compare(run)
     return (
         f"async_mode = {mode!r}: reported, step {HALF} stays, training goes on, the next save "
@@ -301,32 +201,40 @@ def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
 
 def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
     check_resumed(work.train(run, *ONE_RANK, ranks=1), HALF)
-    whole, tolerance = (
-        work.folder / "whole",
-        _TOLERANCE[work.tiny.config.training.mixed_precision_param],
-    )
+    whole = work.folder / "whole"
+    tolerance = _TOLERANCE[work.tiny.config.training.mixed_precision_param]
     expected = {step: dict(figures) for step, *figures in records(whole, "loss")}
     for step, *figures in records(run, "loss"):
-        found, other = dict(figures), expected[step]
+        found = dict(figures)
+        other = expected[step]
         gap = abs(found["loss"] - other["loss"])
         check(gap <= tolerance * other["loss"], f"the loss of step {step} differs by {gap:.2g}")
         check(found["tokens_seen"] == other["tokens_seen"], f"tokens_seen of step {step} differs")
-    places = [
-        json.loads((checkpoint(one) / "manifest.json").read_text())["train"]["data"]
-        for one in (run, whole)
-    ]
-    check(places[0] == places[1], f"the position in the data is {places[0]}, not {places[1]}")
+    place = data_place(run)
+    wanted = data_place(whole)
+    check(place == wanted, f"the position in the data is {place}, not {wanted}")
     return (
         f"saved on {work.tiny.ranks} ranks, resumed on 1: same position in the data, losses equal "
         "to rounding"
     )
 
 
-_SAVE, _NEXT = HALF + INTERVAL, HALF + 1
-_FULL, _PURGE = Fault("full", "save", _SAVE, 1), Fault("kill", "prune half way", _SAVE)
-_TERM, _IN_VALIDATION = Fault("term", "step", _NEXT, 1), Fault("term", "validation", 1, 1)
-_NAN, _NAN_LATER = Fault("nan", "step", _NEXT, 1), Fault("nan", "step", _SAVE, 1)
-_KEEP_ONE, _STOP = ("--checkpoint.keep_latest_k=1",), ("--guard.policy=stop",)
+def data_place(run: Path) -> Any:
+    """Return the position in the data that the last checkpoint of a run holds."""
+    manifest = json.loads((checkpoint(run) / "manifest.json").read_text())
+    return manifest["train"]["data"]
+
+
+_SAVE = HALF + INTERVAL
+_NEXT = HALF + 1
+_FULL = Fault("full", "save", _SAVE, 1)
+_PURGE = Fault("kill", "prune half way", _SAVE)
+_TERM = Fault("term", "step", _NEXT, 1)
+_IN_VALIDATION = Fault("term", "validation", 1, 1)
+_NAN = Fault("nan", "step", _NEXT, 1)
+_NAN_LATER = Fault("nan", "step", _SAVE, 1)
+_KEEP_ONE = ("--checkpoint.keep_latest_k=1",)
+_STOP = ("--guard.policy=stop",)
 _ONLY_STOPS_SAVE = ("--checkpoint.interval=1000",)
 _SKIP = (
     "--guard.policy=skip",
@@ -437,12 +345,15 @@ def _play(
         return exit_codes.ERROR
     for scenario in chosen:
         began = time.monotonic()
+        passed = False
         try:
-            passed, told = True, scenario.play(work, work.begin(scenario.name), scenario)
-        except (
-            Exception
-        ) as problem:  # an error of a check means that a run left something unexpected
-            passed, told = False, str(problem) if isinstance(problem, RanksError) else repr(problem)
+            told = scenario.play(work, work.begin(scenario.name), scenario)
+            passed = True
+        except RanksError as problem:
+            told = str(problem)
+        # An error of a check means that a run left something unexpected.
+        except Exception as problem:
+            told = repr(problem)
         seconds = time.monotonic() - began
         word = style.good("pass") if passed else style.warn("FAIL")
         _log(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")

@@ -82,7 +82,8 @@ def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
     from titanlite.data.loader import ValidationLoader
 
-    calls, steps = itertools.count(1), {fault.number}
+    calls = itertools.count(1)
+    steps = {fault.number}
 
     def count(_: object) -> None:
         if next(calls) == fault.number:
@@ -160,16 +161,12 @@ def _watch_files(notify: _Notify) -> None:
     """Call `notify` before each call that creates, writes, syncs, renames or removes a file."""
 
     def hook(call: str, arguments: tuple[Any, ...]) -> None:
-        if (
-            call == "open"
-            and isinstance(arguments[2], int)
-            and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        ):
-            notify(call, str(arguments[0]), -1)
-        elif call in (
-            "os.mkdir",
-            "os.remove",
-        ):  # with a path below that of a file descriptor, or -1
+        if call == "open":
+            flags = arguments[2]
+            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
+                notify(call, str(arguments[0]), -1)
+        elif call in ("os.mkdir", "os.remove"):
+            # The last argument is the descriptor of a folder that the path is below, or -1.
             folder = "" if arguments[-1] < 0 else os.readlink(f"/proc/self/fd/{arguments[-1]}")
             notify(call, os.path.join(folder, str(arguments[0])), -1)
         elif call == "os.rename":
@@ -190,11 +187,8 @@ def _save_watch(fault: Fault) -> _Notify:
     def notify(call: str, path: str, descriptor: int) -> None:
         for name, event in SAVE_EVENTS.items():
             pattern = event.path.replace("STEP", str(fault.number))
-            if (
-                call == event.call
-                and (not event.after or seen[event.after])
-                and re.search(pattern, path)
-            ):
+            is_time = not event.after or seen[event.after] > 0
+            if call == event.call and is_time and re.search(pattern, path):
                 seen[name] += 1
                 if name == fault.event and seen[name] == event.nth:
                     if name.endswith(" half"):
@@ -207,12 +201,12 @@ def _save_watch(fault: Fault) -> _Notify:
 def _full_disk(step: int) -> _Notify:
     """Limit the size of files from the save of `step` until that of another step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(
-        signal.SIGXFSZ, signal.SIG_IGN
-    )  # a write then fails with an error, as on a full disk
+    # A write then fails with an error, as on a full disk.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def notify(call: str, path: str, _: int) -> None:
-        if call == "open" and (found := re.search(r"/step-(\d+)/", path)):
+        found = re.search(r"/step-(\d+)/", path)
+        if call == "open" and found:
             limit = FULL_BYTES if int(found[1]) == step else soft
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 

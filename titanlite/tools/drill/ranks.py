@@ -75,7 +75,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     ) -> None:
         start_fork_server()
         console.touch()
-        self.console, self._offset = console, console.stat().st_size
+        self.console = console
+        self._offset = console.stat().st_size
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -122,13 +123,15 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Return the exit codes by rank, negative for a signal. Raises RanksError after
         `seconds`.
         """
-        deadline, failed = time.monotonic() + seconds, False
+        deadline = time.monotonic() + seconds
+        failed = False
         while alive := [process.sentinel for process in self.processes if process.exitcode is None]:
             if not connection.wait(alive, max(0.0, deadline - time.monotonic())):
                 self.kill()
                 check(failed, f"the run did not end within {seconds:.0f} s", self.output())
             elif not failed and any(process.exitcode for process in self.processes):
-                deadline, failed = time.monotonic() + grace, True
+                deadline = time.monotonic() + grace
+                failed = True
         return [process.exitcode for process in self.processes]  # type: ignore[misc]
 
 

@@ -60,7 +60,9 @@ from titanlite.utils import atomic_write, human_bytes
 
 Format = Literal["hf", "torch", "checkpoint"]
 #: Entries of the dictionary in a file of torch's.
-STATE, MODEL, STEP = "state_dict", "model", "step"
+STATE = "state_dict"
+MODEL = "model"
+STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -88,24 +90,25 @@ class Source:
         """Return the same weights in another precision (None: as they are), which report their
         progress when read.
         """
-        empty = {
-            name: converted(tensor, dtype) if dtype else tensor
-            for name, tensor in self.empty.items()
-        }
-        done, total = 0, sum(tensor.nbytes for tensor in empty.values())
+        empty = self.empty
+        if dtype:
+            empty = {name: converted(tensor, dtype) for name, tensor in empty.items()}
+        done = 0
+        total = sum(tensor.nbytes for tensor in empty.values())
 
         def read(name: str) -> torch.Tensor:
             nonlocal done
-            done = min(done + empty[name].nbytes, total)  # the logits take a second reading
+            # The logits take a second reading.
+            done = min(done + empty[name].nbytes, total)
             progress(done, total)
             before = self.read(name)
             tensor = before.to(empty[name].dtype)
-            if tensor.dtype != before.dtype and bool(
-                (before.isfinite() & ~tensor.isfinite()).any()
-            ):
-                raise CheckpointError(
-                    f"{name} has values that {dtype} cannot hold: choose another --dtype"
-                )
+            if tensor.dtype != before.dtype:
+                is_lost = before.isfinite() & ~tensor.isfinite()
+                if bool(is_lost.any()):
+                    raise CheckpointError(
+                        f"{name} has values that {dtype} cannot hold: choose another --dtype"
+                    )
             return tensor
 
         return replace(self, empty=empty, read=read)
@@ -126,31 +129,38 @@ def open_source(
     Raises CheckpointError when it holds no weights, or others than those of the model that it
     describes. Raises ConfigError when it names code that is not trusted.
     """
-    origin = foreign(trust_code)
-    if holds_weights(path):
-        source = _foreign(path)
-    else:
-        if step_of(path) is None:
-            refuse_older(path)
-        if isinstance(path, Path) and path.is_file() and path.suffix != ".toml":
-            source = _torch_file(path, origin)
-        else:
-            folder = checkpoint_of(path)
-            if step_of(path) is None:
-                refuse_older(folder.parent)
-            source = _checkpoint(folder, progress, ema, origin)
+    source = _any_source(path, progress, ema, foreign(trust_code))
     if ema and source.manifest is None:
         raise CheckpointError(
             f"{path} holds no average of the weights: it is no checkpoint of titanlite"
         )
     saved = describe(source.empty)
-    wanted = describe(
-        get_spec(source.family).build_on_meta(source.args).state_dict()
-    )  # a tied head has its own name
-    found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}
-    if found := {name: problem for name, problem in found.items() if problem not in ("", DTYPE)}:
-        raise CheckpointError(difference_table(found, saved, wanted, str(path)))
+    # A tied head has its own name there.
+    model = get_spec(source.family).build_on_meta(source.args)
+    wanted = describe(model.state_dict())
+    problems = {}
+    for name in {*saved, *wanted}:
+        problem = compare_entries(saved.get(name), wanted.get(name))
+        if problem not in ("", DTYPE):
+            problems[name] = problem
+    if problems:
+        raise CheckpointError(difference_table(problems, saved, wanted, str(path)))
     return source
+
+
+def _any_source(path: AnyPath, progress: Progress, ema: bool, origin: Origin) -> Source:
+    """Return the weights in a folder of another program, a file of torch's or a checkpoint."""
+    if holds_weights(path):
+        return _foreign(path)
+    names_step = step_of(path) is not None
+    if not names_step:
+        refuse_older(path)
+    if isinstance(path, Path) and path.is_file() and path.suffix != ".toml":
+        return _torch_file(path, origin)
+    folder = checkpoint_of(path)
+    if not names_step:
+        refuse_older(folder.parent)
+    return _checkpoint(folder, progress, ema, origin)
 
 
 def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) -> Source:
@@ -164,29 +174,30 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool, origin: Origin) 
             'gave no config = {"model": titanlite.models.args.as_record(…)}. Resume the run, and '
             "convert its next one"
         )
-    if problems := check_files(folder, manifest, progress=progress):
+    problems = check_files(folder, manifest, progress=progress)
+    if problems:
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
     family, args = _described(folder / FILE, record, origin)
     prefix = AVERAGE if ema else WEIGHT
-    tensors = {
-        n.removeprefix(prefix): e for n, e in manifest.tensors.items() if n.startswith(prefix)
-    }
-    if not tensors:
+    empty = {}
+    for name, (dtype, shape) in manifest.tensors.items():
+        if name.startswith(prefix):
+            empty[name.removeprefix(prefix)] = _empty(dtype, shape)
+    if not empty:
         raise CheckpointError(
             f"{folder} holds no average of the weights: its run had no optimizer.ema_decay"
         )
-    empty = {name: _empty(dtype, shape) for name, (dtype, shape) in tensors.items()}
-    source = Source(
-        folder,
-        family,
-        args,
-        manifest.step,
-        empty,
-        lambda name: contents.read(prefix + name),
-        manifest,
+    tokenizer = manifest.config.get("tokenizer")
+    return Source(
+        path=folder,
+        family=family,
+        args=args,
+        step=manifest.step,
+        empty=empty,
+        read=lambda name: contents.read(prefix + name),
+        manifest=manifest,
+        tokenizer=tokenizer.get("path") if isinstance(tokenizer, dict) else None,
     )
-    record = manifest.config.get("tokenizer")
-    return replace(source, tokenizer=record.get("path") if isinstance(record, dict) else None)
 
 
 def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -205,12 +216,17 @@ def _described(
 def _foreign(path: AnyPath) -> Source:
     weights = open_weights(path)
     weights.check_head()
-    empty, config = dict(our_tensors(weights)), weights.config
-    source = Source(path, weights.family, weights.args, 0, empty, weights.read)
-    is_hf = path.is_dir() and (path / HF_CONFIG).is_file() and "quantization_config" not in config
-    tokenizer = str(path if path.is_dir() else path.parent)
-    return replace(
-        source, context=config.get("max_position_embeddings"), tokenizer=tokenizer, is_hf=is_hf
+    has_config = path.is_dir() and (path / HF_CONFIG).is_file()
+    return Source(
+        path=path,
+        family=weights.family,
+        args=weights.args,
+        step=0,
+        empty=dict(our_tensors(weights)),
+        read=weights.read,
+        is_hf=has_config and "quantization_config" not in weights.config,
+        context=weights.config.get("max_position_embeddings"),
+        tokenizer=str(path if path.is_dir() else path.parent),
     )
 
 
@@ -289,21 +305,24 @@ def convert(
 def _write_hf(
     source: Source, final: AnyPath, shard_bytes: int, report: Callable[[str], None] | None
 ) -> None:
-    spec, entries = get_spec(source.family), describe(source.empty)
+    spec = get_spec(source.family)
+    entries = describe(source.empty)
     try:
-        names, config = spec.hf_names(source.args), spec.hf_config(source.args)
+        names = spec.hf_names(source.args)
+        config = spec.hf_config(source.args)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
+    # The context that the weights came with.
     if source.context:
-        config["max_position_embeddings"] = source.context  # as it says itself
+        config["max_position_embeddings"] = source.context
+    beside = hf_files(source.tokenizer) if source.tokenizer else {}
     folder = begin_folder(final)
     try:
         files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
-        if problem := write_files(folder, files, entries, source.read):
+        problem = write_files(folder, files, entries, source.read)
+        if problem:
             raise CheckpointError(f"{final} cannot be written: {problem}")
-        write_configs(
-            folder, config, files, entries, hf_files(source.tokenizer) if source.tokenizer else {}
-        )
+        write_configs(folder, config, files, entries, beside)
         if report is not None:
             report(compare_logits(source.family, source.args, source.read, folder))
             if source.tokenizer:
@@ -399,60 +418,92 @@ def _write_checkpoint(
     source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None
 ) -> None:
     started = time.perf_counter()
-    state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
     for mark in marks_of(step_folder(root, source.step)):
         way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
         raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
     refuse_existing(step_folder(root, source.step))
-    tokenizer = root / "tokenizer"
-    beside = hf_files(source.tokenizer) if source.tokenizer and source.manifest is None else {}
-    there = {name: (tokenizer / name).read_bytes() for name in files_in(tokenizer) if name in FILES}
-    if beside and there and there != beside:
-        raise CheckpointError(f"{tokenizer} is of another tokenizer: choose another folder")
+    tokenizer = _Tokenizer(source, root / "tokenizer")
     folder = begin(root, source.step)
     try:
         writer = HashingWriter(folder)
+        state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
         with quiet(), dcp_errors(f"writing {folder}"):
             planner = _OneByOne(source.read)
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-        before = source.manifest
-        config = {
-            **(before.config if before else {}),
-            "model": as_record(source.family, source.args),
-        }
-        if beside:
-            config["tokenizer"] = {
-                "path": str(tokenizer.resolve() if isinstance(tokenizer, Path) else tokenizer)
-            }
-        manifest = Manifest(
-            step=source.step,
-            fingerprints=before.fingerprints if before else {},
-            tensors=describe(state),
-            files={name: written.size for name, written in writer.written.items()},
-            hashes={name: written.digest for name, written in writer.written.items()},
-            train=before.train if before else {},
-            versions=provenance.versions(),
-            world_size=1,
-            created=time.time(),
-            config=config,
-            weights_only=True,
-            dtype=dtype or "",
-            seconds=round(time.perf_counter() - started, 3),
-        )
+        manifest = _manifest(source, state, writer, dtype, tokenizer.config)
+        manifest = replace(manifest, seconds=round(time.perf_counter() - started, 3))
         if report is not None:
             contents = Contents(folder, manifest)
+
+            def read(name: str) -> torch.Tensor:
+                return contents.read(f"model.{name}")
+
             theirs = source.path if source.is_hf else source.read
-            read = lambda name: contents.read(f"model.{name}")  # noqa: E731
             report(compare_logits(source.family, source.args, read, theirs, dtype))
-        for name, data in beside.items():
-            if isinstance(tokenizer, Path):
-                tokenizer.mkdir(exist_ok=True)
-                atomic_write(tokenizer / name, data)
-            else:
-                (tokenizer / name).write_bytes(data)
+        tokenizer.write()
         publish(folder, manifest)
     except BaseException:
         with suppress(OSError):
             for mark in marks_of(folder):
                 delete(mark)
         raise
+
+
+def _manifest(
+    source: Source,
+    state: Mapping[str, torch.Tensor],
+    writer: HashingWriter,
+    dtype: str | None,
+    config: Mapping[str, Any],
+) -> Manifest:
+    """Return the manifest of a checkpoint of weights only; a checkpoint that they come from hands
+    on what it knows of its run. config: of the tokenizer.
+    """
+    before = source.manifest
+    model = as_record(source.family, source.args)
+    return Manifest(
+        step=source.step,
+        fingerprints=before.fingerprints if before else {},
+        tensors=describe(state),
+        files={name: written.size for name, written in writer.written.items()},
+        hashes={name: written.digest for name, written in writer.written.items()},
+        train=before.train if before else {},
+        versions=provenance.versions(),
+        world_size=1,
+        created=time.time(),
+        config={**(before.config if before else {}), "model": model, **config},
+        weights_only=True,
+        dtype=dtype or "",
+    )
+
+
+class _Tokenizer:
+    """The files of the tokenizer of foreign weights, beside the checkpoints.
+
+    Raises CheckpointError if the folder holds another tokenizer.
+    """
+
+    def __init__(self, source: Source, folder: AnyPath) -> None:
+        self.folder = folder
+        self.files: Mapping[str, bytes] = {}
+        if source.tokenizer and source.manifest is None:
+            self.files = hf_files(source.tokenizer)
+        there = {name: (folder / name).read_bytes() for name in files_in(folder) if name in FILES}
+        if self.files and there and there != self.files:
+            raise CheckpointError(f"{folder} is of another tokenizer: choose another folder")
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        if not self.files:
+            return {}
+        folder = self.folder.resolve() if isinstance(self.folder, Path) else self.folder
+        return {"tokenizer": {"path": str(folder)}}
+
+    def write(self) -> None:
+        for name, data in self.files.items():
+            if isinstance(self.folder, Path):
+                self.folder.mkdir(exist_ok=True)
+                atomic_write(self.folder / name, data)
+            else:
+                (self.folder / name).write_bytes(data)

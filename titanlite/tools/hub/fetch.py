@@ -48,7 +48,8 @@ def fetch(
             f"SOURCE: several files of {source} have the same name; fetch its subfolders one by one"
         )
     out.mkdir(parents=True, exist_ok=True)
-    began, copied = time.monotonic(), 0
+    began = time.monotonic()
+    copied = 0
     for number, (name, target) in enumerate(zip(wanted, targets, strict=True), 1):
         if target.exists():
             print(f"{number} of {len(wanted)}: {target} is there")

@@ -93,7 +93,8 @@ class TensorDifference:
 
 def compare(left: Contents, right: Contents) -> Iterator[TensorDifference]:
     """Return one entry per tensor of either, also of equal ones, by name."""
-    ours, theirs = left.manifest.tensors, right.manifest.tensors
+    ours = left.manifest.tensors
+    theirs = right.manifest.tensors
     for name in sorted({*ours, *theirs}):
         found = TensorDifference(name, ours.get(name), theirs.get(name))
         if found.comparable:
@@ -107,26 +108,32 @@ def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
     """Return the elements that differ (two NaNs do not), and the largest absolute and relative
     difference.
     """
-    elements, absolute, relative = 0, 0.0, 0.0
+    elements = 0
+    absolute = 0.0
+    relative = 0.0
     for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
         if torch.equal(x, y):
             continue
-        x, y = x.double(), y.double()
+        x = x.double()
+        y = y.double()
         differ = (x != y) & ~(x.isnan() & y.isnan())
-        x, y = x[differ], y[differ]
+        x = x[differ]
+        y = y[differ]
         if not x.numel():
             continue
         elements += x.numel()
         gap = (x - y).abs().nan_to_num(nan=math.inf)
         scale = torch.maximum(x.abs(), y.abs())
         ratio = torch.where(gap.isinf(), gap, gap / scale)
-        absolute, relative = max(absolute, gap.max().item()), max(relative, ratio.max().item())
+        absolute = max(absolute, gap.max().item())
+        relative = max(relative, ratio.max().item())
     return elements, absolute, relative
 
 
-#: Tokens of the sample; largest relative difference |a - b| / |b| of the logits, as vectors,
-#: computed in float32.
-TOKENS, TOLERANCE = 64, 1e-4
+#: Tokens of the sample.
+TOKENS = 64
+#: Largest relative difference |a - b| / |b| of the logits, as vectors, computed in float32.
+TOLERANCE = 1e-4
 Read = Callable[[str], torch.Tensor]
 
 
@@ -140,23 +147,19 @@ def compare_logits(
 
     Raises CheckpointError when the logits differ.
     """
-    sample = torch.randint(
-        args.vocab_size, (1, min(TOKENS, args.max_seq_len)), generator=torch.Generator()
-    )
+    shape = (1, min(TOKENS, args.max_seq_len))
+    sample = torch.randint(args.vocab_size, shape, generator=torch.Generator())
     ours = our_logits(family, args, read, sample)
     if callable(theirs):
-        other, way = (
-            our_logits(family, args, _rounded(theirs, dtype), sample),
-            "titanlite, of the weights read",
-        )
+        other = our_logits(family, args, _rounded(theirs, dtype), sample)
+        way = "titanlite, of the weights read"
     elif reason := _cannot(family, args):
         back = open_weights(theirs, get_spec(family), args)
-        other, way = (
-            our_logits(family, args, _rounded(back.read, dtype), sample),
-            f"titanlite ({reason})",
-        )
+        other = our_logits(family, args, _rounded(back.read, dtype), sample)
+        way = f"titanlite ({reason})"
     else:
-        other, way = _transformers(Path(str(theirs)), dtype, sample), "transformers"
+        other = _transformers(Path(str(theirs)), dtype, sample)
+        way = "transformers"
     if ours.shape != other.shape:
         raise CheckpointError(
             f"the logits of {way} have another shape: {list(other.shape)}, {list(ours.shape)} here"
@@ -247,15 +250,12 @@ def _cannot(family: str, args: Any) -> str:
     """Return why `transformers` cannot compute the logits here; "" if it can."""
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
-    needed = 5 * get_spec(family).count_parameters(args)  # in float32, and a part of it once more
-    available = next(
-        (
-            1024 * int(line.split()[1])
-            for line in Path("/proc/meminfo").read_text().splitlines()
-            if "MemAvail" in line
-        ),
-        needed,
-    )
+    # 4 bytes of float32, and a part of it once more.
+    needed = 5 * get_spec(family).count_parameters(args)
+    available = needed
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if "MemAvail" in line:
+            available = 1024 * int(line.split()[1])
     if available >= needed:
         return ""
     return (

@@ -43,7 +43,8 @@ def _fetch(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> str
     from titanlite.tools.cli import no_flags
 
     no_flags(flags)
-    repository, revision = arguments.repository, arguments.revision
+    repository = arguments.repository
+    revision = arguments.revision
     folder = arguments.out or Path("assets", "hf", repository.rpartition("/")[2])
     names = fetch(repository, folder, revision)
     tokenizer = load_tokenizer(str(folder))

@@ -88,7 +88,8 @@ def _listeners(first: int, number: int) -> list[int]:
     """Return the processes that have a handler for a signal, of a process and all that it has
     started.
     """
-    parents, handles = dict[int, int](), set[int]()
+    parents = dict[int, int]()
+    handles = set[int]()
     for file in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):
             fields = dict(line.split(":\t", 1) for line in file.read_text().splitlines())
@@ -120,47 +121,46 @@ def sagemaker_job(base: Path) -> tuple[list[str], dict[str, str]]:
     resources = read("resourceconfig")
     hosts: list[str] = resources.get("hosts") or ["localhost"]
     here = resources.get("current_host", hosts[0])
-    variables = network_environment(
-        INSTANCES.get(resources.get("current_instance_type", "").removeprefix("ml."))
-    )
-    if interface := resources.get("network_interface_name"):
+    instance = resources.get("current_instance_type", "").removeprefix("ml.")
+    variables = network_environment(INSTANCES.get(instance))
+    interface = resources.get("network_interface_name")
+    if interface:
         variables |= {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
-    variables |= {
-        f"SM_CHANNEL_{name.upper()}": f"{base}/input/data/{name}"
-        for name in read("inputdataconfig")
-    }
+    for name in read("inputdataconfig"):
+        variables[f"SM_CHANNEL_{name.upper()}"] = f"{base}/input/data/{name}"
     variables |= {
         "SM_HOSTS": json.dumps(hosts),
         "SM_CURRENT_HOST": here,
         "SM_MODEL_DIR": f"{base}/model",
+        "SM_OUTPUT_DIR": f"{base}/output",
     }
-    variables["SM_OUTPUT_DIR"] = f"{base}/output"
     ranks = os.environ.get("NGPU") or str(count_gpus() or 1)
-    command = [
-        sys.executable,
-        "-m",
-        "titanlite.torchrun",
-        "--nnodes",
-        str(len(hosts)),
-        "--nproc_per_node",
-        ranks,
-    ]
-    command += [
-        "--node_rank",
-        str(hosts.index(here)),
-        "--master_addr",
-        hosts[0],
-        "--master_port",
-        str(_PORT),
-    ]
+    options = {
+        "nnodes": str(len(hosts)),
+        "nproc_per_node": ranks,
+        "node_rank": str(hosts.index(here)),
+        "master_addr": hosts[0],
+        "master_port": str(_PORT),
+    }
+    command = [sys.executable, "-m", "titanlite.torchrun"]
+    for name, value in options.items():
+        command += [f"--{name}", value]
     command += ["-m", "titanlite", "train"]
     for name, value in sorted(read("hyperparameters").items()):
         if not name.startswith("sagemaker_"):
-            with contextlib.suppress(ValueError):  # the SDK writes JSON, other callers plain text
-                value = parse_json(value)
-            text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
-            command.append(f"--{'job.' * (name == 'config_file')}{name}={text}")
+            key = "job.config_file" if name == "config_file" else name
+            command.append(f"--{key}={_hyperparameter(value)}")
     return command, variables
+
+
+def _hyperparameter(value: Any) -> str:
+    """Return a hyperparameter as a word of a command line; null is an empty word."""
+    # The SDK writes JSON, other callers plain text.
+    with contextlib.suppress(ValueError):
+        value = parse_json(value)
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def main() -> int:

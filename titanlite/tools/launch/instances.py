@@ -19,10 +19,9 @@ def network_environment(instance: Instance | None, *, efa: bool = True) -> dict[
     # container's bridge.
     variables = {"NCCL_SOCKET_IFNAME": "^lo,docker,veth"}
     if instance.efa and efa:
-        variables |= {
-            "FI_PROVIDER": "efa",
-            "FI_EFA_USE_HUGE_PAGE": "0",
-        }  # huge pages break fork of data workers
+        variables["FI_PROVIDER"] = "efa"
+        # Huge pages break the fork of data workers.
+        variables["FI_EFA_USE_HUGE_PAGE"] = "0"
     if instance.rdma and efa:
         variables["FI_EFA_USE_DEVICE_RDMA"] = "1"
     return variables

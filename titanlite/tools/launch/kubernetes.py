@@ -48,9 +48,11 @@ _LABELS = {
 
 def files(job: Job) -> dict[str, str]:
     """Return the manifests by their names in the job's folder. Raises ConfigError."""
-    launch, name = job.launch, _name(job)
+    launch = job.launch
+    name = _name(job)
     _check(job)
-    kind, gpus = launch.kind, not launch.cpu
+    kind = launch.kind
+    gpus = not launch.cpu
     fabric = job.instance if launch.nodes > 1 and gpus else None
     values = {
         "name": name,
@@ -152,7 +154,9 @@ def _rendezvous(job: Job) -> list[str]:
 
 
 def _check(job: Job) -> None:
-    launch, checkpoint, folder = job.launch, job.run.checkpoint, job.run.job.dump_folder
+    launch = job.launch
+    checkpoint = job.run.checkpoint
+    folder = job.run.job.dump_folder
     # The names of the secret's variables are not known here.
     in_pods = r"\w+" if launch.token_secret else _SET
     problems = list(unset_variables(job.run.toml, launch.environment, in_pods))
@@ -211,7 +215,8 @@ def advice(job: Job) -> str:
 
 
 def _next(job: Job) -> list[str]:
-    launch, name = job.launch, _name(job)
+    launch = job.launch
+    name = _name(job)
     kubectl = "kubectl" + (f" -n {launch.namespace}" if launch.namespace else "")
 
     def suspend(value: bool) -> str:

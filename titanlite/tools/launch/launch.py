@@ -91,11 +91,16 @@ def add_command(commands: Commands) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--dry-run", action="store_true", help="print the job, and write nothing")
     how.add_argument("--submit", action="store_true", help="also submit it")
-    parser.set_defaults(run=_run, verbatim=True)  # a printed job has to work
+    # A printed job has to work.
+    parser.set_defaults(run=_run, verbatim=True)
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
-    how: How = "print" if arguments.dry_run else "submit" if arguments.submit else "write"
+    how: How = "write"
+    if arguments.dry_run:
+        how = "print"
+    elif arguments.submit:
+        how = "submit"
     return launch(arguments.system, [*files_of(arguments), *flags], how), exit_codes.DONE
 
 
@@ -130,14 +135,13 @@ def prepare(argv: list[str]) -> Job:
     loaded, first = check_config(argv, training=False, defer=True)
     problems = [*refused(loaded), *closed_urls(loaded)]
     launch = first.launch
-    for name in (name for name, value in launch.environment.items() if value == REMOVED):
-        message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
-        advice = f"set it anew, or launch from the first config: --launch.environment.{name} VALUE"
-        problems.append(
-            Problem(
-                loaded.place("launch.environment"), f"launch.environment.{name}", message, advice
-            )
-        )
+    place = loaded.place("launch.environment")
+    for name, value in launch.environment.items():
+        if value == REMOVED:
+            key = f"launch.environment.{name}"
+            message = f"{REMOVED!r} stands for a secret that launch/{CONFIG} does not have"
+            advice = f"set it anew, or launch from the first config: --{key} VALUE"
+            problems.append(Problem(place, key, message, advice))
     if problems:
         raise ConfigError(problems)
     instance = _instance(launch, loaded.place("launch.instance_type"))
@@ -151,9 +155,8 @@ def prepare(argv: list[str]) -> Job:
             f"{ranks}, but {launch.instance_type} has {instance.gpus} GPU(s): a GPU has one rank "
             "at most"
         )
-        raise ConfigError(
-            [Problem(loaded.place("launch.gpus_per_node"), "launch.gpus_per_node", message)]
-        )
+        key = "launch.gpus_per_node"
+        raise ConfigError([Problem(loaded.place(key), key, message)])
     run = check_config(argv, launch.nodes * ranks, training=False, defer=True)[1]
     return Job(run, instance, ranks, Path(os.path.abspath(run.job.dump_folder)) / FOLDER)
 
@@ -200,9 +203,8 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
     """
     _refuse_control_characters(job, values)
     environment = templates(_TEMPLATES, keep_trailing_newline=True)
-    environment.policies["json.dumps_kwargs"] = {
-        "ensure_ascii": False
-    }  # neither YAML nor Python joins surrogate pairs
+    # Neither YAML nor Python joins surrogate pairs.
+    environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
     environment.filters |= {
         "quote": shlex.quote,
         "json": partial(json.dumps, ensure_ascii=False),
@@ -214,9 +216,8 @@ def render(template: str, job: Job, values: Mapping[str, Any]) -> str:
 
 def _refuse_control_characters(job: Job, values: Mapping[str, Any]) -> None:
     """Raise ConfigError if one of the values that a template gets has a control character."""
-    checked = {
-        name: value for name, value in values.items() if name != "config"
-    }  # TOML, which has its own escapes
+    # The config is TOML, which has its own escapes.
+    checked = {name: value for name, value in values.items() if name != "config"}
     bad = {place: text for place, text in _texts(checked) if control_characters(text)}
     if not bad:
         return

@@ -47,12 +47,8 @@ def unset_variables(toml: str, given: Collection[str], pattern: str) -> Iterator
         for name in dict.fromkeys(_VARIABLE.findall(json.dumps(value, default=str))):
             if name not in (*given, *_USUAL) and not re.fullmatch(pattern, name):
                 message = f"the containers have no environment variable {name}"
-                yield Problem(
-                    "",
-                    key,
-                    message,
-                    f"set launch.environment.{name}, or write $${{ for a literal ${{",
-                )
+                hint = f"set launch.environment.{name}, or write $${{ for a literal ${{"
+                yield Problem("", key, message, hint)
 
 
 def shown_urls(toml: str) -> list[str]:
@@ -69,6 +65,9 @@ def relative_paths(toml: str, hint: str) -> list[str]:
     hint: the folder in which the container looks for it.
     """
     values = config_values(toml)
-    paths = {key: path for key in _PATHS if isinstance(path := values.get(key), str) and path}
-    lost = {key: path for key, path in paths.items() if not is_url(path) and path[0] not in "/~$"}
-    return [f"{key} = {path!r} is relative: {hint}" for key, path in lost.items()]
+    found = []
+    for key in _PATHS:
+        path = values.get(key)
+        if isinstance(path, str) and path and not is_url(path) and path[0] not in "/~$":
+            found.append(f"{key} = {path!r} is relative: {hint}")
+    return found

@@ -96,7 +96,8 @@ def files(job: Job) -> dict[str, str]:
 
 
 def _check(job: Job) -> None:
-    launch, checkpoint = job.launch, job.run.checkpoint
+    launch = job.launch
+    checkpoint = job.run.checkpoint
     needed = {
         "launch.image": (
             launch.image,

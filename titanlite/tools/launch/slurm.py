@@ -21,11 +21,16 @@ FILE = "job.sbatch"
 
 def files(job: Job) -> dict[str, str]:
     """Return the batch script by its name in the job's folder. Raises ConfigError."""
-    launch, here, run_folder = job.launch, Path.cwd(), job.folder.parent
+    launch = job.launch
+    here = Path.cwd()
+    run_folder = job.folder.parent
     folders = {Path(os.path.abspath(launch.shared_dir or here)), here, run_folder}
     mounts = sorted(folder for folder in folders if not folders & set(folder.parents))
     if problems := list(_problems(job, mounts)):
         raise ConfigError(problems)
+    network = {"OMP_NUM_THREADS": "1"}
+    if not launch.cpu:
+        network = network_environment(job.instance, efa=launch.nodes > 1)
     values = {
         "name": job.name,
         "gpus": not launch.cpu,
@@ -39,29 +44,29 @@ def files(job: Job) -> dict[str, str]:
             # So that a log shows each step when it is done.
             "PYTHONUNBUFFERED": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",
-            **(
-                {"OMP_NUM_THREADS": "1"}
-                if launch.cpu
-                else network_environment(job.instance, efa=launch.nodes > 1)
-            ),
+            **network,
             **launch.environment,
         },
         "mounts": ",".join(f"{folder}:{folder}" for folder in mounts),
         "python": "python" if launch.image else sys.executable,
     }
-    names = ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts")
-    return {
-        FILE: render(
-            "slurm.sbatch.jinja", job, {**{name: getattr(launch, name) for name in names}, **values}
-        )
-    }
+    for name in ("nodes", "queue", "time_limit", "notice_seconds", "image", "max_restarts"):
+        values[name] = getattr(launch, name)
+    return {FILE: render("slurm.sbatch.jinja", job, values)}
 
 
 def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
-    launch, checkpoint, run_folder = job.launch, job.run.checkpoint, job.folder.parent
-    seen, kind = (mounts, "the container's folders") if launch.image else ([Path("/")], "")
+    launch = job.launch
+    checkpoint = job.run.checkpoint
+    run_folder = job.folder.parent
+    seen = [Path("/")]
+    kind = ""
     if launch.shared_dir:
-        seen, kind = [Path(os.path.abspath(launch.shared_dir))], "launch.shared_dir"
+        seen = [Path(os.path.abspath(launch.shared_dir))]
+        kind = "launch.shared_dir"
+    elif launch.image:
+        seen = mounts
+        kind = "the container's folders"
     folders = {"job.dump_folder": str(run_folder)}
     if checkpoint.enable_checkpoint and not is_url(checkpoint.folder):
         folders["checkpoint.folder"] = os.path.abspath(run_folder / checkpoint.folder)
@@ -71,9 +76,8 @@ def _problems(job: Job, mounts: list[Path]) -> Iterator[Problem]:
                 f"{folder} is outside of {kind}, {', '.join(map(str, seen))}: not all machines "
                 "see it"
             )
-            yield Problem(
-                "", key, message, "set launch.shared_dir to a folder above it that all machines see"
-            )
+            hint = "set launch.shared_dir to a folder above it that all machines see"
+            yield Problem("", key, message, hint)
     if "\\" in str(run_folder):
         message = f"{run_folder} has a backslash: Slurm writes no log into such a folder"
         yield Problem("", "job.dump_folder", message, "take a folder without one")

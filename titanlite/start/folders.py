@@ -1,0 +1,122 @@
+"""The folders that a run writes to: locked against other runs, and the config written there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanlite.checkpoint.errors import CheckpointError
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.run_sections import Job
+from titanlite.config.sections import Checkpoint
+from titanlite.utils import atomic_write, logger
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import AnyPath
+
+
+@contextlib.contextmanager
+def lock_folders(
+    run_folder: Path, section: Checkpoint, ending: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Lock the run's folder and the real path of its checkpoint folder against other runs.
+
+    ending: whether this run was asked to stop.
+
+    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the
+    checkpoints among its logs, CheckpointError where that of the checkpoints, or a store, cannot be
+    used.
+    """
+    with contextlib.ExitStack() as stack:
+        checkpoints: AnyPath | None = None
+        if section.enable_checkpoint:
+            checkpoints = _checkpoint_folder(run_folder, section)
+        _lock(stack, "job.dump_folder", run_folder, ending)
+        if checkpoints is not None:
+            _lock(stack, "checkpoint.folder", checkpoints, ending)
+        yield
+
+
+def _checkpoint_folder(run_folder: Path, section: Checkpoint) -> AnyPath | None:
+    """Return the folder of the checkpoints; None if it is the run's own.
+
+    It also asks the store of `checkpoint.initial_load_path`.
+    """
+    from titanlite.checkpoint.paths import to_path
+    from titanlite.runs.logs import FOLDER as LOGS
+
+    source = to_path(section.initial_load_path or "")
+    folder = to_path(section.folder)
+    if isinstance(folder, Path):
+        # Two paths may lead to one folder.
+        folder = Path(os.path.realpath(folder))
+        logs = run_folder / LOGS
+        if folder.is_relative_to(os.path.realpath(logs)):
+            reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
+            raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
+    if not isinstance(source, Path):
+        with _store_errors("checkpoint.initial_load_path"):
+            source.is_dir()
+    if folder == Path(os.path.realpath(run_folder)):
+        return None
+    return folder
+
+
+def _lock(
+    stack: contextlib.ExitStack, key: str, folder: AnyPath, ending: Callable[[], bool]
+) -> None:
+    """Lock a folder, until the stack ends. key: that names it."""
+    from titanlite.runs.lock import RunLock
+
+    try:
+        if isinstance(folder, Path):
+            stack.enter_context(RunLock(folder, key, ending))
+        else:
+            with _store_errors(key):
+                # It fails for a missing bucket, wrong keys or a wrong address.
+                folder.is_dir()
+                stack.enter_context(RunLock(folder, key, ending))
+    except OSError as error:
+        problem = _not_writable(key, folder, error)
+        if key == "checkpoint.folder":
+            raise CheckpointError(str(problem)) from None
+        raise problem from None
+
+
+@contextlib.contextmanager
+def _store_errors(key: str) -> Iterator[None]:
+    """Turn errors of a store into CheckpointError. key: that names its folder."""
+    from titanlite.checkpoint.paths import StoreError
+
+    try:
+        yield
+    except StoreError as error:
+        raise CheckpointError(f"{key}: {error}") from None
+
+
+def _not_writable(key: str, folder: AnyPath, error: OSError) -> ConfigError:
+    why = "it is a file" if os.path.isfile(str(folder)) else error.strerror
+    reason = f"cannot write to {str(folder)!r}: {why}"
+    return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
+
+
+def show_config(job: Job, toml: str) -> None:
+    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file.
+
+    Raises ConfigError.
+    """
+    from titanlite.runs.provenance import public_config
+
+    if job.print_config:
+        print(public_config(toml), flush=True)
+    if job.save_config_file is not None:
+        path = Path(job.save_config_file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, public_config(toml))
+        except OSError as error:
+            raise _not_writable("job.save_config_file", path, error) from None
+        logger.info(f"config written to {path}")
