@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import edit, sign, write
-from titanlite.checkpoint.manifest import (
-    FORMAT,
-    CheckpointError,
-    find,
-    is_valid,
-    steps_in,
-)
+from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, is_valid, steps_in
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.commands.checkpoint import list_checkpoints, remove
 

@@ -14,14 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.hf import (
-    FAMILIES,
-    TOML,
-    config_flags,
-    content,
-    train_losses,
-    written,
-)
+from tests.support.hf import FAMILIES, TOML, config_flags, content, train_losses, written
 from tests.support.llamas import VARIANTS, built, tokens_of
 from tests.support.pool import Pools
 from titanlite import build, load_config

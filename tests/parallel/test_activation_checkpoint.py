@@ -14,36 +14,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from tests.support.harness import (
-    EVERY_2,
-    FULL,
-    MODES,
-    NONE,
-    OP,
-    full_precision,
-    train,
-)
+from tests.support.harness import EVERY_2, FULL, MODES, NONE, OP, full_precision, train
 from tests.support.pool import Pools
-from tests.support.recompute import (
-    BLOCKS,
-    CPU,
-    FOUR,
-    RUN,
-    TOKENS,
-    assert_equal,
-    build,
-    traced,
-)
+from tests.support.recompute import BLOCKS, CPU, FOUR, RUN, TOKENS, assert_equal, build, traced
 from tests.support.watch import GATHER, Operators, Watch, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.activation_checkpoint import (
-    ATTENTION,
-    MATMULS,
-    OTHERS,
-    apply_ac,
-    kind_of,
-)
+from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
 from titanlite.parallel.policy_check import check_policy
 
 

@@ -13,11 +13,7 @@ import torch
 
 from tests.support.harness import Run, batches, build_tiny, full, stepper
 from titanlite.checkpoint.manager import Checkpointer
-from titanlite.checkpoint.manifest import (
-    CheckpointError,
-    Manifest,
-    digest_of,
-)
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint

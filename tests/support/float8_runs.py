@@ -13,15 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.support.checkpoints import train as train_and_save
-from tests.support.harness import (
-    TINY,
-    Run,
-    build_tiny,
-    changed,
-    micro_batches,
-    run_stages,
-    stepper,
-)
+from tests.support.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages, stepper
 from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device

@@ -58,8 +58,6 @@ def hf_folder(folder: Path) -> Path:
 
 
 TOML = str(ROOT / "train_configs" / "hf_debug.toml")
-
-
 #: Of all families but GPT-2. No dropout, so that two models can be compared.
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -75,8 +73,6 @@ SMALL: dict[str, Any] = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
-
-
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "tie_word_embeddings": False},
     "qwen2": {**SMALL, "tie_word_embeddings": True, "initializer_range": 0.05},
@@ -96,8 +92,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_pdrop": 0.0,
     },
 }
-
-
 FLAGS = [
     "--training.seq_len=32",
     "--training.batch_size=2",

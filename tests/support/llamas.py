@@ -9,11 +9,7 @@ from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models.layers import Llama
 
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
-
-
 SCALED = RopeScaling(factor=8.0, original_context=32)
-
-
 VARIANTS = {
     "plain": SMALL,
     "gqa": LlamaArgs(64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, max_seq_len=128),

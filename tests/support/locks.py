@@ -6,10 +6,7 @@ import threading
 import time
 
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.runs.lock import (
-    LockedError,
-    RunLock,
-)
+from titanlite.runs.lock import LockedError, RunLock
 
 
 def compete(place: AnyPath, count: int) -> tuple[int, int]:

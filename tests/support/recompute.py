@@ -8,24 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.block_trace import ActivationStats, trace_block
-from tests.support.harness import (
-    TINY,
-    Run,
-    batches,
-)
+from tests.support.harness import TINY, Run, batches
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
 from titanlite.parallel.activation_checkpoint import apply_ac
 
 CPU = torch.device("cpu")
-
-
 SPEC = get_spec("llama3")
-
-
 FOUR = replace(TINY, n_layers=4)
-
-
 BLOCKS = SPEC.block_names(FOUR)
 
 

@@ -15,15 +15,9 @@ from titanlite.data.shards import Shards
 from titanlite.data.stream import StreamRows
 
 RANDOM = random.Random(1)
-
-
 #: They hardly compress: each file has more than 100 KB.
 TEXTS = [f"text {i} {RANDOM.randbytes(RANDOM.randrange(300)).hex()}" for i in range(1000)]
-
-
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-
-
 CARD = """---
 configs:
 - config_name: en

@@ -65,8 +65,6 @@ CLONE = [
     "data/train-00001-of-00002.parquet",
     "data/test-00000-of-00001.parquet",
 ]
-
-
 TOKENIZER = load_tokenizer()
 
 

@@ -53,8 +53,6 @@ EIGHT_STEPS = [
     "--metrics.log_freq=1",
     "--training.mixed_precision_param=float32",
 ]
-
-
 TWENTY_STEPS = [
     *TWO_LAYERS,
     "--training.batch_size=2",

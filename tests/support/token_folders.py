@@ -14,11 +14,7 @@ from titanlite.data.token_paths import INDEX, KIND
 from titanlite.data.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer()
-
-
 SIZE = TOKENIZER.vocab_size
-
-
 LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
 
 

@@ -11,10 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.harness import (
-    Run,
-    stepper,
-)
+from tests.support.harness import Run, stepper
 from titanlite.parallel.dist_env import DistEnv
 
 GATHER = "allgather_base"
@@ -92,8 +89,6 @@ def collectives(world: DistEnv, run: Run) -> list[Sent]:
 READS = {"tolist", "numpy", "cpu", "item", "nonzero", "equal", "masked_select", "unique"} | {
     f"__{name}__" for name in ("bool", "int", "float", "index", "complex", "array", "contains")
 }
-
-
 #: The same below Python, where optimizers, autograd and FSDP may do it.
 READING_OPERATIONS = {
     torch.ops.aten._local_scalar_dense.default,

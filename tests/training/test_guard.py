@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.harness import (
-    W2,
-    Run,
-    batches,
-    equal_states,
-    run_stages,
-    state_of,
-    stepper,
-)
+from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
 from tests.support.pool import Pools
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.loss import cross_entropy_sum
