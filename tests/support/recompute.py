@@ -17,11 +17,7 @@ CPU = torch.device("cpu")
 SPEC = get_spec("llama3")
 FOUR = replace(TINY, n_layers=4)
 BLOCKS = SPEC.block_names(FOUR)
-
-
 TOKENS, LABELS = batches(2, 8, 32, 192)
-
-
 RUN = Run(TOKENS, LABELS, [1e-3, 1e-3], args=FOUR)
 
 
