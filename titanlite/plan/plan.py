@@ -12,7 +12,7 @@ from titanlite.checkpoint.milestones import is_milestone
 from titanlite.config.errors import ConfigError, Problem, bad_flag
 from titanlite.config.sections import Checkpoint
 from titanlite.plan.hardware import Cluster
-from titanlite.plan.memory import NoFormula, Weight, estimate, with_vocabulary, worst_rank
+from titanlite.plan.memory import NoFormula, estimate, with_vocabulary, worst_rank
 from titanlite.plan.optimizer import state_bytes
 from titanlite.plan.parts import (
     CONTEXT,
@@ -24,6 +24,7 @@ from titanlite.plan.parts import (
     reserved_bytes,
 )
 from titanlite.plan.speed import Speed, predict
+from titanlite.plan.weights import Weight
 from titanlite.start.derive import RunConfig
 
 #: Host memory of a rank that trains on a GPU, in bytes, without text: Python, torch and CUDA's
