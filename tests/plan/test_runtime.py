@@ -26,7 +26,8 @@ from titanlite.plan.hardware import GPUS, cluster_of
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.peak import PeakCheck
-from titanlite.plan.runtime import memory_report, remedies
+from titanlite.plan.remedies import remedies
+from titanlite.plan.runtime import memory_report
 from titanlite.plan.speed import predict
 from titanlite.plan.start_rows import start_rows
 from titanlite.start.derive import RunConfig

@@ -18,7 +18,9 @@ from titanlite.plan.parts import GIB, needed_bytes
 from titanlite.plan.plan import formula, make_plan
 from titanlite.start.fit import check_config
 from titanlite.tools.cli import main
-from titanlite.tools.plan.search import LEAST_GAIN, MARGIN, SearchResult, lines, overlay, search
+from titanlite.tools.plan.candidates import SearchResult
+from titanlite.tools.plan.search import LEAST_GAIN, MARGIN, search
+from titanlite.tools.plan.search_text import lines, overlay
 from titanlite.utils import Style
 
 CONFIGS = ROOT / "train_configs"

@@ -14,7 +14,7 @@ from titanlite.config.model_sections import Optimizer
 from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
-    from titanlite.plan.memory import Weight
+    from titanlite.plan.weights import Weight
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 

@@ -4,7 +4,8 @@
     convert.py   the linears of a model                   tensor.py   … shared by ranks
     gathered.py  weights that FSDP gathers in float8      exact.py    … in high precision again
     error.py     the error in the loss, a callback        report.py   rows of the start report
-    package.py   torchao
+    package.py   torchao                                  search.py   settings that the plan tries
+    plan_memory.py, plan_speed.py   what its products keep, need and cost
 
 The keys are `titanlite.config.sections.Float8`. Files that need torch are imported where they are
 used.
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
+    from titanlite.features.float8.plan_memory import Float8Memory
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.plan.product_speed import ProductSpeed
@@ -74,10 +76,10 @@ class Float8Feature(Feature):
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
-    def convert(self, model: nn.Module, linears: Linears, *, gathers: bool = True) -> None:
+    def convert(self, model: nn.Module, linears: Linears) -> None:
         """Convert a model or pipeline stage on the meta device, in place.
 
-        linears: of the whole model. gathers: FSDP will gather its weights.
+        linears: of the whole model.
         """
         from titanlite.features.float8.convert import apply_float8
 
@@ -87,7 +89,7 @@ class Float8Feature(Feature):
                 model,
                 names,
                 self.section.recipe_name,
-                all_gather=gathers and self.section.enable_fsdp_float8_all_gather,
+                all_gather=self.section.enable_fsdp_float8_all_gather,
                 emulate=self.section.emulate,
             )
 
@@ -106,6 +108,12 @@ class Float8Feature(Feature):
             gathered.gather_as_bytes(model)
 
     # The plan: `titanlite.plan` calls these
+
+    def memory(self, linears: Linears) -> Float8Memory:
+        """Return what the linears of a block keep and need."""
+        from titanlite.features.float8.plan_memory import float8_memory
+
+        return float8_memory(self.section, self.choices(linears))
 
     def speed(self, step: StepSizes) -> ProductSpeed:
         """Return what the linears of a step cost. Raises ConfigError for a GPU without float8."""

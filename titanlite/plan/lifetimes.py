@@ -1,0 +1,333 @@
+"""Lifetimes of the tensors inside of a module: bytes kept for the backward, and the peaks of
+forward and backward.
+
+A module is a list of `Op`, one for each operator whose tensors matter. `measure` replays forward
+and backward on sizes alone, by the rules of autograd: a saved tensor dies with the last node that
+saved it, a gradient when its node is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator; sizes are in bytes."""
+
+    #: Name of its output, and the size.
+    name: str
+    size: int
+    #: Inputs that get a gradient.
+    reads: tuple[str, ...]
+    #: Tensors kept for the backward: inputs, or its own output.
+    saves: tuple[str, ...] = ()
+    #: More that it keeps, as the logarithms of attention's sums.
+    keeps: int = 0
+    #: Temporary tensors at the peak of its forward beside inputs and output, and of its backward
+    #: beside saved tensors, the output's gradient and those of inputs.
+    forward: int = 0
+    backward: int = 0
+    #: Gradient of its weight.
+    weight: int = 0
+    #: As `activation_checkpoint.kind_of`.
+    kind: str = ""
+    #: The gradients of its inputs are the output's own tensor, as of an addition.
+    passes: bool = False
+    #: Tensors that Python variables hold until it is done.
+    holds: tuple[str, ...] = ()
+
+    @property
+    def extra(self) -> str:
+        """Name of what it keeps besides tensors of others."""
+        return f"{self.name}'"
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """All that its backward needs."""
+        return (*self.saves, self.extra) if self.keeps else self.saves
+
+
+class OpList(NamedTuple):
+    """The operators of a module, and its inputs → bytes."""
+
+    ops: list[Op]
+    inputs: Mapping[str, int]
+
+
+class Peak(NamedTuple):
+    """Bytes at the moment of a module's peak, beside what it keeps before (backward) or after
+    (forward).
+    """
+
+    working: int = 0
+    #: Gradients of the module's weights made so far.
+    weights: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.working + self.weights
+
+    def or_higher(self, other: Peak) -> Peak:
+        """Return the higher of both, this one if they are equal."""
+        return other if other.total > self.total else self
+
+    def above(self, size: int) -> Peak:
+        """Return it without `size` bytes that exist anyway."""
+        return Peak(max(self.working - size, 0), self.weights)
+
+
+class ModuleMemory(NamedTuple):
+    """The needs of a module in one micro-batch, in bytes."""
+
+    #: Between forward and backward, its input included, its output not.
+    kept: int
+    #: Peaks above `kept`.
+    forward: Peak
+    backward: Peak
+    #: Gradients of its weights, all of them.
+    weights: int
+    #: Its output.
+    out: int
+    #: Where gradients of inputs and of weights are made apart: the peak of the first half above
+    #: `kept`, and what there is more after it: gradients of products and norms for the second half,
+    #: less what only operators after them kept.
+    split: Peak = Peak()
+    pending: int = 0
+
+
+def measure(module: OpList, mode: str = "none") -> ModuleMemory:
+    """Replay a module. mode: "none", "full" or "op", how it checkpoints activations."""
+    ops = module.ops
+    replay = _Replay(module)
+    if mode == "none":
+        kept = replay.bytes_of(replay.saved - {ops[-1].name})
+        forward = replay.forward(replay.saved, replay.inputs)
+        backward = replay.backward(replay.saved).above(kept)
+    else:
+        cached = _by_policy(ops) if mode == "op" else set()
+        stays = {*replay.inputs[:1], *cached}
+        kept = replay.bytes_of(stays)
+        forward = replay.forward(stays, replay.inputs)
+        backward = _recomputing_backward(replay, stays, cached)
+    return ModuleMemory(
+        kept,
+        Peak(forward).above(kept),
+        backward,
+        weights=sum(op.weight for op in ops),
+        out=ops[-1].size,
+        split=replay.backward(replay.saved, kept, first_half=True),
+        pending=replay.pending(),
+    )
+
+
+class Recomputed(NamedTuple):
+    """The part of a module that its backward runs again."""
+
+    #: Index of the operator for which it runs.
+    last: int
+    #: Operators that run: without the last one, if its inputs are all that it saves.
+    runs: int
+
+
+class Repeated(NamedTuple):
+    """Operators of a block by what becomes of them under recomputation."""
+
+    products: int
+    #: Matrix products and attention whose outputs are saved, and those that run again.
+    saved_products: int
+    saves_attention: bool
+    repeated_products: int
+    repeats_attention: bool
+
+
+def repeated(module: OpList, mode: str) -> Repeated:
+    """Count a module's products and attention. mode: as in `measure`."""
+    ops = module.ops
+    cached = _by_policy(ops) if mode == "op" else set()
+    again: list[Op] = []
+    if mode != "none":
+        again = [op for op in ops[: _recomputed(ops).runs] if op.name not in cached]
+    products = [op for op in ops if op.kind == "matmul"]
+    attention = [op for op in ops if op.kind == "attention"]
+    return Repeated(
+        products=len(products),
+        saved_products=sum(op.name in cached for op in products),
+        saves_attention=any(op.name in cached for op in attention),
+        repeated_products=sum(op in again for op in products),
+        repeats_attention=any(op in again for op in attention),
+    )
+
+
+def _recomputed(ops: Sequence[Op]) -> Recomputed:
+    """Return how far recomputation goes: to the last operator that saves something."""
+    last = max(index for index, op in enumerate(ops) if op.saved)
+    saves_own = ops[last].name in ops[last].saves or ops[last].keeps > 0
+    return Recomputed(last, last + 1 if saves_own else last)
+
+
+def _by_policy(ops: Sequence[Op]) -> set[str]:
+    """Return the tensors that `OpPolicy` keeps: attention's, and every second matrix product, the
+    first included.
+    """
+    products = [op.name for op in ops if op.kind == "matmul"]
+    chosen = set(products[::2])
+    for op in ops:
+        if op.kind in ("attention", "other"):
+            chosen.add(op.name)
+        if op.kind == "attention" and op.keeps:
+            chosen.add(op.extra)
+    return chosen
+
+
+def _recomputing_backward(replay: _Replay, stays: set[str], cached: set[str]) -> Peak:
+    """Return the peak of a backward that runs the forward again, above what stays until then."""
+    ops = replay.ops
+    kept = replay.bytes_of(stays)
+    part = _recomputed(ops)
+    saved = replay.saved | (cached & {op.name for op in ops[part.last :]})
+    again = replay.forward(saved, stays, cached, part)
+    gradient = ops[-1].size
+    return Peak(again + gradient - kept).or_higher(replay.backward(saved, kept))
+
+
+class _Replay:
+    """Runs the operators of a module on sizes."""
+
+    def __init__(self, module: OpList) -> None:
+        self.ops = module.ops
+        self.sizes = dict(module.inputs)
+        #: All that the backward needs, by the first operator that saved it.
+        self._first_saver: dict[str, int] = {}
+        for index, op in enumerate(self.ops):
+            self.sizes[op.name] = op.size
+            self.sizes[op.extra] = op.keeps
+            for name in op.saved:
+                self._first_saver.setdefault(name, index)
+        self.saved = set(self._first_saver)
+        outputs = {op.name for op in self.ops}
+        self.inputs = [name for op in self.ops for name in op.reads if name not in outputs]
+
+    def bytes_of(self, names: Collection[str]) -> int:
+        return sum(self.sizes[name] for name in names)
+
+    def forward(
+        self,
+        stays: Collection[str],
+        alive: Collection[str],
+        cached: Collection[str] = (),
+        part: Recomputed | None = None,
+    ) -> int:
+        """Return the most bytes that exist in a forward.
+
+        stays: tensors that outlive it. alive: those that exist before it. cached: outputs that need
+        no work. part: of a recomputation; None: all operators run.
+        """
+        ops = self.ops if part is None else self.ops[: part.last + 1]
+        runs = len(ops) if part is None else part.runs
+        last_use: dict[str, int] = {}
+        for index, op in enumerate(ops):
+            for name in (*op.reads, *op.saves, *op.holds):
+                last_use[name] = index
+        alive = set(alive)
+        most = 0
+        for index, op in enumerate(ops[:runs]):
+            alive |= {op.name, op.extra}
+            work = 0 if op.name in cached else op.forward
+            most = max(most, self.bytes_of(alive) + work)
+            done = {name for name in alive if last_use.get(name, -1) <= index}
+            alive -= done - {op.name, *stays}
+        return most
+
+    def backward(self, alive: Collection[str], above: int = 0, first_half: bool = False) -> Peak:
+        """Return the peak of a backward, from a gradient of the output, above so many bytes.
+
+        first_half: make no gradients of weights, and keep all that they need.
+        """
+        alive = set(alive)
+        peak = Peak()
+        # Gradients of weights.
+        made = 0
+        gradients = _Gradients(self.ops[-1])
+        for index, op in reversed(list(enumerate(self.ops))):
+            given = gradients.pop(op.name)
+            mine: dict[str, _Storage] = {}
+            for name in op.reads:
+                if op.passes:
+                    mine[name] = gradients.share(given)
+                else:
+                    mine[name] = gradients.new(self.sizes[name])
+            if not first_half:
+                made += op.weight
+            exists = self.bytes_of(alive) - above
+            peak = peak.or_higher(Peak(exists + gradients.bytes + op.backward, made))
+            if not (first_half and op.weight):
+                gradients.drop(given)
+            for name, storage in mine.items():
+                if gradients.sum_is_new(name):
+                    now = exists + gradients.bytes + self.sizes[name]
+                    peak = peak.or_higher(Peak(now, made))
+                gradients.add(name, storage)
+            if not first_half:
+                alive -= {name for name in op.saved if self._first_saver[name] == index}
+        return peak
+
+    def pending(self) -> int:
+        """Return the bytes that the first half of a backward leaves more than the forward."""
+        last_product = max((index for index, op in enumerate(self.ops) if op.weight), default=0)
+        needed = {name for op in self.ops[: last_product + 1] for name in op.saved}
+        gradients = sum(op.size for op in self.ops if op.weight)
+        return gradients - self.bytes_of(self.saved - needed)
+
+
+class _Storage:
+    """Memory of a gradient."""
+
+    __slots__ = ("size", "users")
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        #: Tensors whose gradient it is.
+        self.users = 1
+
+
+class _Gradients:
+    """The gradients that exist in a backward."""
+
+    def __init__(self, last: Op) -> None:
+        #: Of all storages.
+        self.bytes = 0
+        self._of = {last.name: self.new(last.size)}
+
+    def new(self, size: int) -> _Storage:
+        self.bytes += size
+        return _Storage(size)
+
+    def share(self, storage: _Storage) -> _Storage:
+        storage.users += 1
+        return storage
+
+    def drop(self, storage: _Storage) -> None:
+        storage.users -= 1
+        if storage.users == 0:
+            self.bytes -= storage.size
+
+    def pop(self, name: str) -> _Storage:
+        """Return the gradient of an operator's output, which that operator takes."""
+        return self._of.pop(name)
+
+    def sum_is_new(self, name: str) -> bool:
+        """Whether a sum takes another tensor, since the first gradient is of others too."""
+        return name in self._of and self._of[name].users > 1
+
+    def add(self, name: str, storage: _Storage) -> None:
+        """Add to a tensor's gradient, in place where nobody else holds the first."""
+        if name not in self._of:
+            self._of[name] = storage
+        elif self.sum_is_new(name):
+            self.drop(self._of[name])
+            self._of[name] = storage
+        else:
+            self.drop(storage)

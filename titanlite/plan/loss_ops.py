@@ -1,0 +1,94 @@
+"""The operators of last norm, head and loss, with what they keep: inputs of
+`titanlite.plan.lifetimes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from titanlite.plan.blocks import Shape
+from titanlite.plan.lifetimes import Op, OpList
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How a run computes its loss."""
+
+    #: Pieces of the tokens.
+    chunks: int = 1
+    #: How it takes the logits of tensor-parallel ranks: each has all of them, or its part of the
+    #: vocabulary, whose loss works in place, or is a graph of torch's operators.
+    divided: Literal["whole", "in place", "compiled"] = "in place"
+    #: It has a z-loss or label smoothing.
+    penalized: bool = False
+    #: The logits live until the backward, as the result of a pipeline stage.
+    holds_logits: bool = False
+
+
+def head_ops(s: Shape, loss: Loss) -> OpList:
+    """Return the operators of last norm, head and loss; their input is "x"."""
+    x = "n"
+    ops = [s.norm("n", "x", s.rows, s.args.dim)]
+    if s.tp > 1:
+        x = "n whole"
+        ops.append(s.gather(x, "n"))
+    else:
+        loss = replace(loss, divided="whole")
+    if loss.chunks > 1:
+        from titanlite.features.loss_chunks.plan_memory import chunked_loss
+
+        ops.append(chunked_loss(s, loss, x))
+        return OpList(ops, {"x": s.hidden})
+    ops.append(s.linear("logits", x, s.vocabulary, s.args.dim))
+    if loss.divided == "in place":
+        ops.append(loss_in_place(s, loss))
+    else:
+        ops += loss_of_torch(s, loss)
+    return OpList(ops, {"x": s.hidden})
+
+
+def loss_in_place(s: Shape, loss: Loss) -> Op:
+    """Return `divided_cross_entropy`: a tensor in float32, which becomes the gradient of logits in
+    float32.
+    """
+    values = 4 * s.tokens * s.args.n_vocab // s.tp
+    return Op(
+        "loss",
+        4,
+        reads=("logits",),
+        saves=("logits",) if loss.holds_logits else (),
+        keeps=values,
+        backward=-values if s.size == 4 else 0,
+        holds=("logits",),
+    )
+
+
+def loss_of_torch(s: Shape, loss: Loss) -> list[Op]:
+    """Return the operators of `torch.nn.functional.cross_entropy` in float32."""
+    whole = loss.divided == "whole"
+    logits = s.tokens * (s.args.n_vocab if whole else s.vocabulary)
+    ops: list[Op] = []
+    given = "logits"
+    if whole and s.tp > 1:
+        # Received by rank, then put in order.
+        given = "whole"
+        ops.append(Op("whole", logits * s.size, ("logits",), forward=logits * s.size))
+    last = given
+    if s.size == 2:
+        last = "float"
+        ops.append(Op("float", 4 * logits, (given,)))
+    # With divided logits `_ShardedLoss` keeps its input too, and one tensor is the gradient of
+    # both.
+    saves = ("p", "logits") if not whole or loss.holds_logits else ("p",)
+    ops.append(Op("p", 4 * logits, (last,), saves, passes=not whole))
+    if not loss.penalized or not whole:
+        ops.append(Op("loss", 4, ("p",), holds=("logits", last)))
+        return ops
+    # A sum beside cross-entropy: of the exponentials of the logits less the largest.
+    ops.append(Op("entropy", 4, ("p",)))
+    ops.append(Op("shifted", 4 * logits, (last,), passes=True))
+    ops.append(Op("sum", 4, ("shifted",), keeps=4 * logits))
+    holds = (last, given) if s.tp > 1 else (last,)
+    ops.append(Op("loss", 4, ("entropy", "sum"), holds=holds))
+    return ops

@@ -1,0 +1,57 @@
+"""What the products of a block keep and need, for `titanlite.plan.memory`.
+
+A feature whose products are others overrides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanlite.plan.lifetimes import Op
+
+
+class Product(NamedTuple):
+    """A product of all tokens with a weight [rows, columns], this rank's part of it."""
+
+    #: Names of its output and its input.
+    name: str
+    x: str
+    tokens: int
+    rows: int
+    columns: int
+    #: Bytes of a number in activations and gathered weights.
+    size: int
+    #: Ranks of tensor parallelism.
+    tp: int
+    #: As of `Op`.
+    holds: tuple[str, ...]
+    #: Name of its linear in the block; "" for others.
+    key: str
+
+
+@dataclass(frozen=True)
+class ProductMemory:
+    """Products in the dtype of activations."""
+
+    def op(self, product: Product) -> Op:
+        """Return a product with what it keeps and needs."""
+        return Op(
+            product.name,
+            product.tokens * product.rows * product.size,
+            reads=(product.x,),
+            saves=(product.x,),
+            weight=product.rows * product.columns * product.size,
+            kind="matmul",
+            holds=product.holds,
+        )
+
+    def kept_by_gather(self, numbers: int, takers: frozenset[str]) -> int:
+        """Return the bytes that products keep of so many gathered numbers, which only these linears
+        take.
+        """
+        return 0
+
+    def gathered_bytes(self, key: str) -> int:
+        """Return the bytes of a gathered number of a linear's weight; 0: as of all others."""
+        return 0

@@ -1,0 +1,121 @@
+"""The sizes of a rank that the events of its step follow from, for `titanlite.plan.memory`.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from titanlite.features import float8_of, pipeline_of
+from titanlite.models.linears import linears_of
+from titanlite.models.llama import LlamaArgs
+from titanlite.plan.blocks import Shape, block_ops, embedding
+from titanlite.plan.lifetimes import ModuleMemory, measure
+from titanlite.plan.loss_ops import Loss, head_ops
+from titanlite.plan.product_memory import ProductMemory
+from titanlite.plan.weights import Weight, groups_of, position
+from titanlite.start.derive import RunConfig
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class RankSizes:
+    """What a rank has and runs."""
+
+    def __init__(self, run: RunConfig, args: LlamaArgs, loss: Loss, rank: int, device: str) -> None:
+        training = run.training
+        mesh = run.mesh
+        self.run = run
+        self.args = args
+        self.loss = loss
+        self.device = device
+        self.shards = mesh.weight_shards
+        #: This rank's place among those that shard weights, and in the pipeline.
+        self.shard = rank // mesh.tensor % mesh.weight_shards
+        self.pipeline_rank = rank // (mesh.world_size // mesh.pipeline)
+        #: Bytes of a number: in this rank's weights, in products, in reductions of gradients.
+        self.master = _BYTES[training.dtype]
+        self.low = _BYTES[training.mixed_precision_param]
+        self.reduced = _BYTES[training.mixed_precision_reduce]
+        self.offloads = training.enable_cpu_offload and device != "cpu"
+        self.shape = self._shape()
+        #: Modules of each of its pipeline stages.
+        self.stages = self._stages()
+        mine = {module for stage in self.stages for module in stage}
+        self.groups = groups_of(run, args, mine, self.shape.products)
+        self.group_of = {name: group for group in self.groups for name in group.modules}
+        #: Needs of each module.
+        self.costs = {module: self._cost(module) for module in mine}
+
+    @functools.cached_property
+    def weights(self) -> list[Weight]:
+        """The weights of all groups."""
+        return [weight for group in self.groups for weight in group.weights]
+
+    def _shape(self) -> Shape:
+        run = self.run
+        mesh = run.mesh
+        sequences = run.batch.micro_batch_size // run.pipeline.microbatches
+        return Shape(
+            sequences * run.batch.seq_len // mesh.context,
+            self.args,
+            self.low,
+            tp=mesh.tensor,
+            cp=mesh.context,
+            ep=mesh.expert,
+            products=self._products(),
+        )
+
+    def _products(self) -> ProductMemory:
+        float8 = float8_of(self.run.float8)
+        if float8 is None:
+            return ProductMemory()
+        return float8.memory(linears_of(self.run.spec, self.args, self.run.mesh.tensor))
+
+    def _stages(self) -> list[list[str]]:
+        """Return the modules of each of this rank's pipeline stages, in the order they run.
+
+        A last norm that runs with the head is left out.
+        """
+        costs = self.run.spec.pipeline_costs(self.args, self.args.max_seq_len)  # type: ignore[misc]
+        stages: list[Sequence[str]] = [list(costs)]
+        pipeline = pipeline_of(self.run.experimental, self.run.mesh.pipeline)
+        if pipeline is not None:
+            layout = pipeline.layout(self.run.spec, self.args, self.args.max_seq_len)
+            stages = [layout.stages[index] for index in layout.on(self.pipeline_rank)]
+        found = []
+        for stage in stages:
+            found.append([name for name in stage if name != "norm" or "output" not in stage])
+        return found
+
+    def _cost(self, module: str) -> ModuleMemory:
+        """Return the needs of a module; the last norm counts with the head."""
+        if module == "output":
+            return head_memory(self.shape, self.loss)
+        if module == "tok_embeddings":
+            return embedding(self.shape)
+        return block_memory(self.shape, self.mode(module))
+
+    def mode(self, block: str) -> str:
+        """Return how a block checkpoints activations, as `measure` takes it."""
+        ac = self.run.activation_checkpoint
+        if ac.mode in ("none", "budget"):
+            return "none"
+        if ac.mode == "full":
+            return "full"
+        if ac.selective_ac_option == "op":
+            return "op"
+        index = position(block, self.args.n_layers)
+        return "none" if (index + 1) % int(ac.selective_ac_option) else "full"
+
+
+@functools.cache
+def block_memory(shape: Shape, mode: str) -> ModuleMemory:
+    return measure(block_ops(shape), mode)
+
+
+@functools.cache
+def head_memory(shape: Shape, loss: Loss) -> ModuleMemory:
+    return measure(head_ops(shape, loss))

@@ -1,0 +1,202 @@
+"""The events of a training step on a rank, at the grain of FSDP groups. No torch here.
+
+docs/plan.md derives each size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from titanlite.plan.events import Alloc, Event, Free, Run
+from titanlite.plan.group_events import GroupEvents
+from titanlite.plan.kept_events import KeptEvents
+from titanlite.plan.lifetimes import Peak
+from titanlite.plan.optimizer import state_bytes, step_bytes
+from titanlite.plan.rank_sizes import RankSizes
+from titanlite.plan.weights import Group
+
+
+class StepEvents:
+    """A step that is not the first, at most two micro-batches of it, on one rank."""
+
+    def __init__(self, sizes: RankSizes) -> None:
+        self.sizes = sizes
+        self.run = sizes.run
+        self.groups = GroupEvents(sizes)
+        self.activations = KeptEvents(sizes)
+
+    def events(self) -> Iterator[Event]:
+        """Yield the events of the step."""
+        yield from self._state()
+        if self.run.mesh.pipeline > 1:
+            yield from self._pipeline()
+        else:
+            yield from self._micro_batches()
+        yield Run("optimizer", "", {"working memory": self._optimizer_work()})
+
+    def _state(self) -> Iterator[Event]:
+        """Yield what exists at the start: weights and optimizer state."""
+        sizes = self.sizes
+        optimizer = self.run.optimizer
+        masters = sum(weight.part for weight in sizes.weights) * sizes.master
+        state = 0.0
+        for weight in sizes.weights:
+            each = state_bytes(weight, optimizer, sizes.master)
+            if optimizer.ema_decay:
+                each += 4
+            state += each * weight.local(sizes.shard)
+        yield Alloc("parameters", "weights", masters, sizes.offloads)
+        yield Alloc("optimizer", "state", round(state), sizes.offloads)
+        if sizes.offloads:
+            yield Alloc("gradients", "pinned", masters, sizes.offloads)
+        tables = 4 * sizes.args.head_dim * sizes.args.max_seq_len
+        yield Alloc("parameters", "cosines and sines", tables)
+
+    def _optimizer_work(self) -> int:
+        """Return the temporary bytes of the update."""
+        sizes = self.sizes
+        if sizes.offloads:
+            return 0
+        optimizer = self.run.optimizer
+        return step_bytes(sizes.weights, sizes.shard, optimizer, sizes.master, sizes.device)
+
+    def _micro_batches(self) -> Iterator[Event]:
+        modules = self.sizes.stages[0]
+        count = min(self.run.batch.accumulation, 2)
+        for index in range(count):
+            is_last = index == count - 1
+            reduces = is_last or self.run.training.gradient_sync == "every"
+            yield from self._forward(modules)
+            yield from self._backward(modules, reduces)
+
+    def _pipeline(self) -> Iterator[Event]:
+        from titanlite.features.pipeline.order import actions
+
+        run = self.run
+        ranks = run.mesh.pipeline
+        schedule = run.experimental.pipeline_parallel_schedule
+        pieces = run.pipeline.microbatches * run.batch.accumulation
+        # A rank has receive buffers for each piece: inputs, and gradients of outputs.
+        received = 0
+        for stage in self.sizes.stages:
+            received += ("tok_embeddings" not in stage) + ("output" not in stage)
+        yield Alloc("communication", "received", pieces * received * self.sizes.shape.hidden)
+        replayed = pieces
+        if schedule not in ("GPipe", "LoopedBFS"):
+            replayed = min(pieces, 4 * ranks)
+        order = actions(schedule, ranks, self.sizes.pipeline_rank, len(self.sizes.stages), replayed)
+        for kind, index in order:
+            stage = self.sizes.stages[index]
+            # The first stage has no first half of a backward, and all in the second.
+            is_first = "tok_embeddings" in stage
+            if kind == "F":
+                yield from self._forward(stage)
+            elif kind == "I":
+                if not is_first:
+                    yield from self._first_half(stage)
+            else:
+                yield from self._backward(stage, second_half=kind == "W" and not is_first)
+        for group in self.sizes.groups:
+            yield from self.groups.free(group)
+            yield from self.groups.reduce(group, made=0, ahead=0)
+
+    def _forward(self, modules: list[str]) -> Iterator[Event]:
+        # Of the latest gather.
+        buffer = 0
+        for module in modules:
+            group = self.sizes.group_of[module]
+            if group not in self.groups.gathered:
+                yield from self.groups.gather("forward", group, held=buffer)
+                buffer = self.groups.buffer(group)
+            if module == "output" and self.sizes.loss.chunks == 1:
+                # The loss comes after the model's forward, whose end frees the buffer.
+                parts = {"logits and loss": self._head_output(), "communication": buffer}
+                yield Run("forward", module, parts)
+                buffer = 0
+            cost = self.sizes.costs[module]
+            work = cost.forward.total + cost.kept - self.activations.kept(module)
+            yield self._run("forward", module, work, communication=buffer)
+            yield from self.activations.keep(module)
+            if group.reshards and module == group.modules[-1]:
+                yield from self.groups.free(group)
+                yield from self.groups.divide(group)
+
+    def _head_output(self) -> int:
+        """Return the bytes of the logits, and of the hidden states that they come from."""
+        shape = self.sizes.shape
+        return shape.tokens * (shape.vocabulary + shape.args.dim) * self.sizes.low
+
+    def _first_half(self, modules: Sequence[str]) -> Iterator[Event]:
+        """Make gradients of inputs alone; all that those of weights need lives on."""
+        for module in reversed(modules):
+            cost = self.sizes.costs[module]
+            yield Run("backward", module, {_part_of(module): cost.split.working})
+            yield Alloc("activations", ("pending", module), cost.pending)
+
+    def _backward(
+        self, modules: list[str], reduces: bool = False, second_half: bool = False
+    ) -> Iterator[Event]:
+        # Buffers of a gather that runs ahead, and of the latest reduction.
+        ahead = 0
+        reduced = 0
+        # Whole gradients that are not yet reduced.
+        made = Counter[Group]()
+        order = self._in_order(modules)
+        for module in reversed(modules):
+            group = self.sizes.group_of[module]
+            cost = self.sizes.costs[module]
+            peak = cost.backward
+            if second_half:
+                # Frees what gradients of weights need as it makes them, one by one.
+                peak = Peak(cost.pending)
+                yield Free("activations", ("pending", module))
+            if module == group.modules[-1]:
+                if group not in self.groups.gathered:
+                    yield from self.groups.gather("backward", group, has_begun=ahead > 0)
+                ahead = self._ahead(group, order)
+            # The gradient of a tied weight is added to the other one, outside of both.
+            weights = peak.weights
+            if module == "tok_embeddings":
+                weights += made[group]
+            communication = ahead + reduced + sum(made.values()) + weights
+            work = peak.working + cost.kept - self.activations.kept(module)
+            yield from self.activations.drop(module)
+            yield self._run("backward", module, work, communication)
+            if module != "tok_embeddings" or not made[group]:
+                made[group] += cost.weights
+            if module == group.modules[0]:
+                if self.run.mesh.pipeline == 1:
+                    yield from self.groups.free(group)
+                if reduces:
+                    yield from self.groups.reduce(group, made.pop(group), ahead)
+                    reduced = self.groups.reduction_buffer(group)
+                else:
+                    yield from self.groups.accumulate(group, made.pop(group), ahead + reduced)
+        yield from self.groups.end_backward()
+
+    def _in_order(self, modules: list[str]) -> list[Group]:
+        """Return the groups of modules in the order they last run."""
+        groups = {self.sizes.group_of[name] for name in modules}
+        return sorted(groups, key=lambda group: modules.index(group.modules[-1]))
+
+    def _ahead(self, group: Group, order: list[Group]) -> int:
+        """Return the buffer of the gather that a backward begins while it runs `group`."""
+        index = order.index(group)
+        following = order[index - 1]
+        if index == 0 or following in self.groups.gathered:
+            return 0
+        return self.groups.buffer(following)
+
+    def _run(self, phase: str, module: str, work: int, communication: int) -> Run:
+        """Return the event that a module runs, and what it keeps begins or ends.
+
+        work: bytes beside that.
+        """
+        sizes = {_part_of(module): work, "communication": communication}
+        return Run(phase, module, sizes, self.activations.parts(module))
+
+
+def _part_of(module: str) -> str:
+    """Return the part that a module's work counts as."""
+    return "logits and loss" if module == "output" else "working memory"

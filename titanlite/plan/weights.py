@@ -1,0 +1,184 @@
+"""The weights of a rank, in the groups that FSDP gathers. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from titanlite.models.llama import LlamaArgs
+from titanlite.models.mixtral import MixtralArgs
+from titanlite.plan.product_memory import ProductMemory
+from titanlite.start.derive import MeshSizes, RunConfig
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as tensor and expert parallelism leave it on a rank: rows that `fully_shard`
+    divides over ranks.
+    """
+
+    rows: int
+    #: Numbers in each row.
+    width: int
+    shards: int
+    #: Of a block, with more than one dimension; and with the last two of this size, where several
+    #: are stacked.
+    matrix: tuple[int, int] | None = None
+    #: Of a number, while it is gathered; 0: as of all others.
+    gathered_bytes: int = 0
+    #: Divided along another dimension than the first: put in order by a copy.
+    copied: bool = False
+    #: Ranks in a row that hold the same rows of other experts.
+    neighbours: int = 1
+
+    @property
+    def numbers(self) -> int:
+        return self.rows * self.width
+
+    @property
+    def padded(self) -> int:
+        """Its numbers with the rows that make it divide evenly."""
+        return -(-self.rows // self.shards) * self.shards * self.width
+
+    @property
+    def part(self) -> int:
+        """The numbers that a rank holds, padded."""
+        return self.padded // self.shards
+
+    def local(self, index: int) -> int:
+        """Return the numbers that rank `index` of those that shard weights holds."""
+        each = -(-self.rows // self.shards)
+        return min(max(self.rows - index // self.neighbours * each, 0), each) * self.width
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Modules that are gathered together."""
+
+    modules: tuple[str, ...]
+    weights: tuple[Weight, ...]
+    #: Freed after its forward.
+    reshards: bool
+
+    @property
+    def numbers(self) -> int:
+        return sum(weight.numbers for weight in self.weights)
+
+    @property
+    def padded(self) -> int:
+        return sum(weight.padded for weight in self.weights)
+
+    @property
+    def part(self) -> int:
+        """The numbers that a rank holds, padded."""
+        return sum(weight.part for weight in self.weights)
+
+
+def position(module: str, layers: int) -> int:
+    """Return the place of a module in the order that they run."""
+    if module == "tok_embeddings":
+        return -1
+    if module == "norm":
+        return layers
+    if module == "output":
+        return layers + 1
+    return int(module.rpartition(".")[2])
+
+
+def groups_of(
+    run: RunConfig, args: LlamaArgs, mine: Collection[str], products: ProductMemory
+) -> list[Group]:
+    """Return the FSDP groups of a rank's modules in the order they last run, as
+    `ModelSpec.fsdp_units`.
+
+    mine: without a last norm that runs with the head.
+    """
+    with_weights = set(mine)
+    if "output" in mine:
+        with_weights.add("norm")
+    units: list[tuple[str, ...]] = []
+    for unit in _all_units(run, args):
+        here = tuple(name for name in unit if name in with_weights)
+        if here:
+            units.append(here)
+    groups = []
+    for index, unit in enumerate(units):
+        weights: list[Weight] = []
+        for name in unit:
+            weights += module_weights(name, args, run.mesh, products)
+        modules = [name for name in unit if name in mine]
+        modules.sort(key=lambda name: position(name, args.n_layers))
+        # By default the last two stay: the backward begins with them.
+        is_last = index >= len(units) - 2
+        groups.append(Group(tuple(modules), tuple(weights), _reshards(run, is_last)))
+    return groups
+
+
+def _all_units(run: RunConfig, args: LlamaArgs) -> list[tuple[str, ...]]:
+    units = run.spec.fsdp_groups(args)
+    if run.training.fsdp_units == "root":
+        return [sum(units, ())]
+    return units
+
+
+def _reshards(run: RunConfig, is_last: bool) -> bool:
+    given = run.training.reshard_after_forward
+    return not is_last if given == "default" else given != "never"
+
+
+def module_weights(
+    module: str, args: LlamaArgs, mesh: MeshSizes, products: ProductMemory
+) -> list[Weight]:
+    """Return the weights of a module; a tied head has none."""
+    if module == "output" and args.tied:
+        return []
+    if module in ("tok_embeddings", "output"):
+        return [Weight(args.n_vocab // mesh.tensor, args.dim, mesh.weight_shards)]
+    if module == "norm":
+        return [Weight(args.dim, 1, mesh.weight_shards)]
+    return list(_block_weights(args, mesh, products))
+
+
+def _block_weights(a: LlamaArgs, mesh: MeshSizes, products: ProductMemory) -> Iterator[Weight]:
+    shards = mesh.weight_shards
+    heads = a.n_heads * a.head_dim // mesh.tensor
+    groups = a.kv_heads * a.head_dim // mesh.tensor
+    width = a.ffn_width // mesh.tensor
+    matrices = {
+        "attention.wq": (heads, a.dim),
+        "attention.wk": (groups, a.dim),
+        "attention.wv": (groups, a.dim),
+        "attention.wo": (a.dim, heads),
+    }
+    if isinstance(a, MixtralArgs):
+        yield from _expert_weights(a, mesh)
+        matrices["feed_forward.gate"] = (a.n_experts, a.dim)
+    else:
+        matrices["feed_forward.w1"] = (width, a.dim)
+        matrices["feed_forward.w2"] = (a.dim, width)
+        matrices["feed_forward.w3"] = (width, a.dim)
+    for name, (rows, columns) in matrices.items():
+        yield Weight(rows, columns, shards, (rows, columns), products.gathered_bytes(name))
+    for _ in range(2):
+        yield Weight(a.dim, 1, shards)
+    if a.qk_norm:
+        for _ in range(2):
+            yield Weight(a.head_dim, 1, shards)
+
+
+def _expert_weights(a: MixtralArgs, mesh: MeshSizes) -> Iterator[Weight]:
+    """Yield w1, w2 and w3 of a rank's experts, each stacked."""
+    width = a.ffn_width // mesh.tensor
+    held = a.n_experts // mesh.expert
+    over = mesh.weight_shards // mesh.expert
+    for rows, columns in ((width, a.dim), (a.dim, width), (width, a.dim)):
+        # In expert parallelism, or where ranks cannot share whole experts, each matrix is divided.
+        can_divide = rows % over == 0 or columns % over == 0
+        divides = mesh.expert > 1 or (held % over != 0 and can_divide)
+        if not divides:
+            stack = (held, rows * columns)
+        elif rows % over == 0:
+            stack = (held * rows, columns)
+        else:
+            stack = (held * columns, rows)
+        yield Weight(*stack, over, matrix=(rows, columns), copied=divides, neighbours=mesh.expert)
