@@ -116,16 +116,12 @@ class Callbacks:
         self.all = list(callbacks)
         #: The callback whose `on_end` is running.
         self.ending = ""
-        points = [
-            name
-            for name, value in vars(Callback).items()
-            if callable(value) and not name.startswith("__")
-        ]
         #: Those that implement a point: the others cost nothing.
-        self._at = {
-            point: [c for c in self.all if getattr(type(c), point) is not getattr(Callback, point)]
-            for point in points
-        }
+        self._at: dict[str, list[Callback]] = {}
+        for point, default in vars(Callback).items():
+            if callable(default) and not point.startswith("__"):
+                own = [one for one in self.all if getattr(type(one), point) is not default]
+                self._at[point] = own
 
     def __call__(self, point: str, *args: Any) -> list[Any]:
         """Call `point` with these arguments; return the results. Raises CallbackError.
@@ -146,14 +142,14 @@ class Callbacks:
         for callback in self._at["state_dict"]:
             entries = self._call(callback, "state_dict", trainer)
             try:
-                entries = dict(
-                    json.loads(json.dumps(entries))
-                )  # keys that are numbers become text, as after a resume
+                # Keys that are numbers become text, as after a resume.
+                entries = dict(json.loads(json.dumps(entries)))
             except (TypeError, ValueError) as error:
                 raise CallbackError(
                     f"{_name(callback)}: its state_dict is no JSON object: {error}"
                 ) from error
-            if taken := sorted(state.keys() & entries.keys()):
+            taken = sorted(state.keys() & entries.keys())
+            if taken:
                 raise CallbackError(
                     f"{_name(callback)}: the train state has {taken[0]!r} already: choose another "
                     "name"

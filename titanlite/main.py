@@ -355,7 +355,8 @@ def _tell_sagemaker(message: str, code: int) -> None:
     The first cause in the last attempt of torchrun stays; that another rank was lost is no cause. A
     toolkit in the container sets the variable. The text is cut to 1,024 characters there.
     """
-    if folder := os.environ.get("SM_OUTPUT_DIR"):
+    folder = os.environ.get("SM_OUTPUT_DIR")
+    if folder:
         known = Path(folder, f".failure-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         with contextlib.suppress(OSError):
             if code != exit_codes.LOST_PEER:

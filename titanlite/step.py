@@ -63,9 +63,7 @@ def do_nothing(*_: object) -> None:
 
 
 class Runner(Protocol):
-    """Runs a model: `PlainRunner`, or `titanlite.parallel.pipeline.Pipeline` over a schedule of
-    torch's.
-    """
+    """Runs a model: `PlainRunner`, or `titanlite.features.pipeline.runner.Pipeline`."""
 
     def forward_backward(
         self, batches: Sequence[Batch], tokens: torch.Tensor, phase: Phase = ...

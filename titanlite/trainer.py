@@ -307,9 +307,12 @@ class Trainer:
             stack.callback(self.parts.close)
             stack.callback(self.callbacks.end, self, end)
             if isinstance(error, StopRequested):
-                end.state, end.reason = "preempted", str(error)
+                end.state = "preempted"
+                end.reason = str(error)
             elif isinstance(error, BadStepError):
-                end.state, end.step, end.reason = "stopped", error.done, str(error)
+                end.state = "stopped"
+                end.step = error.done
+                end.reason = str(error)
                 self.phase("end")
                 self.poll_saves(wait=True)
                 if not error.applied:  # else the step cannot be computed again

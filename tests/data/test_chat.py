@@ -246,7 +246,7 @@ def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
         asked.append(url)
         return b"<!DOCTYPE html>"
 
-    monkeypatch.setattr("titanlite.data.tokenizer.files.read_url", read)
+    monkeypatch.setattr("titanlite.data.tokenizer.urls.read_url", read)
     tokenizer.folder = "https://models"
     assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens) and asked == []
     with pytest.raises(DataError, match="brings no chat template"):

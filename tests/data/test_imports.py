@@ -49,6 +49,8 @@ _PLAIN = [
     "token_cache",
     "token_paths",
     "tokenizer",
+    "tokenizer.base",
+    "tokenizer.local",
     "tokenizer.tiktoken_ranks",
 ]
 

@@ -9,13 +9,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from titanlite.config.sections import Config, Experimental, Float8, Training
+from titanlite.config.sections import Config, Experimental, Float8, Parallelism, Training
 from titanlite.features import features_of
 from titanlite.features.feature import Feature
 from titanlite.start.fit import load_config
 
 #: Flags that switch a feature on, by its folder.
 ON = {
+    "context": ["--experimental.context_parallel_degree=2"],
+    "experts": [
+        "--model.name=mixtral",
+        "--model.flavor=debugmodel",
+        "--parallelism.expert_parallel_degree=2",
+    ],
+    "pipeline": ["--experimental.pipeline_parallel_degree=2"],
     "async_tp": ["--experimental.enable_async_tensor_parallel", "--training.compile"],
     "float8": ["--float8.enable_float8_linear"],
     "loss_chunks": ["--training.loss_chunks=2"],
@@ -23,7 +30,7 @@ ON = {
 LOADED = """
 import sys
 from titanlite.start.fit import load_config
-load_config("debug_model.toml", 1, sys.argv[1:])
+load_config("debug_model.toml", 2, sys.argv[1:])
 names = {name.split(".")[2] for name in sys.modules if name.startswith("titanlite.features.")}
 print(*sorted(names - {"feature", "interactions"}), "torch" in sys.modules)
 """
@@ -43,12 +50,19 @@ def test_features_are_on_as_their_keys_say() -> None:
     assert features_of(Config()).on == []
     config = Config(
         training=Training(loss_chunks=2),
-        experimental=Experimental(enable_async_tensor_parallel=True),
+        experimental=Experimental(
+            enable_async_tensor_parallel=True,
+            context_parallel_degree=2,
+            pipeline_parallel_degree=2,
+        ),
+        parallelism=Parallelism(expert_parallel_degree=2),
         float8=Float8(enable_float8_linear=True),
     )
     features = features_of(config)
-    assert features.on == [features.async_tp, features.float8, features.loss_chunks]
     assert [feature.key for feature in features.on] == [
+        "experimental.context_parallel_degree",
+        "parallelism.expert_parallel_degree",
+        "experimental.pipeline_parallel_degree",
         "experimental.enable_async_tensor_parallel",
         "float8.enable_float8_linear",
         "training.loss_chunks",

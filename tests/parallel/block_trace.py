@@ -18,7 +18,6 @@ from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     checkpoint_block,
-    is_by_op,
     kind_of,
     recomputed_blocks,
 )
@@ -86,14 +85,14 @@ def trace_block(
         )
         plain = traced = _Recorder().run(block, args, kwargs, backward=bool(chosen))
         if chosen:
-            checkpoint_block(block, is_by_op(settings))
+            checkpoint_block(block, settings.by_op)
             traced = _Recorder().run(block, args, kwargs)
     matmuls, attention = plain.forward["matmul"], plain.forward["attention"]
     return ActivationStats(
         blocks=len(names),
         recomputing=len(chosen),
         forward={"matmul": matmuls, "attention": attention},
-        saved={"matmul": (matmuls + 1) // 2, "attention": attention} if is_by_op(settings) else {},
+        saved={"matmul": (matmuls + 1) // 2, "attention": attention} if settings.by_op else {},
         recomputed={
             kind: traced.backward[kind] - plain.backward[kind] for kind in ("matmul", "attention")
         },

@@ -38,12 +38,12 @@ from tests.training.reference import Curve
 from tests.training.test_quiet_step import Calls, Operations
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
+from titanlite.features.experts.sharding import apply_ep, expert_mesh
 from titanlite.models import mixtral
 from titanlite.models.llama import tensor_plan
 from titanlite.models.moe import MoE
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.expert import apply_ep, expert_mesh
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.start.derive import RunConfig, smallest_world
 from titanlite.start.fit import load_config

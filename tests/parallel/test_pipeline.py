@@ -26,6 +26,8 @@ from tests.training.harness import (
     train,
 )
 from tests.training.reference import Curve
+from titanlite.features.pipeline.split import split_stages
+from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs
 from titanlite.models.counts import count_parameters, flops_per_token, pipeline_costs
@@ -33,8 +35,6 @@ from titanlite.models.llama_shapes import SHAPES
 from titanlite.models.spec import Cost
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.pipeline import PipelineModel, cut_stages
-from titanlite.parallel.pipeline_split import split_stages
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)

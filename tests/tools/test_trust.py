@@ -453,7 +453,7 @@ def test_a_chain_of_urls_is_refused(tmp_path: Path) -> None:
     from titanlite.config.urls import chain_problem
     from titanlite.data.remote import open_file
     from titanlite.data.shards import url_files
-    from titanlite.data.tokenizer.files import read_url
+    from titanlite.data.tokenizer.urls import read_url
     from titanlite.tools.commands.prepare_tasks import _about
 
     references = tmp_path / "references.json"
@@ -550,7 +550,7 @@ def test_code_is_imported_by_name_in_known_places_alone() -> None:
         "callbacks.py",
         "config/extensions.py",
         "main.py",
-        "models/spec.py",
+        "models/families.py",
         "utils.py",
     }
     wanted = {"import_module", "exec_module"}

@@ -25,7 +25,7 @@ from tests.training.compare import (
     References,
 )
 from tests.training.harness import Degrees, Run
-from titanlite.parallel.pipeline_split import SCHEDULES
+from titanlite.parallel.schedules import SCHEDULES
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config
 

@@ -22,13 +22,14 @@ from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.features.float8.gathered import ScalePrecompute, plain
+from titanlite.features.pipeline.runner import Pipeline
+from titanlite.features.pipeline.stages import PipelineModel
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder
-from titanlite.parallel.pipeline import Pipeline, PipelineModel
 from titanlite.start.loaders import data_parallel_rank
 from titanlite.step import ReplicationFactors, StepResult
 

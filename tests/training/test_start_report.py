@@ -10,16 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.golden_run import GoldenRun
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
+from titanlite.config.sections import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Experimental,
+    Float8,
+    Training,
+)
 from titanlite.features.float8.report import float8_rows
+from titanlite.features.pipeline import PipelineParallel
 from titanlite.models.spec import Size
 from titanlite.optim.schedule import LearningRate, Schedule
-from titanlite.plan.blocks import Repeated
+from titanlite.plan.lifetimes import Repeated
 from titanlite.plan.memory import KeptActivations
 from titanlite.start import opening, report
 from titanlite.start.report import Setup
@@ -60,7 +68,10 @@ def test_derived_numbers_and_the_singular() -> None:
     layout: Any = SimpleNamespace(
         stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1]
     )
-    assert report.pipeline_row("1F1B", layout)[1] == (
+    pipeline = PipelineParallel(Experimental(), 2)
+    builder: Any = SimpleNamespace(stage_layout=layout)
+    ((_, shown),) = pipeline.report_rows(_setup(), builder, nn.Identity())
+    assert shown == (
         "1F1B, 2 stages, by pipeline rank: tok_embeddings to layers.0 on 0, output on 1"
     )
 
@@ -198,7 +209,7 @@ def test_the_kernel_of_attention_is_named() -> None:
     assert row(H100, None, masked=True) == "kernel flash of variable lengths"
     window = "; each token sees 100, itself and those before"
     assert row(H100, 100) == "kernel flash of variable lengths" + window
-    assert row(CPU, 100) == "kernel flash for CPUs" + window
+    assert row(CPU, 100, "float32") == "kernel flash of variable lengths" + window
     assert row(CPU, 2048) == "kernel flash for CPUs", "the window is as long as the sequence"
 
 

@@ -22,7 +22,7 @@ from titanlite.config.data_sections import DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.rules import Finding, Rule, broken_rules, is_set, several
+from titanlite.config.rules import Finding, Rule, broken_rules, contains, is_set, several
 from titanlite.config.sections import Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote, quote_key
@@ -54,10 +54,6 @@ def _place(config: LoadedConfig, key: str, message: str) -> str:
 
 
 # Stage 2: contradictions
-
-
-def _has_model(components: list[str]) -> bool:
-    return "model" in components
 
 
 def _is_huge(norm: float) -> bool:
@@ -102,7 +98,7 @@ NEEDS: tuple[Rule, ...] = (
         _is_huge,
         "1e9 turns clipping off: its norm comes after the last update",
     ),
-    Rule(_MODE, "budget", "compile.components", _has_model, '"model" must be among them'),
+    Rule(_MODE, "budget", "compile.components", contains("model"), '"model" must be among them'),
 )
 #: A value of a key excludes one of another.
 CONFLICTS: tuple[Rule, ...] = (
@@ -235,8 +231,7 @@ def _learning_rates(d: Config) -> Iterator[Finding]:
 
 def _offload(d: Config) -> Iterator[Finding]:
     section = d.activation_checkpoint
-    keeps_operations = section.mode == "selective" and section.selective_ac_option == "op"
-    if section.offload and keeps_operations:
+    if section.offload and section.by_op:
         message = (
             'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on '
             "the device"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlite.config.toml import quote
@@ -57,6 +57,11 @@ def broken_rules(
 
 def is_set(value: Any) -> bool:
     return value is not None
+
+
+def contains(item: str) -> Callable[[list[str]], bool]:
+    """Return a function that matches lists with an item."""
+    return lambda items: item in items
 
 
 def several(degree: int) -> bool:

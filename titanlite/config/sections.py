@@ -220,6 +220,11 @@ class ActivationCheckpoint(Section, frozen=True):
     offload: bool = False
     """Kept activations wait in host memory. Without effect on a CPU."""
 
+    @property
+    def by_op(self) -> bool:
+        """Whether recomputation is decided operator by operator, in every block."""
+        return self.mode == "selective" and self.selective_ac_option == "op"
+
 
 class Compile(Section, frozen=True):
     """How training.compile compiles."""
@@ -328,3 +333,8 @@ class Config(Section, frozen=True):
     memory_estimation: run.MemoryEstimation = run.MemoryEstimation()
     stall: run.Stall = run.Stall()
     launch: run.Launch = run.Launch()
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether `torch.compile` makes graphs of the blocks of the model."""
+        return self.training.compile and "model" in self.compile.components

@@ -183,7 +183,7 @@ def _beside(folder: str | None, name: str, template: str | None = None) -> bytes
         return None
     try:
         if is_url(folder):
-            from titanlite.data.tokenizer.files import read_url
+            from titanlite.data.tokenizer.urls import read_url
 
             content = read_url(f"{folder}/{name}")
         else:

@@ -29,13 +29,14 @@ def list_text(place: Place) -> Listing:
     if path.is_dir():
         return choose(list(_files_of(path)), place)
     # A pattern with two ** finds a file several times.
-    files = sorted(
-        {file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file()}
-    )
+    matches = {Path(name) for name in glob.iglob(str(path), recursive=True)}
+    files = sorted(file for file in matches if file.is_file())
     if not files:
-        name = place.key.removesuffix("_path").removesuffix(".path")
-        hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {name})"
-        hint = "" if path.is_absolute() else hint
+        hint = ""
+        if not path.is_absolute():
+            name = place.key.removesuffix("_path").removesuffix(".path")
+            where = f"looked from {Path.cwd()}"
+            hint = f" ({where}; a data set of the Hugging Face hub is named by {name})"
         raise DataError(
             f"{place.key}: {path} does not exist{hint}; give a file, a pattern or a folder of text"
         )
@@ -63,9 +64,8 @@ def _files_of(folder: Path) -> Iterator[FoundFile]:
 
     Only text is asked for its size.
     """
-    for file in sorted(
-        [*(Path(one) for one in folder.iterdir() if not one.is_dir()), *_below(folder)]
-    ):
+    direct = [file for file in folder.iterdir() if not file.is_dir()]
+    for file in sorted([*direct, *_below(folder)]):
         relative = file.relative_to(folder).as_posix()
         if why_no_text(file.name) is not None:
             yield FoundFile(str(file), relative)
@@ -84,11 +84,10 @@ def _below(path: Path) -> Iterator[Path]:
     real = {os.path.realpath(path)}
     for folder, subfolders, _ in os.walk(path):
         subfolders[:] = _shown(subfolders)
-        real |= {
-            os.path.join(os.path.realpath(folder), n)
-            for n in subfolders
-            if not Path(folder, n).is_symlink()
-        }
+        real_folder = os.path.realpath(folder)
+        for name in subfolders:
+            if not Path(folder, name).is_symlink():
+                real.add(os.path.join(real_folder, name))
     seen = {os.path.realpath(path)}
 
     def is_new(folder: Path) -> bool:

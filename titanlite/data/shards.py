@@ -72,7 +72,10 @@ class Shards(TextFiles):
         back in `patience` seconds. Of a file that was replaced the rows after those served are
         read.
         """
-        name, row, changed = self.names[shard], start, -1
+        name = self.names[shard]
+        row = start
+        #: Row at which the file was replaced before.
+        changed = -1
         while True:
             try:
                 for record in read_file(name, self.kind, self.columns, row, self.patience):
@@ -143,7 +146,8 @@ def url_text(place: Place) -> Listing:
 
 
 def _refuse_chain(url: str, key: str) -> None:
-    if reason := chain_problem(url):
+    reason = chain_problem(url)
+    if reason:
         raise DataError(f"{key}: {public_name(url)} {reason}")
     check_url(key, url)
 
@@ -167,20 +171,18 @@ def _listed(url: str, key: str) -> list[FoundFile]:
     def find() -> list[FoundFile]:
         system, path = fsspec.core.url_to_fs(url)
         if any(sign in path for sign in "*?["):
-            path, found = _fixed_part(path), system.glob(path, detail=True)
+            found = system.glob(path, detail=True)
+            path = _fixed_part(path)
         else:
             found = system.find(path, detail=True)
         files = {system.unstrip_protocol(name): about for name, about in found.items()}
-        root = system.unstrip_protocol(path).rstrip("/") + "/"
-        return [
-            FoundFile(
-                name,
-                public_name(name).removeprefix(public_name(root)) or _base(name),
-                about.get("size"),
-            )
-            for name, about in sorted(files.items())
-            if about.get("type") != "directory"
-        ]
+        root = public_name(system.unstrip_protocol(path).rstrip("/") + "/")
+        listed: list[FoundFile] = []
+        for name, about in sorted(files.items()):
+            if about.get("type") != "directory":
+                relative = public_name(name).removeprefix(root) or _base(name)
+                listed.append(FoundFile(name, relative, about.get("size")))
+        return listed
 
     return retried(find, f"{key}: {public_name(url)} cannot be listed", _LISTING_SECONDS)
 
@@ -212,22 +214,23 @@ def hub_files(
         raise DataError(
             f"{key}: the hub needs the package datasets: pip install 'titanlite[data]'"
         ) from None
-    subset, split = subset or text.subset, split or text.split
-    what = f"{key}: the hub's data set {text.repository}{f', subset {subset},' if subset else ''}"
-    failed = f"{what} cannot be listed (a private or gated one needs HF_TOKEN)"
+    subset = subset or text.subset
+    split = split or text.split
+    of_subset = f", subset {subset}," if subset else ""
     builder = retried(
-        lambda: datasets.load_dataset_builder(text.repository, subset), failed, _LISTING_SECONDS
+        lambda: datasets.load_dataset_builder(text.repository, subset),
+        f"{key}: the hub's data set {text.repository}{of_subset} cannot be listed (a private or "
+        "gated one needs HF_TOKEN)",
+        _LISTING_SECONDS,
     )
     files = builder.config.data_files or {}
-    if split == ALL_SPLITS and split not in files:
-        names = [str(name) for found in files.values() for name in found]
-    elif split in files:
+    if split in files:
         names = [str(name) for name in files[split]]
+    elif split == ALL_SPLITS:
+        names = [str(name) for found in files.values() for name in found]
     else:
-        raise DataError(
-            f"{key}: {text.repository} has no split {split!r}; it has "
-            f"{', '.join(files) or 'no files'}"
-        )
+        known = ", ".join(files) or "no files"
+        raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {known}")
     kind = type(builder).__module__.rpartition(".")[2]
     known_kind = cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"
     return names, _revision_in(names), known_kind

@@ -9,7 +9,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
@@ -33,6 +33,7 @@ class _Text(NamedTuple):
     key: str
     path: str
     split: str | None
+    #: None: token files.
     reader: Format | None
 
     @property
@@ -75,21 +76,28 @@ def _exists(path: str) -> bool:
 
 def _local_texts(training: Training, data: Data, validation: Validation) -> Iterator[_Text]:
     """Yield the local texts of training and, if it is on, of validation."""
-    named: list[tuple[str, str | None, str | None, str]] = []
     if not data.source:
-        named.append(("training.dataset_path", training.dataset_path, data.split, "auto"))
+        yield from _local("training.dataset_path", training.dataset_path, data.split)
     for number, source in enumerate(data.source):
-        named.append((f"data.source[{number}].path", source.path, source.split, source.format))
-    if validation.enable and not validation.sources:
-        named.append(("validation.dataset_path", validation.dataset_path, validation.split, "auto"))
-    for number, source in enumerate(validation.sources if validation.enable else ()):
-        named.append(
-            (f"validation.sources[{number}].path", source.path, source.split, source.format)
-        )
-    for key, path, split, form in named:
-        if path is not None and not is_url(path):
-            # A format that is no literal here is that of tokens.
-            yield _Text(key, path, split, None if form == "tokens" else form)  # type: ignore[arg-type]
+        yield from _local(f"data.source[{number}].path", source.path, source.split, source.format)
+    if not validation.enable:
+        return
+    if not validation.sources:
+        yield from _local("validation.dataset_path", validation.dataset_path, validation.split)
+    for number, source in enumerate(validation.sources):
+        key = f"validation.sources[{number}].path"
+        yield from _local(key, source.path, source.split, source.format)
+
+
+def _local(
+    key: str,
+    path: str | None,
+    split: str | None,
+    form: Format | Literal["tokens"] = "auto",
+) -> Iterator[_Text]:
+    """Yield a text if it is local."""
+    if path is not None and not is_url(path):
+        yield _Text(key, path, split, None if form == "tokens" else form)
 
 
 # Passes
@@ -101,8 +109,7 @@ def passes_warning(name: str, passes: float) -> str | None:
         return None
     return (
         f"{name}{PASSES} {passes:.3g} times. More than {MOST_PASSES} passes teach a model little "
-        "and "
-        "it begins to repeat the text: take more text, or fewer steps"
+        "and it begins to repeat the text: take more text, or fewer steps"
     )
 
 

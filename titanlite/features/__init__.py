@@ -5,7 +5,7 @@
 
     float8 = float8_of(run.float8)               # where it does, or one feature alone has a say
     if float8 is not None:
-        float8.convert(model, spec, args, tp)
+        float8.convert(model, linears)
 
 A feature that is off is None, and its folder is not imported. Rules that concern two features are
 in `titanlite.features.interactions`. The keys are in `titanlite.config.sections`.
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Config, Experimental, Float8, Training
     from titanlite.features.async_tp import AsyncTensorParallel
     from titanlite.features.context import ContextParallel
+    from titanlite.features.experts import ExpertParallel
     from titanlite.features.feature import Feature
     from titanlite.features.float8 import Float8Feature
     from titanlite.features.loss_chunks import LossChunks
+    from titanlite.features.pipeline import PipelineParallel
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Features:
     """The features of a run; None for one that is off."""
 
     context: ContextParallel | None
+    experts: ExpertParallel | None
+    pipeline: PipelineParallel | None
     async_tp: AsyncTensorParallel | None
     float8: Float8Feature | None
     loss_chunks: LossChunks | None
@@ -37,7 +41,14 @@ class Features:
     @property
     def on(self) -> list[Feature]:
         """Those that are on, in the order of their messages and of their rows in a report."""
-        every: list[Feature | None] = [self.context, self.async_tp, self.float8, self.loss_chunks]
+        every: list[Feature | None] = [
+            self.context,
+            self.experts,
+            self.pipeline,
+            self.async_tp,
+            self.float8,
+            self.loss_chunks,
+        ]
         return [feature for feature in every if feature is not None]
 
 
@@ -45,6 +56,8 @@ def features_of(config: Config) -> Features:
     """Return the features that the sections of a config, or of a run, switch on."""
     return Features(
         context=context_of(config.experimental.context_parallel_degree),
+        experts=experts_of(config.parallelism.expert_parallel_degree),
+        pipeline=pipeline_of(config.experimental, config.experimental.pipeline_parallel_degree),
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),
@@ -58,6 +71,24 @@ def context_of(degree: int) -> ContextParallel | None:
     from titanlite.features.context import ContextParallel
 
     return ContextParallel()
+
+
+def experts_of(degree: int) -> ExpertParallel | None:
+    """Return expert parallelism if ranks share experts. degree: their number."""
+    if degree == 1:
+        return None
+    from titanlite.features.experts import ExpertParallel
+
+    return ExpertParallel(degree)
+
+
+def pipeline_of(section: Experimental, degree: int) -> PipelineParallel | None:
+    """Return the pipeline if ranks share layers. degree: their number."""
+    if degree == 1:
+        return None
+    from titanlite.features.pipeline import PipelineParallel
+
+    return PipelineParallel(section, degree)
 
 
 def async_tp_of(section: Experimental) -> AsyncTensorParallel | None:

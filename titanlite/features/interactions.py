@@ -14,18 +14,31 @@ from titanlite.config.toml import quote
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
 
-def compiles_halves(ac: ActivationCheckpoint, float8: Float8, experimental: Experimental) -> bool:
-    """Whether `torch.compile` needs halves of the blocks whose products ranks share.
+def compiles_halves(
+    tensor: int,
+    expert: int,
+    ac: ActivationCheckpoint,
+    float8: Float8,
+    experimental: Experimental,
+) -> bool:
+    """Whether `torch.compile` makes two graphs of each block, and not one.
 
-    Before torch 2.13 whole blocks have wrong gradients. With full recomputation torch cannot divide
-    their graph: it puts a device mesh among the saved tensors. With offload, float8 and
-    asynchronous tensor parallelism the gradients of whole blocks are not tested.
+    tensor, expert: ranks that share products, and experts.
+
+    Where ranks share experts, the host reads a number in the middle of a block. Where they share
+    products, whole blocks have wrong gradients before torch 2.13. With full recomputation torch
+    cannot divide their graph: it puts a device mesh among the saved tensors. With offload, float8
+    and asynchronous tensor parallelism the gradients of whole blocks are not tested.
     """
+    if expert > 1:
+        return True
+    if tensor == 1:
+        return False
     untested = (
         ac.offload or float8.enable_float8_linear or experimental.enable_async_tensor_parallel
     )
-    recomputes_little = _is_by_op(ac) or ac.mode == "none"
-    return untested or not recomputes_little or version("torch") < "2.13"
+    divides = ac.by_op or ac.mode == "none"
+    return untested or not divides or version("torch") < "2.13"
 
 
 def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
@@ -35,10 +48,10 @@ def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
     """
     ac = d.activation_checkpoint
     reshard = d.training.reshard_after_forward
-    if d.training.compile and "model" in d.compile.components:
+    if d.compiles_blocks:
         reason = "a compiled block has one backward, which would run twice or fail"
         yield reason, 'training.compile = false, or compile.components = ["loss"]'
-    if _is_by_op(ac):
+    if ac.by_op:
         reason = f'{_AC_OPTION} = "op" lets a block be run again only once'
         yield reason, 'activation_checkpoint.mode = "full" or "none"'
     if d.float8.enable_float8_linear:
@@ -52,9 +65,9 @@ def needs_whole_backward(d: Config) -> Iterator[tuple[str, str]]:
 
 def needs_whole_groups(d: Config) -> Iterator[str]:
     """Find what excludes FSDP groups inside of blocks. Yield the reason of each."""
-    if d.training.compile and "model" in d.compile.components:
+    if d.compiles_blocks:
         yield "training.compile makes one graph of the block around it"
-    if _is_by_op(d.activation_checkpoint):
+    if d.activation_checkpoint.by_op:
         # torch matches a block's operators by their order, and the second time weights are gathered
         # at other places.
         yield f'{_AC_OPTION} = "op" runs the block around it again, by operator'
@@ -74,8 +87,3 @@ def is_below_bf16(d: Config) -> bool:
     bf16, says so.
     """
     return d.float8.enable_float8_linear
-
-
-def _is_by_op(ac: ActivationCheckpoint) -> bool:
-    """Whether recomputation is decided operator by operator."""
-    return ac.mode == "selective" and ac.selective_ac_option == "op"

@@ -63,7 +63,8 @@ class ExpertFigures(Callback):
         """
         shares, entropies, losses = {}, [], []
         for name, experts in self._experts.items():
-            rows, (tokens, balance, z) = sums[:experts], sums[experts : experts + 3]
+            rows = sums[:experts]
+            tokens, balance, z = sums[experts : experts + 3]
             sums = sums[experts + 3 :]
             total = sum(rows) or 1.0
             parts = [count / total for count in rows]
@@ -139,12 +140,10 @@ class SourceFigures(Callback):
         share: tuple[int, int],
         factors: ReplicationFactors,
     ) -> None:
-        self._mixture, self._losses, self._global_batch, self._share = (
-            mixture,
-            losses,
-            global_batch,
-            share,
-        )
+        self._mixture = mixture
+        self._losses = losses
+        self._global_batch = global_batch
+        self._share = share
         self._factors = factors
         #: Of this rank's rows since the last log: their sources, and their losses and targets
         #: [rows, 2].
@@ -160,22 +159,19 @@ class SourceFigures(Callback):
 
     def on_step_end(self, trainer: Trainer, result: object) -> None:
         """Keep the step's losses. Nothing waits for the device."""
-        fetched, (rank, degree) = trainer.recent[trainer.step], self._share
+        fetched = trainer.recent[trainer.step]
+        rank, degree = self._share
         sequences = fetched.sequences(self._global_batch)
         total = self._mixture.total_sequences
-        for index in sequences[
-            (rank - sequences[0]) % degree :: degree
-        ]:  # padding has no targets: any source will do
-            self._sources.append(
-                self._mixture.locate(index)[0] if total is None or index < total else 0
-            )
+        for index in sequences[(rank - sequences[0]) % degree :: degree]:
+            is_text = total is None or index < total
+            # Padding has no targets: any source will do.
+            self._sources.append(self._mixture.locate(index)[0] if is_text else 0)
         tokens = torch.cat([(batch.labels != IGNORE).sum(1) for batch in fetched.batches]).double()
         # Of a pipeline only the last stage has losses.
-        losses = (
-            torch.stack(self._losses.rows).double()
-            if self._losses.rows
-            else torch.zeros_like(tokens)
-        )
+        losses = torch.zeros_like(tokens)
+        if self._losses.rows:
+            losses = torch.stack(self._losses.rows).double()
         self._sums.append(torch.stack([losses, tokens], dim=1))
         self._losses.clear()
 

@@ -57,23 +57,12 @@ class MetricsLog:
         """
 
         def stays(row: Mapping[str, Any]) -> bool:
-            return (
-                _step(row) < step
-                or _step(row) == step
-                and (validated or "validation_loss" not in row)
-            )
+            if _step(row) != step:
+                return _step(row) < step
+            return validated or "validation_loss" not in row
 
-        kept, first, at = list[bytes](), None, 0
-        try:  # line by line: the log of documents may not fit into memory
-            for line, row, problem in json_lines(self.path):
-                stay = row is not None and stays(row)
-                if row is None and line.endswith(b"\n"):
-                    logger.warning(escape_name(f"{problem}, and left out from now on"))
-                if first is None and not (stay and line.endswith(b"\n")):
-                    first = at
-                if first is not None and stay:
-                    kept.append(line.rstrip(b"\n") + b"\n")
-                at += len(line)
+        try:
+            first, kept = self._sorted_out(stays)
             if first is not None and kept:
                 atomic_write(self.path, self.path.read_bytes()[:first] + b"".join(kept))
             elif first is not None:
@@ -82,6 +71,27 @@ class MetricsLog:
             return
         except OSError as error:
             self._warn(error)
+
+    def _sorted_out(
+        self, stays: Callable[[Mapping[str, Any]], bool]
+    ) -> tuple[int | None, list[bytes]]:
+        """Return where the first line begins that does not stay, and the lines after it that do.
+
+        It reads line by line: the log of documents may not fit into memory.
+        """
+        kept: list[bytes] = []
+        first: int | None = None
+        at = 0
+        for line, row, problem in json_lines(self.path):
+            stay = row is not None and stays(row)
+            if row is None and line.endswith(b"\n"):
+                logger.warning(escape_name(f"{problem}, and left out from now on"))
+            if first is None and not (stay and line.endswith(b"\n")):
+                first = at
+            if first is not None and stay:
+                kept.append(line.rstrip(b"\n") + b"\n")
+            at += len(line)
+        return first, kept
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

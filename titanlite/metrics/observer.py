@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,13 @@ from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.metrics.console import SLOW_DATA, aws_fsdp_line, start_view, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
-from titanlite.metrics.throughput import StragglerDetector, Throughput, read_memory, reset_peak
+from titanlite.metrics.throughput import (
+    Reading,
+    StragglerDetector,
+    Throughput,
+    read_memory,
+    reset_peak,
+)
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.signals import grace_warning
 from titanlite.step import StepResult
@@ -68,8 +74,13 @@ class MetricsLogger(Callback):
         gc_seconds: Callable[[], float] = float,
         more: Sequence[Figures] = (),
     ) -> None:
-        self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
-        self._meter, self._gc_seconds, self._more = meter, gc_seconds, more
+        self._metrics = metrics
+        self._job = job
+        self._world = world
+        self._toml = toml
+        self._meter = meter
+        self._gc_seconds = gc_seconds
+        self._more = more
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
@@ -82,7 +93,8 @@ class MetricsLogger(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
-        step, folder, loaded = trainer.step, Path(self._job.dump_folder), trainer.loaded
+        step, loaded = trainer.step, trainer.loaded
+        folder = Path(self._job.dump_folder)
         # A run that begins at a step of another folder's run is not that of the records here
         # either.
         is_new = step == 0 or (loaded is not None and loaded.origin == "from")
@@ -119,9 +131,12 @@ class MetricsLogger(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         """Count waiting for data as such, and slow phases (validation, saving) not as training."""
-        self._meter.enter(
-            "data" if phase == "data" else "pause" if phase in SLOW_PHASES else "work"
-        )
+        if phase == "data":
+            self._meter.enter("data")
+        elif phase in SLOW_PHASES:
+            self._meter.enter("pause")
+        else:
+            self._meter.enter("work")
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Read and show the figures of a step that is logged."""
@@ -214,27 +229,22 @@ class MetricsLogger(Callback):
 
     def _request_layer_norms(self, trainer: Trainer) -> None:
         """Have the next step compute gradient norms by layer, with every so many logs."""
-        every, step = self._metrics.layer_norms, trainer.step + 1
+        every = self._metrics.layer_norms
+        step = trainer.step + 1
         wanted = every > 0 and self._logs % every == 0 and self._is_logged(step, trainer.steps)
         trainer.parts.train_step.layer_norms = wanted
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
-        step, layers, size, rank0 = (
-            trainer.step,
-            result.layer_norms,
-            self._world.size,
-            self._world.rank == 0,
-        )
-        mine = [result.loss, result.grad_norm, *layers.values()]
+        step = trainer.step
         parts = [more.sums() for more in self._more]
-        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(result, mine, parts)
+        found = self._reduce(result, parts)
         reading = self._meter.read(step)
         per_step = reading.figures["seconds_per_step"]
-        ranks, warning = self._ranks.compare(times[:size], times[size:], per_step)
+        ranks, warning = self._ranks.compare(found.work, found.waits, per_step)
         row = {
-            "loss": loss,
-            "max_loss": max_loss,
-            "grad_norm": norm,
+            "loss": found.loss,
+            "max_loss": found.max_loss,
+            "grad_norm": found.norm,
             "lr": trainer.parts.learning_rate(step),
             "tokens_seen": trainer.tokens_seen,
             **reading.figures,
@@ -242,28 +252,13 @@ class MetricsLogger(Callback):
             **ranks,
             **read_memory(self._world.device),
         }
-        shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
-        shown["waits_percent"] = waits = 100 * max(times[size:]) / per_step
-        if reading.seconds_left is not None:
-            shown["seconds_left"] = reading.seconds_left
-        if self._metrics.log_style == "titan":
-            logger.info(titan_line(shown), extra={"figures": shown})
-        elif rank0:
-            with contextlib.suppress(OSError):  # a terminal that was closed
-                print(
-                    aws_fsdp_line(shown, datetime.now()), flush=True
-                )  # its readers expect the bare line
-        # The first window has the start of the loader.
-        if rank0 and waits > SLOW_DATA and step != self._first_step and not self._slow_data:
-            self._slow_data = True
-            logger.warning(
-                f"step {step}: {waits:.0f} % of the time is spent waiting for data: raise "
-                "data.num_workers or data.prefetch, or tokenize the text first (titanlite data "
-                "prepare)"
-            )
-        if rank0 and warning:
-            logger.warning(f"step {step}: {warning}")
-        row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
+        waits = 100 * max(found.waits) / per_step
+        self._show(step, row, reading, waits)
+        if self._world.rank == 0:
+            self._warn(step, waits, warning)
+        for layer, norm in zip(result.layer_norms, found.layer_norms, strict=True):
+            row[f"grad_norm/{layer}"] = norm
+        sums = found.sums
         for more, part in zip(self._more, parts, strict=True):
             row |= more.figures(trainer, sums[: len(part)])
             sums = sums[len(part) :]
@@ -271,34 +266,84 @@ class MetricsLogger(Callback):
         trainer.callbacks("on_log", trainer, row)
         reset_peak(self._world.device)
 
-    def _reduce(
-        self, result: StepResult, mine: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
-    ) -> tuple[list[float], list[float], list[float]]:
-        """Return each rank's own work and waiting for data; `parts` summed; and the largest local
-        loss, with `mine`.
+    def _show(self, step: int, row: Mapping[str, float], reading: Reading, waits: float) -> None:
+        """Print the line of a step. waits: share of the time that waits for data, in percent."""
+        shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
+        shown["waits_percent"] = waits
+        if reading.seconds_left is not None:
+            shown["seconds_left"] = reading.seconds_left
+        if self._metrics.log_style == "titan":
+            logger.info(titan_line(shown), extra={"figures": shown})
+        elif self._world.rank == 0:
+            with contextlib.suppress(OSError):  # a terminal that was closed
+                # Its readers expect the bare line.
+                print(aws_fsdp_line(shown, datetime.now()), flush=True)
+
+    def _warn(self, step: int, waits: float, warning: str) -> None:
+        """Log warnings of a step. warning: of ranks that are slow, "" for none."""
+        # The first window has the start of the loader.
+        if waits > SLOW_DATA and step != self._first_step and not self._slow_data:
+            self._slow_data = True
+            logger.warning(
+                f"step {step}: {waits:.0f} % of the time is spent waiting for data: raise "
+                "data.num_workers or data.prefetch, or tokenize the text first (titanlite data "
+                "prepare)"
+            )
+        if warning:
+            logger.warning(f"step {step}: {warning}")
+
+    def _reduce(self, result: StepResult, parts: Sequence[torch.Tensor]) -> _Reduced:
+        """Return the figures of a step over all ranks. parts: what is summed besides.
 
         One all-reduce and one reading of the device. Every rank has a place of its own, where the
         others have zero.
         """
-        size, rank, device = self._world.size, self._world.rank, self._world.device
+        size, rank = self._world.size, self._world.rank
         times = torch.zeros(3, size, dtype=torch.float64)
         times[1:, rank] = torch.tensor(self._ranks.read(self._meter))
-        places = times.to(device)
+        places = times.to(self._world.device)
         places[0, rank] = result.local_loss.detach()
         shared = torch.cat([places.flatten(), *parts])
         dist.all_reduce(shared)
-        known = torch.stack([shared[:size].max(), *mine])
+        norms = list(result.layer_norms.values())
+        known = torch.stack([shared[:size].max(), result.loss, result.grad_norm, *norms])
         numbers: list[float] = torch.cat([shared[size:], known]).tolist()
-        return numbers[: 2 * size], numbers[2 * size : -len(known)], numbers[-len(known) :]
+        max_loss, loss, norm, *layer_norms = numbers[-len(known) :]
+        return _Reduced(
+            work=numbers[:size],
+            waits=numbers[size : 2 * size],
+            sums=numbers[2 * size : -len(known)],
+            max_loss=max_loss,
+            loss=loss,
+            norm=norm,
+            layer_norms=layer_norms,
+        )
+
+
+class _Reduced(NamedTuple):
+    """Figures of a step over all ranks."""
+
+    #: Seconds of each rank in a step: in work of its own, and waiting for data.
+    work: list[float]
+    waits: list[float]
+    #: Of `Figures`, one after the other.
+    sums: list[float]
+    #: The largest loss of a rank; the others are those of `StepResult`.
+    max_loss: float
+    loss: float
+    norm: float
+    layer_norms: list[float]
 
 
 def _keep_earlier(path: Path) -> None:
     """Rename the metrics of an earlier run in this folder, so that they are neither lost nor mixed
     with ours.
     """
-    if path.exists() and path.stat().st_size:
-        kept = next(
-            p for i in range(1, 10**6) if not (p := path.with_name(f"metrics-{i}.jsonl")).exists()
-        )
-        path.rename(kept)
-        logger.info(f"the metrics of an earlier run are kept as {kept}")
+    if not path.exists() or not path.stat().st_size:
+        return
+    number = 1
+    while path.with_name(f"metrics-{number}.jsonl").exists():
+        number += 1
+    kept = path.with_name(f"metrics-{number}.jsonl")
+    path.rename(kept)
+    logger.info(f"the metrics of an earlier run are kept as {kept}")

@@ -56,8 +56,11 @@ class Throughput:
         flops_per_token: int,
         peak_flops: float | None,
     ) -> None:
-        self._tokens, self._sequences, self._devices = tokens_per_step, sequences_per_step, devices
-        self._flops_per_token, self._peak = flops_per_token, peak_flops
+        self._tokens = tokens_per_step
+        self._sequences = sequences_per_step
+        self._devices = devices
+        self._flops_per_token = flops_per_token
+        self._peak = peak_flops
         self._kind: Kind = "work"
         self._since = self._cpu_since = 0.0
         self.start(0)
@@ -83,10 +86,13 @@ class Throughput:
         On a GPU begin a pause after a reading: otherwise it contains the steps that the device
         still works on.
         """
-        now, cpu = time.perf_counter(), time.thread_time()
+        now = time.perf_counter()
+        cpu = time.thread_time()
         self._seconds[self._kind] += now - self._since
         self._cpu[self._kind] += cpu - self._cpu_since
-        self._kind, self._since, self._cpu_since = kind, now, cpu
+        self._kind = kind
+        self._since = now
+        self._cpu_since = cpu
 
     def own_seconds(self) -> tuple[float, float]:
         """Return this rank's CPU time in steps, and its waiting for data, in seconds per step of
@@ -105,7 +111,8 @@ class Throughput:
         step: the last step done.
         """
         self.enter(self._kind)
-        steps, data = self._steps, self._seconds["data"]
+        steps = self._steps
+        data = self._seconds["data"]
         per_step = max(self._seconds["work"] + data, 1e-9) / steps
         tps = self._tokens / per_step / self._devices
         tflops = tps * self._flops_per_token / 1e12
@@ -121,12 +128,15 @@ class Throughput:
             self._recent = deque(maxlen=_RECENT_STEPS)
         else:
             self._recent.extend([per_step] * min(steps, _RECENT_STEPS))
-        left = median(self._recent) * max(self._total_steps - step, 0) if self._recent else None
+        left = None
+        if self._recent:
+            left = median(self._recent) * max(self._total_steps - step, 0)
         self._begin_window()
         return Reading(figures, steps, self._sequences / per_step, left)
 
     def _begin_window(self) -> None:
-        self._since, self._cpu_since = time.perf_counter(), time.thread_time()
+        self._since = time.perf_counter()
+        self._cpu_since = time.thread_time()
         self._steps = 0
         self._seconds: defaultdict[Kind, float] = defaultdict(float)
         self._cpu: defaultdict[Kind, float] = defaultdict(float)
@@ -148,6 +158,7 @@ def read_memory(device: torch.device) -> dict[str, float]:
     now (CPU). reserved: peak that CUDA's allocator held; absent on the CPU. alloc_retries, ooms:
     since the start.
     """
+    stats: dict[str, int] = {}
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         used = {
@@ -155,13 +166,8 @@ def read_memory(device: torch.device) -> dict[str, float]:
             "reserved": stats.get("reserved_bytes.all.peak", 0),
         }
     else:
-        stats, used = (
-            {},
-            {
-                "memory": int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0)
-                * 1024
-            },
-        )
+        kibibytes = _proc_field("/proc/self/status", "VmRSS").partition(" ")[0]
+        used = {"memory": int(kibibytes or 0) * 1024}
     total = total_memory_bytes(device)
     found = {f"{name}_gib": size / _GIB for name, size in used.items()}
     found |= {f"{name}_percent": 100 * size / total for name, size in used.items()}

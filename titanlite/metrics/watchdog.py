@@ -128,12 +128,17 @@ class HangWatchdog:
         traces: str = "",
         end: Callable[[int], object] | None = _exit,
     ) -> None:
-        stall, comm = stall or Stall(), comm or Comm()
-        given, beat = stall.deadline_seconds, stall.heartbeat_seconds
-        self._deadline = _DEADLINE_SHARE * comm.train_timeout_seconds if given is None else given
+        stall = stall or Stall()
+        comm = comm or Comm()
+        self._deadline = _DEADLINE_SHARE * comm.train_timeout_seconds
+        if stall.deadline_seconds is not None:
+            self._deadline = stall.deadline_seconds
         self._patience = max(self._deadline, _DEADLINE_SHARE * comm.init_timeout_seconds)
-        self._heartbeat = min(beat, self._deadline / 2) if self._deadline else beat
-        self.logs, self.traces = logs, traces
+        self._heartbeat = stall.heartbeat_seconds
+        if self._deadline:
+            self._heartbeat = min(self._heartbeat, self._deadline / 2)
+        self.logs = logs
+        self.traces = traces
         self.verdict = ""
         self.on_peer: Callable[[PeerError], None] | None = None
         self._end = end
@@ -154,9 +159,8 @@ class HangWatchdog:
         """
         old, place, before, since = self._now
         now = time.monotonic()
-        if (
-            before not in PATIENT and old != self._first_step
-        ):  # the first step allocates and warms up
+        # The first step allocates and warms up.
+        if before not in PATIENT and old != self._first_step:
             self._longest = max(self._longest, now - since)
         if step is None or step == old:
             self._now = (old, place + 1, name, now)
@@ -172,7 +176,8 @@ class HangWatchdog:
 
     def __enter__(self) -> HangWatchdog:
         grouped = dist.is_initialized()
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self.rank = dist.get_rank() if grouped else 0
+        self.size = dist.get_world_size() if grouped else 1
         # A connection of its own: an operation that waits holds up all others on the same one.
         store = _get_default_store().clone() if grouped else dist.HashStore()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
@@ -365,9 +370,11 @@ class HangWatchdog:
         if not self._followed.is_set() and self._store.check(["raised"]):
             self._follow(RankState.load(self._store.get("raised").decode()))
             self._followed.set()
-        elif self._end_state:
             return
-        elif failure := nccl_failure():
+        if self._end_state:
+            return
+        failure = nccl_failure()
+        if failure:
             self._abandon(failure)
         elif self.rank == 0 and self._deadline:
             self._watch(now)
@@ -484,7 +491,8 @@ def nccl_failure() -> str:
     """
     for group in list(_world.pg_map):
         with contextlib.suppress(RuntimeError, AttributeError):  # no NCCL, or a wrapper that debugs
-            if (found := group._get_backend(torch.device("cuda")).get_error()) != ErrorType.SUCCESS:
+            found = group._get_backend(torch.device("cuda")).get_error()
+            if found != ErrorType.SUCCESS:
                 return f"NCCL reports {found.name} in the group {group.group_desc}"
     return ""
 
@@ -494,17 +502,15 @@ def _stack(thread: int) -> tuple[tuple[str, ...], bool]:
     a collective.
     """
     frame = sys._current_frames().get(thread)
-    own = (
-        []
-        if frame is None
-        else [f for f, _ in itertools.islice(traceback.walk_stack(frame), _DEPTH)]
-    )
+    own: list[FrameType] = []
+    if frame is not None:
+        walk = itertools.islice(traceback.walk_stack(frame), _DEPTH)
+        own = [one for one, _ in walk]
     waits = any(_is_collective(frame, index) for index, frame in enumerate(own[:8]))
-    shown = [
-        frame
-        for index, frame in enumerate(own)
-        if not index or "/torch/" not in frame.f_code.co_filename
-    ]
+    shown = []
+    for index, frame in enumerate(own):
+        if not index or "/torch/" not in frame.f_code.co_filename:
+            shown.append(frame)
     return tuple(_place(frame, frame.f_lineno) for frame in shown[:_FRAMES]), waits
 
 

@@ -124,8 +124,8 @@ class ModelSpec:
     #: For tensor parallelism. Name for messages → number that the ranks must divide, besides the
     #: vocabulary.
     tensor_sizes: Callable[[Any], dict[str, int]] = lambda args: {}
-    #: For `titanlite.parallel.compiles_halves`. Names of the parts of each block, each compiled as
-    #: one.
+    #: For `titanlite.features.interactions.compiles_halves`. Names of the parts of each block,
+    #: each compiled as one.
     sublayer_names: Callable[[Any], list[str]] | None = None
     #: For pipelines. (arguments, tokens per sequence) → cost of each module that a stage may start
     #: with: embedding, blocks, last norm, head. The module must run with the others set to None, as
@@ -137,7 +137,7 @@ class ModelSpec:
     context_parallel: bool = False
     #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For
     #: expert parallelism the module that holds their parameters [experts, …] has an attribute
-    #: `exchange`, see `titanlite.parallel.expert`.
+    #: `exchange`, see `titanlite.features.experts`.
     experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}

@@ -125,7 +125,7 @@ def apply_ac(
     blocks = {name: modules[name] for name in names if name in modules}
     for name, block in blocks.items():
         if name in chosen:
-            checkpoint_block(block, is_by_op(settings))
+            checkpoint_block(block, settings.by_op)
         if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
@@ -138,16 +138,11 @@ def apply_ac(
     return [name for name in names if name in chosen]
 
 
-def is_by_op(settings: ActivationCheckpoint) -> bool:
-    """Whether `OpPolicy` decides inside each block."""
-    return settings.mode == "selective" and settings.selective_ac_option == "op"
-
-
 def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> list[str]:
     """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them."""
     if settings.mode in ("none", "budget"):
         return []
-    if settings.mode == "full" or is_by_op(settings):
+    if settings.mode == "full" or settings.by_op:
         return list(names)
     every = int(settings.selective_ac_option)
     return list(names[every - 1 :: every])

@@ -51,7 +51,7 @@ def apply_fsdp(
     they are summed, which `train_step` needs: its loss is already divided by the number of valid
     tokens on all ranks. With a loss that each rank averages over its own tokens, the sum is as many
     times too large as there are ranks.
-    experts: of `titanlite.parallel.expert.expert_mesh`, with experts that `apply_ep` has divided.
+    experts: the mesh of experts that `titanlite.features.experts.sharding.apply_ep` has divided.
     Their gradients are sums over ranks that `average` does not know, so the two exclude each other.
     """
     if average and experts is not None:
@@ -123,7 +123,7 @@ def _placement(
     """Return the `shard_placement_fn` of all groups."""
     if experts is None:
         return _stack_placement(dp_mesh.size(-1))
-    from titanlite.parallel.expert import expert_placement
+    from titanlite.features.experts.sharding import expert_placement
 
     return expert_placement(experts)
 

@@ -15,29 +15,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.features import async_tp_of, context_of, float8_of, loss_chunks_of
+from titanlite.features import (
+    async_tp_of,
+    context_of,
+    experts_of,
+    float8_of,
+    loss_chunks_of,
+    pipeline_of,
+)
 from titanlite.features.interactions import compiles_halves
 from titanlite.loss import LossFunction, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.linears import Linears, linears_of
 from titanlite.models.spec import ModelSpec
-from titanlite.parallel import ParallelismError, offered
-from titanlite.parallel.activation_checkpoint import apply_ac, is_by_op
+from titanlite.parallel import offered
+from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.local import parts_of
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups
 
 if TYPE_CHECKING:
+    from titanlite.features.pipeline import PipelineParallel
+    from titanlite.features.pipeline.runner import Pipeline
+    from titanlite.features.pipeline.split import StageLayout
     from titanlite.parallel.compile import CompileWatch
-    from titanlite.parallel.pipeline import Pipeline
-    from titanlite.parallel.pipeline_split import StageLayout
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,14 @@ class ModelBuilder:
         # Groups of the whole model, so that they do not depend on where it is cut.
         policy, min_params = self.training.fsdp_units, self.training.fsdp_min_params
         groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_groups(self.args))
-        if self.pp == 1:
+        pipeline = self.pipelined
+        if pipeline is None:
             return self.parallelize(whole(), groups)
-        from titanlite.parallel.pipeline import PipelineModel, cut_stages
 
-        stages = cut_stages(whole, self.stage_layout, self.mesh.get_local_rank("pp"))
-        parts = {number: self.parallelize(stage, groups) for number, stage in stages.items()}
-        return PipelineModel(parts, self.stage_layout, self.mesh)
+        def divide(stage: nn.Module) -> nn.Module:
+            return self.parallelize(stage, groups)
+
+        return pipeline.build(whole, divide, self.stage_layout, self.mesh)
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the
@@ -117,8 +126,10 @@ class ModelBuilder:
         has_blocks = bool(select(model, self.spec.block_names(self.args)))
         if context is not None and has_blocks:  # a stage may have none
             context.apply(model, self.mesh)
-        if self.ep > 1:
-            self._apply_ep(model)
+        experts = experts_of(self.ep)
+        if experts is not None and self.expert_mesh is not None:
+            mixtures = select(model, offered(self.spec, "experts")(self.args))
+            experts.apply(model, self.expert_mesh, list(mixtures))
         self._apply_ac(model)
         self._apply_compile(model)
         self._apply_fsdp(model, groups)
@@ -143,23 +154,11 @@ class ModelBuilder:
         plan = offered(self.spec, "tensor_plan")(self.args)
         apply_tp(model, plan, self.mesh["tp"], shard_logits)
 
-    def _apply_ep(self, model: nn.Module) -> None:
-        from titanlite.parallel.expert import apply_ep, has_exchange
-
-        assert self.expert_mesh is not None
-        apply_ep(model, self.expert_mesh["ep"])
-        mixtures = select(model, offered(self.spec, "experts")(self.args))
-        whole = [name for name, module in mixtures.items() if not has_exchange(module)]
-        if whole:
-            raise ParallelismError(
-                f"ranks cannot share experts without an `exchange`: {', '.join(whole)}"
-            )
-
     def _apply_ac(self, model: nn.Module) -> None:
         names = self.spec.block_names(self.args)
         # Graphs hide their operators from a policy by operator, so that one is applied inside of
         # them.
-        if is_by_op(self.activation_checkpoint):
+        if self.activation_checkpoint.by_op:
             names = self.compiled_names or names
         apply_ac(model, names, self.activation_checkpoint, self.device)
 
@@ -227,30 +226,11 @@ class ModelBuilder:
         batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches
         per step.
         """
-        from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel
+        assert self.pipelined is not None
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "accumulation": accumulation}
+        return self.pipelined.runner(self, model, loss, **sizes)
 
-        rank_len = seq_len // self.cp
-        shape = MicroBatchShape(
-            rows=batch_size // self.microbatches,
-            seq_len=rank_len,
-            hidden_len=rank_len // self.tp,
-            dim=self.args.dim,
-            vocab=self.args.vocab_size,
-            dtype=self.param_dtype,
-        )
-        return Pipeline(
-            cast(PipelineModel, model),
-            self.schedule,
-            shape,
-            self.microbatches,
-            accumulation,
-            self.device,
-            loss,
-            # Hidden states have fewer positions than tokens.
-            self._positions if self.tp > 1 else None,
-        )
-
-    def _positions(self, rank_len: int) -> torch.Tensor:
+    def positions(self, rank_len: int) -> torch.Tensor:
         """Return the places in the sequence of this rank's `rank_len` tokens, int64."""
         everywhere = torch.arange(rank_len * self.cp, device=self.device)
         context = context_of(self.cp)
@@ -280,17 +260,12 @@ class ModelBuilder:
 
     @property
     def compiled_names(self) -> list[str]:
-        """The modules of the whole model that `torch.compile` makes one graph each.
-
-        Where ranks share experts, the host reads a number in the middle of a block. Where they
-        share each product, whole blocks have wrong gradients before torch 2.13. With full
-        recomputation torch cannot divide their graph: it puts a device mesh among the saved
-        tensors.
-        """
+        """The modules of the whole model that `torch.compile` makes one graph each."""
         if not self.compiles("model"):
             return []
-        of_tensor = compiles_halves(self.activation_checkpoint, self.float8, self.experimental)
-        halves = self.ep > 1 or (self.tp > 1 and of_tensor)
+        halves = compiles_halves(
+            self.tp, self.ep, self.activation_checkpoint, self.float8, self.experimental
+        )
         field = "sublayer_names" if halves else "block_names"
         names: list[str] = offered(self.spec, field)(self.args)
         return names
@@ -300,31 +275,27 @@ class ModelBuilder:
         that ranks share.
         """
         modules = select(model, self.compiled_names)
-        if self.ep == 1:
-            return modules
-        from titanlite.parallel.expert import has_exchange
-
-        return {name: module for name, module in modules.items() if not has_exchange(module)}
+        experts = experts_of(self.ep)
+        return modules if experts is None else experts.compiled(modules)
 
     # Values that follow from the sections and the mesh
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh | None:
         """The ranks that share experts; None: each rank has all of them."""
-        if self.ep == 1:
-            return None
-        from titanlite.parallel.expert import expert_mesh
-
-        return expert_mesh(self.mesh, self.ep)
+        experts = experts_of(self.ep)
+        return None if experts is None else experts.mesh(self.mesh)
 
     @cached_property
     def stage_layout(self) -> StageLayout:
         """Where the model is cut into the stages of a pipeline."""
-        from titanlite.parallel.pipeline_split import split_stages
+        assert self.pipelined is not None
+        return self.pipelined.layout(self.spec, self.args, self.args.max_seq_len)
 
-        costs = offered(self.spec, "pipeline_costs")(self.args, self.args.max_seq_len)
-        points = self.experimental.pipeline_parallel_split_points
-        return split_stages(costs, self.pp, self.schedule, points)
+    @property
+    def pipelined(self) -> PipelineParallel | None:
+        """The pipeline; None: each rank has all layers."""
+        return pipeline_of(self.experimental, self.pp)
 
     @property
     def tp(self) -> int:
@@ -356,22 +327,9 @@ class ModelBuilder:
         return DTYPES[self.training.mixed_precision_param]
 
     @property
-    def schedule(self) -> str:
-        """A name of `SCHEDULES`."""
-        from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule
-
-        name = self.experimental.pipeline_parallel_schedule
-        schedule = find_schedule(name)
-        if schedule is None:
-            raise ParallelismError(
-                f"no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}"
-            )
-        return schedule
-
-    @property
     def microbatches(self) -> int:
         """Pieces of each micro-batch that go through the pipeline one by one."""
-        return 1 if self.pp == 1 else self.experimental.pipeline_parallel_microbatches or self.pp
+        return 1 if self.pipelined is None else self.pipelined.microbatches
 
     @property
     def reshard_after_forward(self) -> bool | int | None:
@@ -379,25 +337,15 @@ class ModelBuilder:
 
         Pipeline stages keep weights gathered between micro-batches by default.
 
-        Raises ParallelismError if they should not, and the schedule splits the backward: weights
-        that are gathered again between its two halves are new tensors, and get no gradient without
-        an error.
+        Raises ParallelismError where a schedule does not allow it.
         """
-        named: dict[Any, bool | None] = {
-            "default": None if self.pp == 1 else False,
-            "always": True,
-            "never": False,
-        }
+        named: dict[Any, bool | None] = {"default": None, "always": True, "never": False}
+        if self.pp > 1:
+            named["default"] = False
         given = self.training.reshard_after_forward
         reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
-        if self.pp > 1 and reshard is not False:
-            from titanlite.parallel.pipeline_split import SCHEDULES
-
-            if SCHEDULES[self.schedule].splits_backward:
-                raise ParallelismError(
-                    f"{self.schedule} needs weights that stay gathered: "
-                    "reshard_after_forward = False"
-                )
+        if self.pipelined is not None:
+            self.pipelined.check_resharding(reshard)
         return reshard
 
 

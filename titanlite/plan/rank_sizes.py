@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from titanlite.features import float8_of
+from titanlite.features import float8_of, pipeline_of
 from titanlite.models.linears import linears_of
 from titanlite.models.llama import LlamaArgs
 from titanlite.plan.blocks import Shape, block_ops, embedding
@@ -80,18 +80,10 @@ class RankSizes:
         A last norm that runs with the head is left out.
         """
         costs = self.run.spec.pipeline_costs(self.args, self.args.max_seq_len)  # type: ignore[misc]
-        ranks = self.run.mesh.pipeline
         stages: list[Sequence[str]] = [list(costs)]
-        if ranks > 1:
-            from titanlite.parallel.pipeline_split import split_stages
-
-            experimental = self.run.experimental
-            layout = split_stages(
-                costs,
-                ranks,
-                experimental.pipeline_parallel_schedule,
-                experimental.pipeline_parallel_split_points,
-            )
+        pipeline = pipeline_of(self.run.experimental, self.run.mesh.pipeline)
+        if pipeline is not None:
+            layout = pipeline.layout(self.run.spec, self.args, self.args.max_seq_len)
             stages = [layout.stages[index] for index in layout.on(self.pipeline_rank)]
         found = []
         for stage in stages:

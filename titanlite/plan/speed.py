@@ -17,7 +17,6 @@ from titanlite.plan.step_sizes import StepSizes
 from titanlite.plan.traffic import (
     Directions,
     bubble,
-    expert_traffic,
     host_transfers,
     sharding_traffic,
     tensor_traffic,
@@ -70,12 +69,6 @@ UNSEEN = (0.85, 1.22)
 #: The same on an H200 without float8, which was faster than predicted in every such run.
 UNSEEN_H200 = (0.85, 1.41)
 
-#: What computing waits for in each micro-batch.
-_WAITED = {
-    "tensor traffic": tensor_traffic,
-    "expert traffic": expert_traffic,
-}
-
 
 def predict(run: RunConfig, cluster: Cluster, constants: Constants = CONSTANTS) -> Speed:
     """Return the speed of a run's steps. Raises ConfigError for float8 on a GPU that has none."""
@@ -99,8 +92,7 @@ def _parts(step: StepSizes) -> dict[str, float]:
     for name, forward, backward in zip(_COMPUTED, work.forward, work.backward, strict=True):
         parts[name] = times * (forward + backward)
     parts["recomputation"] = times * work.again
-    for name, seconds in _WAITED.items():
-        parts[name] = times * seconds(step)
+    parts["tensor traffic"] = times * tensor_traffic(step)
     for feature in features_of(step.run).on:
         for name, waited in feature.traffic(step).items():
             parts[name] = times * waited

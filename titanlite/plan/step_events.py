@@ -71,7 +71,7 @@ class StepEvents:
             yield from self._backward(modules, reduces)
 
     def _pipeline(self) -> Iterator[Event]:
-        from titanlite.plan.pipeline import actions
+        from titanlite.features.pipeline.order import actions
 
         run = self.run
         ranks = run.mesh.pipeline

@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from titanlite.features import float8_of
+from titanlite.features import float8_of, pipeline_of
 from titanlite.models.linears import LinearKind, Linears, linears_of
-from titanlite.parallel.pipeline_split import split_stages
 from titanlite.plan.hardware import Cluster
 from titanlite.plan.parts import VOCABULARY
 from titanlite.plan.product_speed import ProductSpeed
@@ -51,7 +50,7 @@ class StepSizes:
         #: Bytes of a number in activations and gathered weights.
         self.itemsize = 4 if in_float32 else 2
         self.rates = Rates(cluster, constants, peak=bf16 / 8 if in_float32 else bf16)
-        self.compiled = run.training.compile and "model" in run.compile.components
+        self.compiled = run.compiles_blocks
         self.micro_batches = run.pipeline.microbatches * run.batch.accumulation
         rows = run.batch.micro_batch_size / run.pipeline.microbatches
         #: Tokens of a micro-batch on this rank.
@@ -126,19 +125,15 @@ class StepSizes:
     @cached_property
     def stage_share(self) -> float:
         """This rank's share of the model's FLOPs: that of the slowest rank of a pipeline."""
-        ranks = self.mesh.pipeline
-        if ranks == 1 or self.spec.pipeline_costs is None:
+        pipeline = pipeline_of(self.run.experimental, self.mesh.pipeline)
+        if pipeline is None or self.spec.pipeline_costs is None:
             return 1.0
-        experimental = self.run.experimental
-        costs = self.spec.pipeline_costs(self.args, self.run.batch.seq_len)
-        layout = split_stages(
-            costs,
-            ranks,
-            experimental.pipeline_parallel_schedule,
-            experimental.pipeline_parallel_split_points,
-        )
+        layout = pipeline.layout(self.spec, self.args, self.run.batch.seq_len)
+        costs = dict(layout.costs)
         stages = [sum(costs[name].flops for name in stage) for stage in layout.stages]
-        flops = [sum(stages[stage] for stage in layout.on(rank)) for rank in range(ranks)]
+        flops = []
+        for rank in range(pipeline.degree):
+            flops.append(sum(stages[stage] for stage in layout.on(rank)))
         return max(flops) / sum(flops)
 
     @cached_property
@@ -191,8 +186,7 @@ class StepSizes:
     @property
     def by_op(self) -> bool:
         """Whether recomputation goes by operators, not by blocks."""
-        ac = self.run.activation_checkpoint
-        return ac.mode == "selective" and ac.selective_ac_option == "op"
+        return self.run.activation_checkpoint.by_op
 
     @cached_property
     def recomputed(self) -> float:

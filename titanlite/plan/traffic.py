@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from titanlite.parallel.pipeline_split import SCHEDULES
+from titanlite.features import pipeline_of
 from titanlite.plan.step_sizes import StepSizes
 
 
@@ -36,16 +36,6 @@ def tensor_traffic(step: StepSizes) -> float:
     is_async = step.run.experimental.enable_async_tensor_parallel
     remains = step.rates.constants.async_tensor if is_async else 1.0
     return step.blocks * (8 + again) * one * remains
-
-
-def expert_traffic(step: StepSizes) -> float:
-    """Return the seconds of expert parallelism: rows go to the ranks of their experts and back,
-    and gradients.
-    """
-    mesh = step.mesh
-    rows = step.tokens * step.experts_per_token * step.itemsize * step.width
-    again = 0 if step.by_op else 2 * step.recomputed
-    return step.blocks * (4 + again) * step.rates.collective(rows, mesh.expert, mesh.tensor)
 
 
 # Traffic beside computing, of a step
@@ -143,9 +133,5 @@ def kept_bytes(step: StepSizes) -> float:
 
 def bubble(step: StepSizes) -> float:
     """Return the idle time of a pipeline's rank, in micro-batches."""
-    ranks = step.mesh.pipeline
-    schedule = SCHEDULES.get(step.run.experimental.pipeline_parallel_schedule)
-    if ranks == 1 or schedule is None:
-        return 0.0
-    rounds = max(step.run.pipeline.stages // ranks, 1)
-    return (ranks - 1) / rounds / (3 if schedule.splits_backward else 1)
+    pipeline = pipeline_of(step.run.experimental, step.mesh.pipeline)
+    return 0.0 if pipeline is None else pipeline.bubble(step)

@@ -101,10 +101,12 @@ def _figures(built: Built) -> list[Any]:
     if run.data.source:
         from titanlite.metrics.figures import RowLosses, SourceFigures
 
-        mixture, losses = built.datasets.train.mixture, built.model.loss
+        mixture = built.datasets.train.mixture
+        losses = built.model.loss
         if mixture is not None and isinstance(losses, RowLosses):
-            size, share = run.batch.global_batch_size, built.loaders.share
-            found.append(SourceFigures(mixture, losses, size, share, built.model.factors))
+            size = run.batch.global_batch_size
+            factors = built.model.factors
+            found.append(SourceFigures(mixture, losses, size, built.loaders.share, factors))
     if run.spec.experts is not None:
         from titanlite.metrics.figures import ExpertFigures
 

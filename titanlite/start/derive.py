@@ -26,7 +26,7 @@ from titanlite.models.args import model_args
 from titanlite.models.families import get_spec
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.schedule import Schedule
-from titanlite.parallel.pipeline_split import find_schedule, stage_count
+from titanlite.parallel.schedules import find_schedule
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
@@ -399,6 +399,8 @@ def _cut(
     d: Config, mesh: MeshSizes, batch: BatchSizes, told: _Told
 ) -> tuple[Config, PipelineSizes]:
     """Return the sections of a run with a pipeline, and how the pipeline cuts."""
+    from titanlite.features.pipeline.split import stage_count
+
     settings = d.experimental
     schedule = find_schedule(settings.pipeline_parallel_schedule) or "1F1B"
     pieces = settings.pipeline_parallel_microbatches or mesh.pipeline

@@ -8,10 +8,8 @@ runs only if there are none. No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
@@ -26,31 +24,30 @@ from titanlite.config.errors import ConfigError, Problem, Source
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.rules import Finding, divisors
+from titanlite.config.rules import Finding
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.trust import admit
 from titanlite.config.urls import public_name
 from titanlite.data.text_check import open_choices, passes_warning, planned_passes
-from titanlite.features import features_of
-from titanlite.features.interactions import compiles_halves, needs_whole_backward
+from titanlite.features import features_of, pipeline_of
+from titanlite.features.interactions import compiles_halves
 from titanlite.models.args import FROM_FOLDER, unknown_flavor
 from titanlite.models.families import get_spec
 from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ShapeError
-from titanlite.parallel import ParallelismError
-from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
+from titanlite.parallel.schedules import SCHEDULES, find_schedule
 from titanlite.start.derive import RunConfig, below, derive, smallest_world
 from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
 from titanlite.start.misfits import (
     batch_misfits,
+    mixture_misfits,
     rank_misfits,
     recomputation_misfits,
     tensor_misfits,
 )
 from titanlite.utils import is_dotted
 
-_PP = "experimental.pipeline_parallel_"
 _TP = "training.tensor_parallel_degree"
 _EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
@@ -99,19 +96,19 @@ def check_loaded(
     look_at_text: also list local folders of text; False for another layout of a config whose text
     was looked at.
     """
-    _stop(problems and [*problems, *_model_names(config)])
+    if problems:
+        raise ConfigError([*problems, *_model_names(config)])
     admit(config.claims, config.origin)
     found = contradictions(config)
     if look_at_text and not found:
         found += unclear_texts(config)
     if training:
-        found += [
-            *refused(config),
-            *closed_urls(config),
-            *missing_files(config),
-            *missing_packages(config),
-        ]
-    _stop(found and [*found, *_model_names(config)])
+        found += refused(config)
+        found += closed_urls(config)
+        found += missing_files(config)
+        found += missing_packages(config)
+    if found:
+        raise ConfigError([*found, *_model_names(config)])
     config = shaped(config)
     run = _fitted(config, world_size or smallest_world(config))
     if look_at_text:
@@ -130,9 +127,8 @@ def shaped(config: LoadedConfig) -> LoadedConfig:
     try:
         shape = read_shape(d.model, d.checkpoint, below(d.job.dump_folder, d.checkpoint.folder))
     except FolderShapeError as error:
-        raise ConfigError(
-            placed(config, [("model", error.key, str(error), error.advice)])
-        ) from None
+        found = ("model", error.key, str(error), error.advice)
+        raise ConfigError(placed(config, [found])) from None
     except ShapeError as error:
         raise ConfigError(_model_problems(config, error)) from None
     if shape is None:
@@ -167,29 +163,28 @@ def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = 
 def _fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     config = shaped(config)
     run = derive(config, world_size, total_sequences)
-    _stop(misfits(config, run))
+    problems = misfits(config, run)
+    if problems:
+        raise ConfigError(problems)
     return run
 
 
 def unclear_texts(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local folder that leaves open which of its files are meant."""
     d = config.sections
-    unclear = open_choices(d.training, d.data, d.validation)
-    lines = ((key, error.reason, "\n    ".join(error.lines)) for key, error in unclear)
-    return placed(config, (("unclear-text", key, reason, hint) for key, reason, hint in lines))
+    found: list[Finding] = []
+    for key, error in open_choices(d.training, d.data, d.validation):
+        found.append(("unclear-text", key, error.reason, "\n    ".join(error.lines)))
+    return placed(config, found)
 
 
 def many_passes(run: RunConfig) -> Iterator[str]:
     """Warn of texts that are read too often, as far as that is known before they are read."""
     tokens = None if run.steps is None else run.steps * run.batch.tokens_per_step
     for name, passes in planned_passes(run.training, run.data, tokens).items():
-        if warning := passes_warning(public_name(name), passes):
+        warning = passes_warning(public_name(name), passes)
+        if warning:
             yield warning
-
-
-def _stop(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
 
 
 def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
@@ -200,14 +195,17 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     not divided.
     """
     d = config.sections
+    pipeline = pipeline_of(run.experimental, run.mesh.pipeline)
     found = list(rank_misfits(d, run))
     if not found:
         found += batch_misfits(run)
         for feature in features_of(run).on:
             found += feature.rank_misfits(run)
-        found += _pipeline_misfits(d, run)
-    if not found:
-        found += _microbatch_misfits(run)
+        found += _unknown_schedule(d)
+        if pipeline is not None:
+            found += pipeline.misfits(d, run)
+    if not found and pipeline is not None:
+        found += pipeline.microbatch_misfits(run)
     try:
         args = run.model_args()
     except ShapeError as error:
@@ -217,9 +215,8 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += [
-            *_expert_misfits(args, run),
             *tensor_misfits(args, run),
-            *_stage_misfits(args, run),
+            *mixture_misfits(args, run),
         ]
         for feature in features_of(run).on:
             found += feature.model_misfits(run, args)
@@ -228,32 +225,34 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
 
 def _not_offered(run: RunConfig) -> Iterator[Finding]:
     """Find the features that the config asks for and the model does not offer."""
-    spec, mesh = run.spec, run.mesh
-    compiled = run.training.compile and "model" in run.compile.components
-    halves = mesh.expert > 1
-    if compiled and mesh.tensor > 1:
-        halves = halves or compiles_halves(run.activation_checkpoint, run.float8, run.experimental)
-    asked = {
-        "tensor_plan": (_TP, mesh.tensor > 1),
-        "experts": (_EP, mesh.expert > 1),
-        "sublayer_names": (
-            _TP if mesh.tensor > 1 else _EP,
-            mesh.tensor * mesh.expert > 1 and compiled and halves,
-        ),
-        "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
-    }
-    fields = {field: key for field, (key, is_asked) in asked.items() if is_asked}
+    mesh = run.mesh
+    #: Field of the spec → the key that needs it.
+    fields: dict[str, str] = {}
+    if mesh.tensor > 1:
+        fields["tensor_plan"] = _TP
+    if run.compiles_blocks and _in_halves(run):
+        fields["sublayer_names"] = _TP if mesh.tensor > 1 else _EP
     for feature in features_of(run).on:
         if feature.model_field:
             fields[feature.model_field] = feature.key
     for field, key in fields.items():
-        if getattr(spec, field):
+        if getattr(run.spec, field):
             continue
         beside = " together with training.compile" if field == "sublayer_names" else ""
         message = (
             f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {field}"
         )
         yield "model", key, message, "leave the key out, or add it to the model"
+
+
+def _in_halves(run: RunConfig) -> bool:
+    return compiles_halves(
+        run.mesh.tensor,
+        run.mesh.expert,
+        run.activation_checkpoint,
+        run.float8,
+        run.experimental,
+    )
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
@@ -270,8 +269,8 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
 def _model_names(config: LoadedConfig) -> list[Problem]:
     """Check the names of family, flavor and overrides alone, of a family of titanlite's.
 
-    The third stage finds them too. They are told with the problems of the first two, so that nobody
-    waits for them.
+    The third stage finds them too. They are told with the problems of the first two, so that a user
+    need not start once more to see them.
     """
     model = config.sections.model
     if is_dotted(model.name) or model.name == "hf":
@@ -290,144 +289,10 @@ def _model_names(config: LoadedConfig) -> list[Problem]:
     return found
 
 
-def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    """Check the schedule of a pipeline and its stages."""
-    e, t, degree = d.experimental, d.training, run.mesh.pipeline
-    name = find_schedule(e.pipeline_parallel_schedule)
-    if name is None:
-        message = f"no schedule {quote(e.pipeline_parallel_schedule)}"
-        yield "unknown-value", f"{_PP}schedule", message, f"there are {', '.join(SCHEDULES)}"
-    if degree == 1:
-        return
-    pieces = run.pipeline.microbatches
-    if t.batch_size % pieces:
-        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else f', that of {_PP}degree,'}"
-        fitting = ", ".join(map(str, divisors(t.batch_size)))
-        hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
-        yield (
-            "divide",
-            f"{_PP}microbatches",
-            f"{said} which does not divide training.batch_size = {t.batch_size}",
-            hint,
-        )
-    if name is None:
-        return
-    points, stages = len(e.pipeline_parallel_split_points), run.pipeline.stages
-    fits, wanted = {
-        "one": (stages == degree, f"one stage per rank: {degree - 1} split points"),
-        "loop": (
-            stages % degree == 0 < stages - degree,
-            f"two or more stages per rank, as by {2 * degree - 1} points",
-        ),
-        "v": (stages == 2 * degree, f"two stages per rank: {2 * degree - 1} split points"),
-    }[SCHEDULES[name].stages]
-    if points and not fits:
-        made = (
-            f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline "
-            f"ranks needs {wanted}"
-        )
-        yield (
-            "divide",
-            f"{_PP}split_points",
-            made,
-            "give as many, or none: then titanlite divides the model evenly",
-        )
-    for reason, remedy in needs_whole_backward(d) if SCHEDULES[name].splits_backward else ():
-        message = (
-            f"{quote(name)} splits each backward into one for inputs and one for weights, and "
-            f"{reason}"
-        )
-        yield (
-            "conflict",
-            f"{_PP}schedule",
-            message,
-            f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}',
-        )
-
-
-def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
-    """Check how many micro-batches a pipeline has in a step."""
-    degree, pieces, name = (
-        run.mesh.pipeline,
-        run.pipeline.microbatches,
-        run.experimental.pipeline_parallel_schedule,
-    )
-    total = pieces * run.batch.accumulation
-    rounds = max(1, total // degree)
-    number = (
-        f"is {pieces}, so {total} micro-batches per step ({pieces} * accumulation "
-        f"{run.batch.accumulation})"
-    )
-    if degree > 1 and name == "1F1B" and total < degree:
-        message = f"{number}, and 1F1B needs one for each of the {degree} stages at least"
-        yield (
-            "batch",
-            f"{_PP}microbatches",
-            message,
-            f'give {degree} or more, or take the schedule "GPipe"',
-        )
-    if degree > 1 and name.startswith("Interleaved") and total % rounds:
-        message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
-        yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
-
-
-def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that the ranks that share the weights can share the experts too."""
-    mesh, reshard = run.mesh, run.training.reshard_after_forward
-    ranks, shards = mesh.expert, mesh.weight_shards
-    if run.spec.experts is None:
-        return
-    experts = math.gcd(*run.spec.experts(args).values())
-    if ranks > 1 and mesh.tensor > 1:
-        message = (
-            f"is {ranks}: tensor-parallel ranks hold the same tokens, and would send each of them "
-            "more than once"
-        )
-        yield "conflict", _EP, message, f"set {_TP} = 1, or this key"
-    if ranks > 1 and run.activation_checkpoint.mode == "budget":
-        message = (
-            'is "budget", which covers compiled code alone, and experts that ranks share are not '
-            "compiled"
-        )
-        yield "conflict", "activation_checkpoint.mode", message, 'take "full" or "selective"'
-    if shards % ranks or experts % ranks:
-        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''} = {shards}"
-        fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
-        message = f"is {ranks}, which does not divide both {which} and the {experts} experts"
-        yield "divide", _EP, message, f"these work: {fitting}"
-    # torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
-    elif (
-        isinstance(reshard, int) and reshard != shards // ranks and (ranks > 1 or experts % shards)
-    ):
-        alike = shards // ranks
-        message = (
-            f"is {reshard}; experts that are cut inside their matrices stay over all their "
-            f"{alike} ranks"
-        )
-        hint = 'take "default", "always" or "never"' + (f", or {alike}" if alike > 1 else "")
-        yield "ranks", "training.reshard_after_forward", message, hint
-
-
-def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
-    """Check that the model can be cut into the stages of the pipeline."""
-    e = run.experimental
-    if run.mesh.pipeline == 1 or run.spec.pipeline_costs is None:
-        return
-    if getattr(args, "tied", False):
-        message = "embedding and head share one weight, and a pipeline has them on different ranks"
-        hint = (
-            "set model.overrides.tied = false for two weights, or divide the model by other degrees"
-        )
-        yield "divide", f"{_PP}degree", message, hint
-        return
-    try:
-        # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read
-        # yet.
-        costs = run.spec.pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
-        split_stages(
-            costs, run.mesh.pipeline, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points
-        )
-    except ParallelismError as error:
-        by_points = bool(e.pipeline_parallel_split_points)
-        hint = "" if by_points else "take a smaller degree, or a schedule with one stage per rank"
-        yield "divide", f"{_PP}{'split_points' if by_points else 'degree'}", str(error), hint
+def _unknown_schedule(d: Config) -> Iterator[Finding]:
+    """Check the name of a pipeline's schedule, also where there is no pipeline."""
+    name = d.experimental.pipeline_parallel_schedule
+    if find_schedule(name) is None:
+        key = "experimental.pipeline_parallel_schedule"
+        hint = f"there are {', '.join(SCHEDULES)}"
+        yield "unknown-value", key, f"no schedule {quote(name)}", hint

@@ -177,6 +177,32 @@ def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         yield "divide", key, message, f"these work: {around(length, ranks)}"
 
 
+def mixture_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
+    """Check that experts stay over all ranks that cut them inside of their matrices.
+
+    torch keeps weights over fewer ranks only where dimension 0 alone is cut, and on one mesh.
+    """
+    reshard = run.training.reshard_after_forward
+    if run.spec.experts is None or not isinstance(reshard, int):
+        return
+    experts = math.gcd(*run.spec.experts(args).values())
+    ranks, shards = run.mesh.expert, run.mesh.weight_shards
+    if shards % ranks or experts % ranks:
+        return
+    alike = shards // ranks
+    is_cut = ranks > 1 or experts % shards
+    if reshard == alike or not is_cut:
+        return
+    message = (
+        f"is {reshard}; experts that are cut inside their matrices stay over all their "
+        f"{alike} ranks"
+    )
+    hint = 'take "default", "always" or "never"'
+    if alike > 1:
+        hint += f", or {alike}"
+    yield "ranks", _RESHARD, message, hint
+
+
 def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:
     """Return `tensor_misfits` without places, for a vocabulary that is known only when the
     tokenizer is read.

@@ -16,7 +16,6 @@ from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
 from titanlite.models.llama import LlamaArgs
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.activation_checkpoint import is_by_op
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
@@ -112,7 +111,7 @@ def _check_policy(run: RunConfig, builder: ModelBuilder) -> None:
 
     Raises ParallelismError.
     """
-    if not is_by_op(run.activation_checkpoint) or isinstance(builder.args, LlamaArgs):
+    if not run.activation_checkpoint.by_op or isinstance(builder.args, LlamaArgs):
         return
     from titanlite.parallel.policy_check import check_policy
 

@@ -42,8 +42,11 @@ class StartReport(Callback):
         attempts: AttemptRecord,
         in_epochs: bool,
     ) -> None:
-        self._report, self._checkpoint, self._skip = report, checkpoint, skip
-        self._attempts, self._in_epochs = attempts, in_epochs
+        self._report = report
+        self._checkpoint = checkpoint
+        self._skip = skip
+        self._attempts = attempts
+        self._in_epochs = in_epochs
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
@@ -61,7 +64,8 @@ class StartReport(Callback):
 
     def _notices(self, trainer: Trainer) -> Iterator[str]:
         """Yield what the checkpoint, its saves and the attempt before have to tell."""
-        loaded, section = trainer.loaded, self._checkpoint
+        loaded = trainer.loaded
+        section = self._checkpoint
         if loaded is not None:
             yield from loaded.notices
             if "dataloader" not in loaded.left_out and "data" in loaded.train:
@@ -125,7 +129,8 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
     """Return how learning rates differ from those of the run that wrote the checkpoint; None if
     they do not.
     """
-    before, now = loaded.train.get("schedule"), {"phases": [], **rate.record()}
+    before = loaded.train.get("schedule")
+    now = {"phases": [], **rate.record()}
     if (
         loaded.origin != "resume"
         or "lr_scheduler" in loaded.left_out
@@ -138,7 +143,8 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
         for name, value in now.items()
         if name in before and before[name] != value
     }
-    first, coming = loaded.step + 1, range(loaded.step + 1, steps + 1)
+    first = loaded.step + 1
+    coming = range(first, steps + 1)
     try:
         earlier = rate.with_record({**now, **changed})
         if all(earlier(step) == rate(step) for step in coming[:: max(len(coming) // 1000, 1)]):

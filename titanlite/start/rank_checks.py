@@ -129,45 +129,77 @@ def check_ranks(
     """
     if world.size == 1:
         return []
-    began, kind = time.perf_counter(), world.device.type
-    probe = _write_probe(folder) if world.rank == 0 and folder is not None else None
+    began = time.perf_counter()
+    probe = None
+    if world.rank == 0 and folder is not None:
+        probe = _write_probe(folder)
     try:
         ranks = _gather(_describe(world, config, texts or {}, probe))
-        problems, warnings = _config_findings(ranks, config)
-        if problems := [*_version_problems(ranks), *problems, *_text_problems(ranks)]:
-            raise RankCheckError("\n".join(problems))
-        firsts = list(
-            {(rank.host, rank.boot): rank for rank in reversed(ranks)}.values()
-        )  # one of each host
-        asked = folder if ranks[0].probe and ranks[world.rank] in firsts else None
+        config_problems, warnings = _config_findings(ranks, config)
+        _refuse([*_version_problems(ranks), *config_problems, *_text_problems(ranks)])
+        hosts = _first_ranks(ranks)
+        asked = folder if ranks[0].probe and ranks[world.rank] in hosts else None
         sees_folder = asked is None or _sees(asked / Path(ranks[0].probe).name)
-        found = _gather(_measure(world, sees_folder, len(firsts) > 1))
+        found = _gather(_measure(world, sees_folder, len(hosts) > 1))
     finally:
         if probe is not None:
             with contextlib.suppress(OSError):
                 probe.unlink()
     problems = _result_problems(ranks, found)
-    for name, shares in _differences(ranks, [rank.hardware for rank in ranks]).items():
-        warnings.append(f"the ranks have different {name}: {shares}. The slowest decides the speed")
-    warnings += [*_speed_warnings(ranks, found, kind), *_notes(ranks, found)]
-    warnings += _clock_warnings(firsts, found) if len(firsts) > 1 else []
-    if blind := [rank for rank, result in zip(ranks, found, strict=True) if not result.sees_folder]:
+    warnings += _result_warnings(ranks, hosts, found, world.device.type)
+    blind = [rank for rank in ranks if not found[rank.number].sees_folder]
+    if blind:
         (problems if needs_folder else warnings).append(_folder_text(ranks[0], blind))
-    if problems:
-        raise RankCheckError("\n".join(problems))
+    _refuse(problems)
     if world.rank == 0:
         for warning in warnings:
             logger.warning(warning)
-        size, slowest = 4 * _ELEMENTS[kind], max(result.sum_seconds for result in found)
-        product = median(result.product_seconds for result in found)
-        logger.info(
-            f"{world.size} ranks on {counted(len(firsts), 'hosts')} agree, checked in "
-            f"{human_time(time.perf_counter() - began)}: all-reduce of {human_bytes(size)} "
-            f"{size / slowest / 1e9:.3g} GB/s, of 4 bytes "
-            f"{max(result.latency for result in found) * 1e6:.0f} µs, product "
-            f"{2 * _ROWS[kind] ** 3 / product / 1e12:.3g} TFLOPS"
-        )
+        seconds = time.perf_counter() - began
+        logger.info(_summary(len(hosts), found, world.device.type, seconds))
     return warnings
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    """Raise RankCheckError if there are problems."""
+    if problems:
+        raise RankCheckError("\n".join(problems))
+
+
+def _first_ranks(ranks: Sequence[Rank]) -> list[Rank]:
+    """Return one rank of each host: the first."""
+    found: dict[tuple[str, str], Rank] = {}
+    for rank in ranks:
+        found.setdefault((rank.host, rank.boot), rank)
+    return list(found.values())
+
+
+def _result_warnings(
+    ranks: Sequence[Rank], hosts: Sequence[Rank], found: Sequence[Measured], device_type: str
+) -> list[str]:
+    """Return what is odd and ends no run. hosts: the first rank of each."""
+    warnings = []
+    for name, shares in _differences(ranks, [rank.hardware for rank in ranks]).items():
+        warnings.append(f"the ranks have different {name}: {shares}. The slowest decides the speed")
+    warnings += _speed_warnings(ranks, found, device_type)
+    warnings += _notes(ranks, found)
+    if len(hosts) > 1:
+        warnings += _clock_warnings(hosts, found)
+    return warnings
+
+
+def _summary(hosts: int, found: Sequence[Measured], device_type: str, seconds: float) -> str:
+    """Return the line about ranks that agree. hosts: their number."""
+    size = 4 * _ELEMENTS[device_type]
+    slowest = max(result.sum_seconds for result in found)
+    latency = max(result.latency for result in found)
+    product = median(result.product_seconds for result in found)
+    operations = 2 * _ROWS[device_type] ** 3
+    return (
+        f"{len(found)} ranks on {counted(hosts, 'hosts')} agree, checked in "
+        f"{human_time(seconds)}: all-reduce of {human_bytes(size)} "
+        f"{size / slowest / 1e9:.3g} GB/s, of 4 bytes {latency * 1e6:.0f} µs, product "
+        f"{operations / product / 1e12:.3g} TFLOPS"
+    )
 
 
 def _describe(world: DistEnv, config: str, texts: Mapping[str, str], probe: Path | None) -> Rank:
@@ -177,10 +209,8 @@ def _describe(world: DistEnv, config: str, texts: Mapping[str, str], probe: Path
         "CUDA": str(torch.version.cuda),
     }
     name = device_name(world.device)
-    hardware, kind = (
-        {"devices": name},
-        f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}",
-    )
+    hardware = {"devices": name}
+    kind = f"{torch.get_num_threads()}, {torch.backends.cpu.get_cpu_capability()}"
     if world.device.type == "cuda":
         about = torch.cuda.get_device_properties(world.device)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -204,7 +234,8 @@ def _describe(world: DistEnv, config: str, texts: Mapping[str, str], probe: Path
 
 def _code_hash() -> str:
     """Return a hash of titanlite's files, but for those that no run imports."""
-    root, digest = Path(titanlite.__file__).parent, hashlib.sha256()
+    root = Path(titanlite.__file__).parent
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         if path.relative_to(root).parts[0] not in ("tools", "deploy", "train_configs"):
             digest.update(path.read_bytes())
@@ -225,7 +256,8 @@ def _gather(value: T) -> list[T]:
 
 def _version_problems(ranks: Sequence[Rank]) -> list[str]:
     problems = []
-    if differ := _differences(ranks, [rank.versions for rank in ranks]):
+    differ = _differences(ranks, [rank.versions for rank in ranks])
+    if differ:
         listed = "; ".join(f"{name}: {shares}" for name, shares in differ.items())
         problems.append(f"the ranks have different versions of {listed}. {_SAME}")
     if len({rank.code for rank in ranks}) > 1:
@@ -254,14 +286,16 @@ def _text_problems(ranks: Sequence[Rank]) -> list[str]:
 def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], list[str]]:
     """Return errors, and warnings of differences that hosts may have."""
     groups = list(_by_value(ranks, [rank.config for rank in ranks]).values())
-    problems, warnings = list[str](), list[str]()
+    problems: list[str] = []
+    warnings: list[str] = []
     texts = _gather(provenance.public_config(config)) if len(groups) > 1 else []
     for group in groups[1:]:
         sides = texts[0], texts[group[0].number]
         changes = provenance.config_changes(*sides)
         if not changes:  # a file with another name is no difference
             continue
-        old, new = map(provenance.config_values, sides)
+        old = provenance.config_values(sides[0])
+        new = provenance.config_values(sides[1])
         wrong = [key for key in changes if not may_differ(key, old.get(key), new.get(key))]
         shown = ", ".join(f"{key} {changes[key]}" for key in (wrong or list(changes))[:_MOST_NAMED])
         text = f"rank 0 has another config than {_named(group)}: {shown}"
@@ -274,7 +308,8 @@ def _config_findings(ranks: Sequence[Rank], config: str) -> tuple[list[str], lis
 
 def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
     """Measure this rank. has_others: there are several hosts."""
-    kind, notes = world.device.type, list[str]()
+    kind = world.device.type
+    notes: list[str] = []
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info(world.device)
         if total - free > _USED_SHARE * total + _CONTEXT_BYTES:
@@ -284,14 +319,16 @@ def _measure(world: DistEnv, sees_folder: bool, has_others: bool) -> Measured:
                 "there"
             )
     if has_others:
-        notes += filter(
-            None, map(interface_problem, INTERFACES if kind == "cuda" else INTERFACES[:1])
-        )
+        for interface in INTERFACES if kind == "cuda" else INTERFACES[:1]:
+            problem = interface_problem(interface)
+            if problem:
+                notes.append(problem)
     one = torch.ones(1, device=world.device)
     latency = min(_timed(world.device, partial(dist.all_reduce, one)) for _ in range(5))
     clock = time.time()
     base = (torch.arange(_ELEMENTS[kind], device=world.device) % 251).float()
-    sums, right = [], True
+    sums = []
+    right = True
     for _ in range(3):
         reduced = base + world.rank % 64  # whole numbers below 2^24: their sum in float32 is exact
         sums.append(_timed(world.device, partial(dist.all_reduce, reduced)))
@@ -313,15 +350,17 @@ def products(device: torch.device) -> tuple[float, tuple[int, ...]]:
     """Return the seconds of the fastest product of two fixed matrices, and the digests of the
     products.
     """
-    rows, generator = _ROWS[device.type], torch.Generator(device).manual_seed(0)
-    dtype, bits = (
-        (torch.bfloat16, torch.int16) if device.type == "cuda" else (torch.float32, torch.int32)
-    )
-    a, b = (
-        torch.randn(rows, rows, generator=generator, device=device, dtype=dtype) for _ in range(2)
-    )
-    made, seconds, digests = torch.empty_like(a), list[float](), list[int]()
-    until = time.perf_counter() + (_WARM_SECONDS if device.type == "cuda" else 0.0)
+    rows = _ROWS[device.type]
+    dtype, bits, warm = torch.float32, torch.int32, 0.0
+    if device.type == "cuda":
+        dtype, bits, warm = torch.bfloat16, torch.int16, _WARM_SECONDS
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(rows, rows, generator=generator, device=device, dtype=dtype)
+    b = torch.randn(rows, rows, generator=generator, device=device, dtype=dtype)
+    made = torch.empty_like(a)
+    seconds: list[float] = []
+    digests: list[int] = []
+    until = time.perf_counter() + warm
     while len(digests) < _PRODUCTS or time.perf_counter() < until:
         seconds.append(_timed(device, lambda: torch.mm(a, b, out=made)))
         digests.append(int(made.view(bits).sum(dtype=torch.int64)))
@@ -339,7 +378,8 @@ def _timed(device: torch.device, work: Callable[[], object]) -> float:
 
 def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[str]:
     problems = []
-    if wrong := [rank for rank in ranks if not found[rank.number].sum_is_right]:
+    wrong = [rank for rank in ranks if not found[rank.number].sum_is_right]
+    if wrong:
         problems.append(
             f"an all-reduce gives a wrong sum on {_named(wrong)}. Leave these devices out, and "
             "test them"
@@ -347,22 +387,17 @@ def _result_problems(ranks: Sequence[Rank], found: Sequence[Measured]) -> list[s
     compared = [rank for rank in ranks if found[rank.number].digests]
     for group in _by_value(compared, [rank.kind for rank in compared]).values():
         common, votes = Counter(found[rank.number].digests for rank in group).most_common(1)[0]
-        odd = [
-            rank for rank in group if len(found[rank.number].digests) > 1
-        ]  # its own products differ
+        # Its own products differ.
+        odd = [rank for rank in group if len(found[rank.number].digests) > 1]
         if not odd and votes < len(group):
-            odd = [
-                rank
-                for rank in group
-                if found[rank.number].digests != common or 2 * votes <= len(group)
-            ]
+            odd = list(group)
+            if 2 * votes > len(group):
+                odd = [rank for rank in group if found[rank.number].digests != common]
         if odd:
             names = ", ".join(map(str, odd)) if len(odd) <= _MOST_NAMED else _named(odd)
-            which = (
-                "one of these computes wrong numbers"
-                if len(odd) == len(group)
-                else "wrong numbers are computed"
-            )
+            which = "wrong numbers are computed"
+            if len(odd) == len(group):
+                which = "one of these computes wrong numbers"
             problems.append(
                 f"the same matrix product has other bits: {which}: {names}. Leave the host out, "
                 "and test it"
@@ -375,9 +410,8 @@ def _speed_warnings(
 ) -> list[str]:
     warnings = []
     for group in _by_value(ranks, [rank.kind for rank in ranks]).values():
-        middle = median_low(
-            found[rank.number].product_seconds for rank in group
-        )  # of two the faster one
+        # Of two the faster one.
+        middle = median_low(found[rank.number].product_seconds for rank in group)
         for rank in group:
             seconds = found[rank.number].product_seconds
             if seconds > SLOW_FACTOR[device_type] * middle:

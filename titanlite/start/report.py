@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from titanlite.assembly import Built
-    from titanlite.parallel.pipeline_split import StageLayout
     from titanlite.plan.memory import KeptActivations
 
 Row = tuple[str, str]
@@ -86,9 +85,9 @@ def startup_report(rows: Sequence[Row]) -> list[str]:
     width = max(len(name) for name, _ in rows if name not in _LAST)
     lines = [f"{name:<{width}}  {text}" for name, text in rows if name not in _LAST]
     for kind in _LAST:
-        lines += [
-            f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)
-        ]
+        for name, text in rows:
+            if name == kind and not text.startswith(_SHOWN):
+                lines.append(f"{kind}: {text}")
     return lines
 
 
@@ -103,12 +102,10 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 def model_rows(model: Model, setup: Setup) -> list[Row]:
     total = sum(setup.parameters.values())
+    parts = ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())
     return [
         ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
-        (
-            "parameters",
-            ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items()),
-        ),
+        ("parameters", parts),
     ]
 
 
@@ -144,28 +141,20 @@ def compute_rows(
 def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
     """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
-    shown = [
-        f"{name} {degree}"
-        for name, degree in setup.degrees.items()
-        if degree > 1 or name.startswith("dp_")
-    ]
+    shown = []
+    for name, degree in setup.degrees.items():
+        if degree > 1 or name.startswith("dp_"):
+            shown.append(f"{name} {degree}")
     shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
     return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
-
-
-def pipeline_row(schedule: str, layout: StageLayout) -> Row:
-    parts = [
-        f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
-        for names, rank in zip(layout.stages, layout.ranks, strict=True)
-    ]
-    return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
 
 
 def sharding_rows(training: Training, setup: Setup) -> list[Row]:
     """Return memory that sharding does not divide, and what offload moves; nothing if there is
     neither.
     """
-    parts, total = [], sum(setup.parameters.values())
+    parts = []
+    total = sum(setup.parameters.values())
     shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
     if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
         width = 4 if training.mixed_precision_reduce == "float32" else 2
@@ -187,7 +176,7 @@ def activations_row(config: ActivationCheckpoint, kept: KeptActivations, setup: 
     repeated = _operators(count.repeated_products, count.products, count.repeats_attention)
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
-    elif config.mode == "selective" and config.selective_ac_option == "op":
+    elif config.by_op:
         saved = _operators(count.saved_products, count.products, count.saves_attention)
         text = f"by operation: each block saves {saved} and recomputes {repeated}"
     elif kept.recomputing:
@@ -214,10 +203,12 @@ def _operators(products: int, of: int, attention: bool) -> str:
 def attention_row(setup: Setup, window: int | None, dtype: str, masked: bool) -> Row:
     """window: of the model, in tokens. dtype: of products. masked: attention stops at documents."""
     limited = window is not None and window < setup.seq_len
-    if setup.cpu:
-        text = "kernel flash for CPUs"
-    elif (limited or masked) and dtype != "float32":
+    # As `titanlite.models.document_attention` chooses; ranks that share sequences have masks.
+    varlen = (limited or masked) and (setup.cpu or dtype != "float32")
+    if varlen and setup.degrees["cp"] == 1:
         text = "kernel flash of variable lengths"
+    elif setup.cpu:
+        text = "kernel flash for CPUs"
     else:
         text = "the first kernel that can of cuDNN, flash, efficient, math"
     if limited:
@@ -283,16 +274,15 @@ def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
     """steps: length of the run; None while the text is not counted."""
-    sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
+    sequences = counted(setup.sequences, "sequences")
+    epoch = setup.tokens_per_epoch
     per_step = setup.sequences * setup.seq_len
     length = counted(epochs or 0, "epochs")
     if steps is not None:
-        passes = (
-            f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch")
-            if epoch
-            else ""
-        )
-        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens{passes}"
+        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens"
+        if epoch:
+            passes = f"{steps * per_step / epoch:.3g}"
+            length += f" = {passes} {'epoch' if passes == '1' else 'epochs'}"
     return [
         (
             "global batch",
@@ -381,9 +371,6 @@ def _machine_rows(built: Built, run: RunConfig, setup: Setup, peak: float | None
     memory = total_memory_bytes(builder.device)
     rows = compute_rows(run.metrics, is_below_bf16(run), setup, ranks, flops, peak, memory)
     rows.append(mesh_row(setup, ranks, run.mesh.expert))
-    if run.mesh.pipeline > 1:
-        schedule = run.experimental.pipeline_parallel_schedule
-        rows.append(pipeline_row(schedule, builder.stage_layout))
     for feature in features_of(run).on:
         rows += feature.report_rows(setup, builder, built.model.model)
     return rows

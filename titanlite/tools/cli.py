@@ -61,7 +61,8 @@ FILES = "TOML file, or several, later ones over earlier ones; also looked up in 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit code (see `titanlite.exit_codes`)."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what a word may become
+    # A shell asks what a word may become.
+    if "_ARGCOMPLETE" in os.environ:
         from titanlite.tools.completion import complete
 
         complete()
@@ -85,25 +86,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = exit_codes.own_code(error)
         if code is None:
             raise
-        print(
-            escape(str(error) if isinstance(error, ConfigError) else f"error: {error}"),
-            file=sys.stderr,
-        )
+        report = str(error) if isinstance(error, ConfigError) else f"error: {error}"
+        print(escape(report), file=sys.stderr)
         return code
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
-    try:
-        if text:
-            # In a pipe it may be a file to be kept as it is.
-            text = text if getattr(arguments, "verbatim", False) else public(text)
-            print(
-                escape(text, colors=True, verbatim=True) if sys.stdout.isatty() else text,
-                flush=True,
-            )
-    except BrokenPipeError:
-        # A pager or `head` has seen enough; without this Python complains again while it shuts
-        # down.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if text:
+        # In a pipe it may be a file to be kept as it is.
+        _show(text if getattr(arguments, "verbatim", False) else public(text))
     return code
+
+
+def _show(text: str) -> None:
+    """Print a result."""
+    if sys.stdout.isatty():
+        text = escape(text, colors=True, verbatim=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # A pager or `head` has seen enough. Python would complain again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -119,7 +120,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     while place < len(argv):
         word = argv[place]
         place += 1
-        if word == "--aws-fsdp":  # its value looks like flags
+        # Its value looks like flags.
+        if word == "--aws-fsdp":
             value = argv[place] if place < len(argv) else ""
             ours.append(f"{word}={value}")
             place += 1
@@ -254,13 +256,10 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
 
 def check_ranks(ranks: int) -> None:
     """Check the value of --nproc-per-node. Raises ConfigError."""
-    if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        why = (
-            f"expected an integer >= 1, got {ranks}"
-            if ranks < 1
-            else "torchrun has started this process already"
-        )
-        raise bad_flag("--nproc-per-node", why)
+    if ranks < 1:
+        raise bad_flag("--nproc-per-node", f"expected an integer >= 1, got {ranks}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise bad_flag("--nproc-per-node", "torchrun has started this process already")
 
 
 def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -> NoReturn:
@@ -275,7 +274,8 @@ def start_ranks(ranks: int, words: Sequence[str], options: Sequence[str] = ()) -
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen
     # to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    hold_signals(signal.SIGTERM, signal.SIGINT)  # until torchrun can end by exit code 5
+    # Until torchrun can end by exit code 5.
+    hold_signals(signal.SIGTERM, signal.SIGINT)
     os.execv(sys.executable, torchrun.command(ranks, words, options))
 
 

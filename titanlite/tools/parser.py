@@ -5,7 +5,7 @@ word.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from titanlite.config.entries import known_names
@@ -27,6 +27,24 @@ def add_group(commands: Any, name: str, help: str) -> Any:
     group = commands.add_parser(name, help=help, allow_abbrev=False)
     group.set_defaults(run=lambda *_: group.format_help().rstrip())
     return group.add_subparsers(title="commands", metavar="COMMAND")
+
+
+def add_to_group(
+    actions: Any, run: Callable[..., Any], help: str, more: str = "", epilog: str = ""
+) -> argparse.ArgumentParser:
+    """Add the command of a function, under its name, to those that `add_group` returned.
+
+    Its description is the help and what `more` says.
+    """
+    parser: argparse.ArgumentParser = actions.add_parser(
+        run.__name__.strip("_").replace("_", "-"),
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}. {more}",
+        epilog=epilog,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 class Parser(argparse.ArgumentParser):

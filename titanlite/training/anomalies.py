@@ -15,6 +15,7 @@ sequences of rank 0 alone.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,8 +89,13 @@ class AnomalyLog:
         )
         self._write(bad, "rollback", fetched, words, back_to_step=step, left_out=skipped)
         before, times = self._returned
-        soon = bad.step - step <= _SOON
-        self._returned = (step, (times if step == before else 0) + 1) if soon else (step, 0)
+        if bad.step - step > _SOON:
+            times = 0
+        elif step == before:
+            times += 1
+        else:
+            times = 1
+        self._returned = step, times
 
     def mark_suspect(self, bad: BadStepError, newest: int) -> str:
         """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "" if it
@@ -113,31 +119,35 @@ class AnomalyLog:
             logger.warning(
                 f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}"
             )
-        sequences, total = fetched.sequences(self._global_batch), self._dataset.total_sequences
+        sequences = fetched.sequences(self._global_batch)
         rank, degree = self._share
         known = sequences
         if self._dataset.lanes is not None:
             # This rank has not read the other ranks' part of a stream.
             known = sequences[(rank - sequences[0]) % degree :: degree]
-        self._log.write(
-            {
-                "step": bad.step,
-                "time": time.time(),
-                "kind": bad.kind,
-                "action": action,
-                "loss": bad.loss,
-                "grad_norm": bad.norm,
-                "message": str(bad),
-                "ranks": bad.ranks,
-                "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
-                **more,
-                "documents": {
-                    str(n): [name for name, _ in self._dataset.documents_in(n)]
-                    for n in known
-                    if total is None or n < total  # else it fills up the last step
-                },
-            }
-        )
+        row = {
+            "step": bad.step,
+            "time": time.time(),
+            "kind": bad.kind,
+            "action": action,
+            "loss": bad.loss,
+            "grad_norm": bad.norm,
+            "message": str(bad),
+            "ranks": bad.ranks,
+            "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
+            **more,
+            "documents": self._documents(known),
+        }
+        self._log.write(row)
+
+    def _documents(self, sequences: Sequence[int]) -> dict[str, list[Any]]:
+        """Return the documents of each sequence, without those that fill up the last step."""
+        total = self._dataset.total_sequences
+        found = {}
+        for number in sequences:
+            if total is None or number < total:
+                found[str(number)] = [name for name, _ in self._dataset.documents_in(number)]
+        return found
 
 
 def check_weights(bad: BadStepError, model: nn.Module) -> None:
@@ -177,7 +187,8 @@ def steps_text(first: int, end: int, global_batch: int) -> str:
     """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them:
     "7" or "6-8".
     """
-    begin, last = first // global_batch + 1, (end - 1) // global_batch + 1
+    begin = first // global_batch + 1
+    last = (end - 1) // global_batch + 1
     return str(begin) if begin == last else f"{begin}-{last}"
 
 

@@ -31,16 +31,14 @@ class DocumentLog(Callback):
         share: tuple[int, int] | None,
     ) -> None:
         self._log = None if path is None else MetricsLog(path)
-        self._dataset, self._source, self._global_batch, self._share = (
-            dataset,
-            source,
-            global_batch,
-            share or (0, 1),
-        )
+        self._dataset = dataset
+        self._source = source
+        self._global_batch = global_batch
+        self._share = share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Go on after the last step of the checkpoint, or begin anew. Rank 0 does so for
-        all ranks.
+        """Go on after the last step of the checkpoint, or begin a new log. Rank 0 does so
+        for all ranks.
         """
         if self._log is not None:
             folder = self._log.path.parent
@@ -58,11 +56,9 @@ class DocumentLog(Callback):
         sequences = trainer.recent[trainer.step].sequences(self._global_batch)
         rank, degree = self._share
         total = self._dataset.total_sequences
-        found = {
-            str(index): [
-                document._asdict() for document in documents_of(self._dataset, index, self._source)
-            ]
-            for index in sequences[(rank - sequences[0]) % degree :: degree]
-            if total is None or index < total
-        }
+        found = {}
+        for index in sequences[(rank - sequences[0]) % degree :: degree]:
+            if total is None or index < total:
+                documents = documents_of(self._dataset, index, self._source)
+                found[str(index)] = [document._asdict() for document in documents]
         self._log.write({"step": trainer.step, "sequences": found})

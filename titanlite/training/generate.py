@@ -58,9 +58,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     must not be 0.
     """
     logits = logits.float()
-    logits = (
-        logits - logits.amax(-1, keepdim=True)
-    ) / sampling.temperature  # no temperature overflows
+    # Less the largest one, no temperature overflows.
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     if sampling.top_k:
         last = logits.topk(min(sampling.top_k, logits.size(-1))).values[..., -1:]
         logits = logits.masked_fill(logits < last, -torch.inf)
@@ -81,16 +80,19 @@ class KVCache:
     """
 
     def __init__(self, model: nn.Module, rows: int, size: int) -> None:
-        self.rows, self.size = rows, size
-        owners = [
-            module for module in model.modules() if _REPLACED in dict(module.named_children())
-        ]
-        inner = [owner.get_submodule(_REPLACED) for owner in owners]
-        new = [CachedAttention(self, getattr(one, "window", None)) for one in inner]
-        self._modules: list[tuple[nn.Module, ...]] = list(zip(owners, inner, new, strict=True))
-        #: Of the tokens of this forward pass: slots [rows, seq], and one more than the highest
-        #: slot.
-        self.slots, self.end = torch.empty(0), 0
+        self.rows = rows
+        self.size = size
+        #: Owner of each attention, that attention, and what takes its place.
+        self._modules: list[tuple[nn.Module, nn.Module, CachedAttention]] = []
+        for owner in model.modules():
+            inner = dict(owner.named_children()).get(_REPLACED)
+            if inner is not None:
+                new = CachedAttention(self, getattr(inner, "window", None))
+                self._modules.append((owner, inner, new))
+        #: Of the tokens of this forward pass: slots [rows, seq].
+        self.slots = torch.empty(0)
+        #: One more than the highest of them.
+        self.end = 0
         #: These are the first tokens, from slot 0 on.
         self.first = True
 
@@ -115,7 +117,8 @@ class CachedAttention(nn.Module):
 
     def __init__(self, cache: KVCache, window: int | None) -> None:
         super().__init__()
-        self.cache, self.window = cache, window
+        self.cache = cache
+        self.window = window
         #: [rows, slots, kv_heads, head_dim]; made for the first token.
         self._keys = self._values = torch.empty(0)
 
@@ -123,7 +126,8 @@ class CachedAttention(nn.Module):
         """Return which slots each query sees: [rows, 1, seq, slots in use] bool; None: all up to
         its own.
         """
-        cache, slots = self.cache, self.cache.slots.unsqueeze(2)
+        cache = self.cache
+        slots = cache.slots.unsqueeze(2)
         everywhere = self.window is None or cache.end <= self.window
         if everywhere and (cache.first or cache.slots.numel() == 1):
             return None
@@ -141,16 +145,20 @@ class CachedAttention(nn.Module):
         cache = self.cache
         if not self._keys.numel():
             shape = cache.rows, cache.size, k.size(1), k.size(3)
-            self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
+            self._keys = k.new_zeros(shape)
+            self._values = v.new_zeros(shape)
         row = torch.arange(cache.rows, device=k.device).unsqueeze(1)
-        self._keys[row, cache.slots], self._values[row, cache.slots] = (
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-        )
-        k, v = (kept[:, : cache.end].transpose(1, 2) for kept in (self._keys, self._values))
-        gqa, causal = q.size(1) != k.size(1), cache.first and mask is None
+        self._keys[row, cache.slots] = k.transpose(1, 2)
+        self._values[row, cache.slots] = v.transpose(1, 2)
+        k = self._keys[:, : cache.end].transpose(1, 2)
+        v = self._values[:, : cache.end].transpose(1, 2)
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=cache.first and mask is None,
+            enable_gqa=q.size(1) != k.size(1),
         )
 
 
@@ -186,68 +194,130 @@ def generate(
 
     Raises ValueError for an empty prompt, or one that leaves no room within the limit.
     """
-    device, rows, lengths = (
-        next(model.parameters()).device,
-        len(prompts),
-        [len(prompt) for prompt in prompts],
-    )
-    limit -= multiple - 1  # the last token may have padding behind it
-    for number, length in enumerate(lengths, start=1):
-        if not 0 < length < limit:
-            raise ValueError(
-                f"prompt {number} has {length} tokens; the model takes 1 to {limit - 1}, and then "
-                "writes"
-            )
-    draws = [np.random.default_rng([sampling.seed, first_row + row]) for row in range(rows)]
-    ids = torch.zeros(rows, min(max(lengths) + max_tokens, limit) + multiple - 1, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    ids, alive, training = ids.to(device), [True] * rows, model.training
-    cache = KVCache(model, rows, ids.size(1))
-    cached = cached and bool(cache)
-    start, last = (
-        torch.zeros(rows, 1, dtype=torch.int64, device=device),
-        torch.tensor(lengths, device=device) - 1,
-    )
-    cache.end = width = _up(max(lengths), multiple)
+    # The last token may have padding behind it.
+    limit -= multiple - 1
+    _check_lengths(prompts, limit)
+    device = next(model.parameters()).device
+    rows = _Rows(prompts, max_tokens, limit, multiple, device)
+    numbers = range(first_row, first_row + len(prompts))
+    draws = [np.random.default_rng([sampling.seed, number]) for number in numbers]
+    cache = KVCache(model, len(prompts), rows.ids.size(1))
+    if cached and cache:
+        rows.cache = cache
+    training = model.training
     model.eval()
     try:
         for _ in range(max_tokens):
-            positions = start + torch.arange(width, device=device)
-            cache.slots, given = positions, {"positions": positions} if cached else {}
-            with (
-                cache if cached else contextlib.nullcontext(),
-                _only(model, head, last, 1 == multiple < width),
-                torch.compiler.set_stance(
-                    "force_eager"
-                ),  # other shapes than in training would be compiled anew
-            ):
-                logits = model(ids.gather(1, positions), **given)
-            if isinstance(logits, DTensor):
-                logits = logits.full_tensor()
-            if logits.size(1) > 1:
-                logits = logits[torch.arange(rows, device=device), last].unsqueeze(1)
-            found = _draw(logits[:, 0, :vocab], sampling, draws)
+            logits = rows.newest(_forward(model, rows, head, shared=multiple > 1))
+            found = _draw(logits[:, :vocab], sampling, draws)
             if together:
                 dist.broadcast(found, 0)
-            new = [one if live else None for one, live in zip(found.tolist(), alive, strict=True)]
-            yield new
-            for row, one in enumerate(new):
-                lengths[row] += one is not None
-                alive[row] = alive[row] and one not in stop_ids and lengths[row] < limit
-            if not any(alive):
+            yield rows.add(found, stop_ids)
+            if not any(rows.alive):
                 return
-            at = torch.tensor(lengths, device=device).sub_(1).unsqueeze(1)
-            ids.scatter_(
-                1, at, torch.where(torch.tensor(alive, device=device), found, 0).unsqueeze(1)
-            )
-            if cached:
-                start, last, width = at, torch.zeros_like(last), multiple
-                cache.first, cache.end = False, max(lengths) + multiple - 1
-            else:
-                last, width = at.squeeze(1), _up(max(lengths), multiple)
+            rows.advance(found)
     finally:
         model.train(training)
+
+
+def _check_lengths(prompts: Sequence[Sequence[int]], limit: int) -> None:
+    """Raise ValueError for an empty prompt, or one that leaves no room."""
+    for number, prompt in enumerate(prompts, start=1):
+        if not 0 < len(prompt) < limit:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens; the model takes 1 to {limit - 1}, and "
+                "then writes"
+            )
+
+
+class _Rows:
+    """The texts of one call of `generate`, and which of their tokens the next forward pass takes.
+
+    limit: tokens of a row at most. multiple: the width of a pass is a multiple of it.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        limit: int,
+        multiple: int,
+        device: torch.device,
+    ) -> None:
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.alive = [True] * len(prompts)
+        #: Keys and values of earlier passes; None: each pass takes all tokens.
+        self.cache: KVCache | None = None
+        self._limit = limit
+        self._multiple = multiple
+        longest = min(max(self.lengths) + max_tokens, limit)
+        ids = torch.zeros(len(prompts), longest + multiple - 1, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        self.ids = ids.to(device)
+        #: Of the next pass: first place [rows, 1], tokens of each row, place of the newest in it.
+        self.start = torch.zeros(len(prompts), 1, dtype=torch.int64, device=device)
+        self.width = _up(max(self.lengths), multiple)
+        self.last = torch.tensor(self.lengths, device=device) - 1
+
+    def positions(self) -> Tensor:
+        """Return the places of the tokens of the next pass: [rows, width] int64."""
+        return self.start + torch.arange(self.width, device=self.start.device)
+
+    def newest(self, logits: Tensor) -> Tensor:
+        """Return the logits after the newest token of each row: [rows, vocab]."""
+        if logits.size(1) == 1:
+            return logits[:, 0]
+        return logits[torch.arange(len(self.lengths), device=logits.device), self.last]
+
+    def add(self, found: Tensor, stop_ids: Collection[int]) -> list[int | None]:
+        """Count the next ids [rows], and return them; None for a row that has ended."""
+        new: list[int | None] = []
+        for row, one in enumerate(found.tolist()):
+            if not self.alive[row]:
+                new.append(None)
+                continue
+            new.append(one)
+            self.lengths[row] += 1
+            self.alive[row] = one not in stop_ids and self.lengths[row] < self._limit
+        return new
+
+    def advance(self, found: Tensor) -> None:
+        """Take the ids [rows] into the texts, and say what the next pass takes."""
+        device = self.ids.device
+        places = torch.tensor(self.lengths, device=device).sub_(1).unsqueeze(1)
+        kept = torch.where(torch.tensor(self.alive, device=device), found, 0)
+        self.ids.scatter_(1, places, kept.unsqueeze(1))
+        if self.cache is None:
+            self.last = places.squeeze(1)
+            self.width = _up(max(self.lengths), self._multiple)
+        else:
+            self.start = places
+            self.last = torch.zeros_like(self.last)
+            self.width = self._multiple
+            self.cache.first = False
+
+
+def _forward(model: nn.Module, rows: _Rows, head: str, shared: bool) -> Tensor:
+    """Return logits of the next pass: [rows, 1 or width, vocab].
+
+    shared: ranks share each sequence; then all of its tokens go through the head.
+    """
+    positions = rows.positions()
+    cache = rows.cache
+    given = {}
+    if cache is not None:
+        cache.slots = positions
+        cache.end = rows.width if cache.first else max(rows.lengths) + rows.width - 1
+        given["positions"] = positions
+    with (
+        contextlib.nullcontext() if cache is None else cache,
+        _only(model, head, rows.last, not shared and rows.width > 1),
+        # Other shapes than in training would be compiled again.
+        torch.compiler.set_stance("force_eager"),
+    ):
+        logits = model(rows.ids.gather(1, positions), **given)
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def _up(number: int, multiple: int) -> int:
@@ -293,9 +363,10 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
-        #: The last of those whose text is out (some kinds begin a text with a space), and those
-        #: after them.
-        self._done, self._waiting = list(before[-8:]), list[int]()
+        #: The last of those whose text is out: some kinds begin a text with a space.
+        self._done = list(before[-8:])
+        #: Those after them.
+        self._waiting: list[int] = []
 
     def add(self, ids: Sequence[int], whole: bool = False) -> str:
         """Return the text that is certain now. whole: nothing follows."""
@@ -304,5 +375,6 @@ class TextStream:
         if not whole and text.endswith("\ufffd"):  # an id may end within a character
             return ""
         text = text[len(self._decode(self._done)) :]
-        self._done, self._waiting = (self._done + self._waiting)[-8:], []
+        self._done = (self._done + self._waiting)[-8:]
+        self._waiting = []
         return text

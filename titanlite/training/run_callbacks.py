@@ -28,7 +28,8 @@ class Watchdog(Callback):
     """
 
     def __init__(self, watch: HangWatchdog, entered: bool) -> None:
-        self.watch, self._entered = watch, entered
+        self.watch = watch
+        self._entered = entered
 
     def on_start(self, trainer: Trainer) -> None:
         if not self._entered:
@@ -56,7 +57,8 @@ class Timeouts(Callback):
     """
 
     def __init__(self, first: int, later: int) -> None:
-        self._first, self._later = first, later
+        self._first = first
+        self._later = later
         self._lowered = False
         self._slow = contextlib.ExitStack()
         self._is_slow = False
@@ -173,7 +175,8 @@ class GarbageCollection(Callback):
 
     def read(self) -> float:
         """Return the seconds that collections took since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
     def on_start(self, trainer: Trainer) -> None:

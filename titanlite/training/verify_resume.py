@@ -29,12 +29,15 @@ class VerifyResume(Callback):
     """
 
     def __init__(self, check: ResumeCheck, skip: tuple[Range, ...], share: tuple[int, int]) -> None:
-        self._check, self._skip, self._share = check, skip, share
+        self._check = check
+        self._skip = skip
+        self._share = share
 
     def on_start(self, trainer: Trainer) -> None:
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
-            loaded, next_batch = self._with_other_skips(loaded, trainer), self._next_batch(trainer)
+            loaded = self._with_other_skips(loaded, trainer)
+            next_batch = self._next_batch(trainer)
             if next_batch != loaded.train.get(RESUME, {}).get("next_batch"):
                 loaded = _with_other_shares(loaded, trainer)
             self._check.resumed(loaded, next_batch)
@@ -61,7 +64,8 @@ class VerifyResume(Callback):
 
         All ranks call it together, each hashes its own sequences.
         """
-        parts, (rank, degree) = trainer.parts, self._share
+        parts = trainer.parts
+        rank, degree = self._share
         first = parts.loader.state_dict()["next_sequence"]
         part: str | None = None
         try:

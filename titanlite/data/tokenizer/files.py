@@ -1,6 +1,4 @@
-"""The files of a tokenizer: behind a URL (https, s3 by fsspec; gs, az by blobfile), and for a
-Hugging Face folder.
-"""
+"""The files of a tokenizer for a folder that `transformers` reads."""
 
 from __future__ import annotations
 
@@ -10,96 +8,25 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.config.urls import chain_problem, is_url, package_of
-from titanlite.data import DataError
-from titanlite.data.remote import check_url
-from titanlite.data.tokenizer import (
-    BUNDLED_SENTENCEPIECE,
-    BUNDLED_TOKENIZER,
-    FOLDER_FILES,
-    Tokenizer,
-    find_file,
-    kind_of,
-    load_tokenizer,
-)
+from titanlite.config.urls import is_url
 from titanlite.data.tokenizer.hf_export import CONFIG, equal_files, with_class
-from titanlite.data.tokenizer.hf_json import NAMING_FILES
-from titanlite.utils import logger, parse_json, public
-
-
-def load_url(url: str) -> Tokenizer:
-    """Copy the files of a tokenizer to a temporary folder and load them.
-
-    A slash at the end of `url` is a folder's.
-
-    Raises DataError as `load_tokenizer` does, and if `url` cannot be read.
-    """
-    path, mark, query = url.partition("?")  # a signature is of one file: those beside it have none
-    folder, _, file = path.rpartition("/")
-    with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as copies:
-        for name in [file] if file else FOLDER_FILES:
-            with suppress(FileNotFoundError):
-                copy = Path(copies, Path(name).name)
-                copy.write_bytes(read_url(f"{folder}/{name}{mark}{query}"))
-                break
-        else:
-            expected = "" if file else f" no {' or '.join(FOLDER_FILES)} in it;"
-            raise DataError(
-                f"model.tokenizer_path: {public(url)} does not exist:{expected} a folder's URL "
-                "ends with a slash"
-            )
-        if copy.read_bytes()[:1] == b"{":
-            for beside in NAMING_FILES:
-                with suppress(FileNotFoundError):
-                    Path(copies, beside).write_bytes(read_url(f"{folder}/{beside}"))
-        logger.info(f"tokenizer: a copy of {folder}/{name}")
-        try:
-            tokenizer = load_tokenizer(str(copy))
-        except DataError as error:
-            raise DataError(str(error).replace(copies, folder)) from error
-    tokenizer.folder = folder
-    return tokenizer
-
-
-def read_url(url: str) -> bytes:
-    """Return the content of a URL. Raises FileNotFoundError, and DataError for all else
-    that fails.
-    """
-    check_url("model.tokenizer_path", url)
-    scheme = url.partition("://")[0].lower()
-    if reason := chain_problem(url):
-        raise DataError(f"model.tokenizer_path: {url} {reason}")
-    try:
-        if scheme in ("gs", "az"):
-            import blobfile
-
-            # It retries for ever by default.
-            with blobfile.create_context(retry_limit=5).BlobFile(url, "rb") as file:
-                return bytes(file.read())
-        from fsspec.core import url_to_fs
-
-        system, path = url_to_fs(url)
-        return bytes(system.cat_file(path))
-    except FileNotFoundError:
-        raise
-    except ImportError as error:
-        extra = package_of(scheme) if scheme.startswith("s3") else "pip install 'titanlite[data]'"
-        raise DataError(
-            f"model.tokenizer_path: {public(url)} needs a package that is missing ({error}): "
-            f"{extra}"
-        ) from None
-    except Exception as error:  # each store has errors of its own
-        message = public(
-            f"model.tokenizer_path: {url} cannot be read ({type(error).__name__}: {error})"
-        )
-        raise DataError(f"{message}; copy the file, and give its path") from error
-
+from titanlite.data.tokenizer.local import FOLDER_FILES, bundled, find_file, kind_of, load_local
+from titanlite.data.tokenizer.urls import read_url
+from titanlite.utils import logger, parse_json
 
 GENERATION = "generation_config.json"
 #: Files that `transformers` and vLLM read beside the weights.
 FILES = (
-    *("tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", GENERATION),
+    "tokenizer.json",
+    CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    GENERATION,
 )
 
 
@@ -108,8 +35,7 @@ def tokenizer_path(path: str | None, family: str) -> str:
 
     None: the bundled one.
     """
-    bundled = BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
-    path = path or str(bundled)
+    path = path or str(bundled(family))
     return path if is_url(path) else str(Path(path).resolve())
 
 
@@ -126,31 +52,10 @@ def hf_files(path: str) -> dict[str, bytes]:
         if is_url(path):
             with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as copies:
                 return hf_files(_download(path, copies))
-        file = find_file(Path(path))
-        found = {
-            name: (file.parent / name).read_bytes()
-            for name in FILES
-            if (file.parent / name).is_file()
-        }
-        content, tokenizer = file.read_bytes(), load_tokenizer(path)
-        kind = kind_of(content, file)
-        if GENERATION not in found:
-            ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-            found[GENERATION] = (
-                json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n"
-            ).encode()
-        if importlib.util.find_spec("transformers") is not None:
-            found = equal_files(found, content, kind, tokenizer)
-        else:
-            found.setdefault(
-                "tokenizer.json" if kind == "tokenizer.json" else "tokenizer.model", content
-            )
-            found = with_class(found, tokenizer)
-            logger.warning(
-                f"{file} is copied as it is: a comparison of its ids needs `pip install "
-                "'titanlite[hf]'`"
-            )
-    except Exception as error:  # of any package: the weights are worth more than these files
+        found = _beside(find_file(Path(path)))
+        found = _completed(found, path)
+    except Exception as error:
+        # Of any package: the weights are worth more than these files.
         logger.warning(
             f"files of the tokenizer may be missing beside the weights, or give other ids: {error}"
         )
@@ -160,6 +65,37 @@ def hf_files(path: str) -> dict[str, bytes]:
     except ValueError as error:
         logger.warning(f"{GENERATION} beside the tokenizer is left out: {error}")
         del found[GENERATION]
+    return found
+
+
+def _beside(file: Path) -> dict[str, bytes]:
+    """Return name → content of the files that lie beside a tokenizer's file."""
+    found: dict[str, bytes] = {}
+    for name in FILES:
+        path = file.parent / name
+        if path.is_file():
+            found[name] = path.read_bytes()
+    return found
+
+
+def _completed(found: dict[str, bytes], path: str) -> dict[str, bytes]:
+    """Return the files with those that are missing. path: of the tokenizer."""
+    file = find_file(Path(path))
+    content = file.read_bytes()
+    tokenizer = load_local(path)
+    kind = kind_of(content, file)
+    if GENERATION not in found:
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        text = json.dumps({"_from_model_config": True, **ids}, indent=2) + "\n"
+        found[GENERATION] = text.encode()
+    if importlib.util.find_spec("transformers") is not None:
+        return equal_files(found, content, kind, tokenizer)
+    name = "tokenizer.json" if kind == "tokenizer.json" else "tokenizer.model"
+    found.setdefault(name, content)
+    found = with_class(found, tokenizer)
+    logger.warning(
+        f"{file} is copied as it is: a comparison of its ids needs `pip install 'titanlite[hf]'`"
+    )
     return found
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data import DataError
-from titanlite.data.tokenizer import Kind, Tokenizer
+from titanlite.data.tokenizer.base import Tokenizer
+from titanlite.data.tokenizer.local import Kind
 
 CONFIG, TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 #: Texts whose ids are compared: spaces at each place, digits, contractions, code, scripts, accents

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data import DataError
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.base import Tokenizer
 from titanlite.utils import parse_json
 
 #: Files beside tokenizer.json that may name BOS and EOS; the first that does decides.

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
 from titanlite.data import DataError
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.base import Tokenizer
 
 
 class SentencePieceTokenizer(Tokenizer):

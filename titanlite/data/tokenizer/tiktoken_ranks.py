@@ -17,7 +17,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.base import Tokenizer
 
 #: Llama 3 splits text by this pattern before it merges bytes.
 SPLIT_PATTERN = (

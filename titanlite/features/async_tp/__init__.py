@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import Finding, Rule, broken_rules
+from titanlite.config.rules import Finding, Rule, broken_rules, contains
 from titanlite.features.feature import Feature
 from titanlite.parallel import ParallelismError
 
@@ -24,14 +24,10 @@ if TYPE_CHECKING:
     from titanlite.start.derive import RunConfig
 
 
-def _has_model(components: list[str]) -> bool:
-    return "model" in components
-
-
 KEY = "experimental.enable_async_tensor_parallel"
 NEEDS = [
     Rule(KEY, True, "training.compile", True),
-    Rule(KEY, True, "compile.components", _has_model, '"model" must be among them'),
+    Rule(KEY, True, "compile.components", contains("model"), '"model" must be among them'),
     Rule(KEY, True, "compile.backend", "inductor"),
 ]
 

@@ -4,8 +4,8 @@
     convert.py   the linears of a model                   tensor.py   … shared by ranks
     gathered.py  weights that FSDP gathers in float8      exact.py    … in high precision again
     error.py     the error in the loss, a callback        report.py   rows of the start report
-    package.py   torchao                                  search.py   settings that a search tries
-    plan_memory.py, plan_speed.py   products in a plan
+    package.py   torchao                                  search.py   settings that the plan tries
+    plan_memory.py, plan_speed.py   what its products keep, need and cost
 
 The keys are `titanlite.config.sections.Float8`. Files that need torch are imported where they are
 used.
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
     from titanlite.config.sections import Float8
     from titanlite.features.float8.error import Float8ErrorCheck
+    from titanlite.features.float8.plan_memory import Float8Memory
     from titanlite.models.linears import Linears
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.plan.product_memory import ProductMemory
     from titanlite.plan.product_speed import ProductSpeed
     from titanlite.plan.step_sizes import StepSizes
     from titanlite.start.derive import RunConfig
@@ -76,10 +76,10 @@ class Float8Feature(Feature):
 
     # The model: `titanlite.parallel.parallelize` calls these, each at its place
 
-    def convert(self, model: nn.Module, linears: Linears, *, gathers: bool = True) -> None:
+    def convert(self, model: nn.Module, linears: Linears) -> None:
         """Convert a model or pipeline stage on the meta device, in place.
 
-        linears: of the whole model. gathers: FSDP will gather its weights.
+        linears: of the whole model.
         """
         from titanlite.features.float8.convert import apply_float8
 
@@ -89,7 +89,7 @@ class Float8Feature(Feature):
                 model,
                 names,
                 self.section.recipe_name,
-                all_gather=gathers and self.section.enable_fsdp_float8_all_gather,
+                all_gather=self.section.enable_fsdp_float8_all_gather,
                 emulate=self.section.emulate,
             )
 
@@ -109,8 +109,8 @@ class Float8Feature(Feature):
 
     # The plan: `titanlite.plan` calls these
 
-    def memory(self, linears: Linears) -> ProductMemory:
-        """Return what the products of a block keep and need. linears: of the whole model."""
+    def memory(self, linears: Linears) -> Float8Memory:
+        """Return what the linears of a block keep and need."""
         from titanlite.features.float8.plan_memory import float8_memory
 
         return float8_memory(self.section, self.choices(linears))

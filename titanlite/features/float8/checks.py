@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.rules import Finding, Rule, several
+from titanlite.config.rules import Finding, Rule, contains, several
 from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.config.toml import quote
 from titanlite.features.float8.choice import MULTIPLE, Float8Choice, choose_linears, name_filters
@@ -37,10 +37,6 @@ def _not_tensorwise(recipe: str) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int)
-
-
-def _has_auto(filters: list[str]) -> bool:
-    return AUTO_FILTER in filters
 
 
 NEEDS = [
@@ -71,7 +67,7 @@ EXCLUDES = [
     ),
     Rule(
         FILTERS,
-        _has_auto,
+        contains(AUTO_FILTER),
         RECIPE,
         "rowwise_with_gw_hp",
         "torchao has no sizes: set float8.min_features",

@@ -5,7 +5,7 @@ docs/plan.md derives the numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from titanlite.config.sections import Float8
@@ -57,7 +57,7 @@ class Float8Memory(ProductMemory):
         return 1 if self.gathers and key in self.names else 0
 
 
-def float8_memory(section: Float8, choices: Sequence[Float8Choice]) -> Float8Memory:
+def float8_memory(section: Float8, choices: Iterable[Float8Choice]) -> Float8Memory:
     """Return the products of a run. The first block stands for all."""
     first = [name for name in converted_names(choices) if name.startswith("layers.0.")]
     names = frozenset(kind_of(name) for name in first)

@@ -1,6 +1,7 @@
 """The loss in chunks of the tokens: what titanlite knows of it, moment by moment.
 
-    head.py      a head that computes the loss too, and its way under tensor parallelism
+    head.py          a head that computes the loss too, and its way under tensor parallelism
+    plan_memory.py   what head and loss keep and need, for the plan
 
 The key is `training.loss_chunks`. head.py needs torch and is imported where it is used.
 """

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.start.derive import RunConfig, smallest_world
 from titanlite.start.fit import check_config, fitted
 from titanlite.tools.cli import FILES, FLAGS, Commands, files_of, no_flags
-from titanlite.tools.parser import add_group
+from titanlite.tools.parser import add_group, add_to_group
 from titanlite.utils import REMOVED, Style, counted, escape, parse_json
 
 DIFFERENT = 1
@@ -48,30 +48,19 @@ def add_commands(commands: Commands) -> None:
     _add_explain(actions)
     _add_diff(actions)
     _add_migrate(actions)
-    _add(
+    add_to_group(
         actions,
         _schema,
         "print a JSON Schema of all keys, with which editors complete and check files",
     )
-    template = _add(
+    template = add_to_group(
         actions,
         _template,
         "print a TOML file with every key, its meaning and its default, as comments",
     )
-    template("--markdown", action="store_true", help="print the table of the documentation instead")
-
-
-def _add(
-    actions: Commands, run: Any, help: str, more: str = "", epilog: str = ""
-) -> Callable[..., argparse.Action]:
-    """Add the command of a function, under its name; return what adds its arguments."""
-    name = run.__name__.strip("_")
-    about = f"{help[0].upper()}{help[1:]}. {more}"
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=help, description=about, epilog=epilog, allow_abbrev=False
+    template.add_argument(
+        "--markdown", action="store_true", help="print the table of the documentation instead"
     )
-    parser.set_defaults(run=run)
-    return parser.add_argument
 
 
 def _add_check(actions: Commands) -> None:
@@ -80,7 +69,9 @@ def _add_check(actions: Commands) -> None:
         "contradictions between keys, then numbers that do not fit the ranks or the model."
     )
     exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
-    add = _add(actions, _check, "check a config and show what a run of it would do", stages, exits)
+    add = add_to_group(
+        actions, _check, "check a config and show what a run of it would do", stages, exits
+    ).add_argument
     add("files", nargs="*", metavar="FILE", help=FILES)
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
     add("--world-size", type=int, metavar="N", help=ranks)
@@ -91,25 +82,25 @@ def _add_check(actions: Commands) -> None:
 
 
 def _add_explain(actions: Commands) -> None:
-    add = _add(
+    add = add_to_group(
         actions,
         _explain,
         "show every key, or one: value, source, type, default, meaning",
         "Nothing given: the defaults of all keys.",
         FLAGS,
-    )
+    ).add_argument
     words = "a key or section to explain in depth, and the TOML file"
     add("words", nargs="*", metavar="KEY|FILE", help=words)
 
 
 def _add_diff(actions: Commands) -> None:
-    add = _add(
+    add = add_to_group(
         actions,
         _diff,
         "compare the effective values of two configs, with their sources",
         "A config is a TOML file, the folder of a run, or a folder of checkpoints.",
         f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
-    )
+    ).add_argument
     add("left", metavar="FILE|FOLDER")
     add("right", metavar="FILE|FOLDER")
     add("--plans", action="store_true", help="also compare the values derived from them")
@@ -129,7 +120,7 @@ def _add_migrate(actions: Commands) -> None:
         "other mistakes."
     )
     help = "rewrite a TOML file with titanlite's own names of the keys"
-    add = _add(actions, _migrate, help, rewriting, exits)
+    add = add_to_group(actions, _migrate, help, rewriting, exits).add_argument
     add("file", nargs="?", metavar="FILE", help=_FILE)
     in_place = "replace the file, and keep the old one as FILE.orig"
     add("--in-place", action="store_true", help=in_place)

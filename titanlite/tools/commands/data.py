@@ -8,13 +8,13 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite import exit_codes
 from titanlite.config import trust
 from titanlite.data import DataError
 from titanlite.tools.cli import FLAGS, Commands, no_flags
-from titanlite.tools.parser import add_group
+from titanlite.tools.parser import add_group, add_to_group
 from titanlite.utils import Style
 
 if TYPE_CHECKING:
@@ -34,22 +34,13 @@ def add_commands(commands: Commands) -> None:
     _add_stats(actions)
 
 
-def _add(actions: Commands, name: str, run: Any, help: str, more: str) -> argparse.ArgumentParser:
-    about = f"{help[0].upper()}{help[1:]}. {more}"
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=help, description=about, allow_abbrev=False
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 def _add_fetch(actions: Commands) -> None:
     more = (
         "Files that are there stay; after a crash the same command continues. HF_TOKEN opens "
         "private data sets."
     )
     help = "copy files of a data set of the hub, or files behind a URL"
-    add = _add(actions, "fetch", _fetch, help, more).add_argument
+    add = add_to_group(actions, _fetch, help, more).add_argument
     source = "registered name (c4), id of the hub (owner/name) or URL"
     add("source", metavar="SOURCE", help=source)
     add("--out", required=True, type=Path, metavar="FOLDER", help="where the files go")
@@ -61,7 +52,7 @@ def _add_fetch(actions: Commands) -> None:
 def _add_prepare(actions: Commands) -> None:
     help = "tokenize text once, into a folder that training maps into memory"
     more = "After a crash the same command goes on where it was, and the result is the same."
-    add = _add(actions, "prepare", _prepare, help, more).add_argument
+    add = add_to_group(actions, _prepare, help, more).add_argument
     source = "file, folder, pattern, URL, name of text, id of the hub"
     add("source", metavar="SOURCE", help=source)
     add("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
@@ -98,7 +89,7 @@ def _add_verify(actions: Commands) -> None:
         "Sizes, offsets and hashes of all parts. Files of other programs have no hashes: what "
         "they tell is checked"
     )
-    add = _add(actions, "verify", _verify, help, more).add_argument
+    add = add_to_group(actions, _verify, help, more).add_argument
     folder = "prepared folder, or files of Megatron-LM or numpy"
     add("folder", type=Path, metavar="FOLDER", help=folder)
     workers = "threads (default: cores, 8 at most)"
@@ -108,7 +99,7 @@ def _add_verify(actions: Commands) -> None:
 
 def _add_peek(actions: Commands) -> None:
     help = "print the first sequences of a run as the model sees them"
-    parser = _add(actions, "peek", _peek, help, FLAGS)
+    parser = add_to_group(actions, _peek, help, FLAGS)
     # It shows documents.
     parser.set_defaults(verbatim=True)
     add = parser.add_argument
@@ -124,7 +115,7 @@ def _add_peek(actions: Commands) -> None:
 def _add_at_step(actions: Commands) -> None:
     help = "list the documents of the batch of a step"
     more = f"CONFIG may also be the folder of a run, or a checkpoint. {FLAGS}"
-    parser = _add(actions, "at-step", _at_step, help, more)
+    parser = add_to_group(actions, _at_step, help, more)
     parser.add_argument("step", type=int, metavar="N", help="the step, from 1")
     parser.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -133,7 +124,7 @@ def _add_at_step(actions: Commands) -> None:
 
 def _add_stats(actions: Commands) -> None:
     help = "count the documents and tokens of a config's text"
-    parser = _add(actions, "stats", _stats, help, FLAGS)
+    parser = add_to_group(actions, _stats, help, FLAGS)
     parser.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_ranks(parser)

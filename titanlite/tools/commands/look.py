@@ -47,9 +47,8 @@ from titanlite.tools.cli import no_flags
 from titanlite.tools.commands.config import side, world_size_of
 from titanlite.utils import Style, counted, human_count
 
-#: Tokens of a document's start that are shown.
+#: Tokens and characters of a document's start that are shown.
 _TOKENS = 48
-#: Characters of it.
 _CHARACTERS = 72
 #: Sequences that are decoded to measure bytes per token.
 _SAMPLE = 32
@@ -111,23 +110,26 @@ def open_run(
     if file is not None and os.path.isdir(file):
         no_flags(flags)
         asked = side(file, _NO_TRAINING, trust_code).config
-        if problems := refused(asked):
+        problems = refused(asked)
+        if problems:
             raise ConfigError(problems)
         states, expected, ranks = _history(Path(file))
         config = fitted(asked, world_size or ranks)
     else:
-        argv = [*([f"--job.config_file={file}"] if file else []), *flags]
-        _, config = check_config(argv, world_size_of(world_size)[0])
+        files = [f"--job.config_file={file}"] if file else []
+        _, config = check_config([*files, *flags], world_size_of(world_size)[0])
     tokenizer = load_tokenizer(config.model.tokenizer_path, config.model.name)
     if validation:
-        # Steps to skip are of the training text.
+        # The steps to skip are of the training text.
         config = replace(config, data=replace(config.data, skip_steps=[]))
-        return Run(config, tokenizer, next(iter(read_held_out(config, tokenizer).values())))
+        held_out = read_held_out(config, tokenizer)
+        return Run(config, tokenizer, next(iter(held_out.values())))
     rows = read_training_text(config, tokenizer)
-    if (then := expected.get("data")) not in (None, rows.fingerprint[:16]):
+    then = expected.get("data")
+    now = rows.fingerprint[:16]
+    if then not in (None, now):
         raise DataError(
-            f"{file}: the text has changed since: its fingerprint was {then}, and is "
-            f"{rows.fingerprint[:16]}"
+            f"{file}: the text has changed since: its fingerprint was {then}, and is {now}"
         )
     return Run(config, tokenizer, rows, states)
 
@@ -147,15 +149,27 @@ def _history(folder: Path) -> tuple[list[State], Mapping[str, str], int]:
         data = manifest.train.get("data", {})
         if data and "global_batch" in manifest.train:
             _check_position(manifest, step_folder(root, step))
-            skipped = skip_ranges.merged(data.get("left_out", ()))
-            rows = data.get("rows", {})
-            size = manifest.train["global_batch"]
-            tokens = manifest.train.get("tokens_seen", 0)
-            states.append(State(step, data["next_sequence"], skipped, size, rows, tokens))
+            state = State(
+                step=step,
+                position=data["next_sequence"],
+                skipped=skip_ranges.merged(data.get("left_out", ())),
+                global_batch=manifest.train["global_batch"],
+                rows=data.get("rows", {}),
+                tokens=manifest.train.get("tokens_seen", 0),
+            )
+            states.append(state)
         fingerprints = manifest.fingerprints
         ranks = manifest.world_size
-    attempts = [] if ranks else read_attempts(folder)
-    return states, fingerprints, ranks or (attempts[-1].get("ranks", 1) if attempts else 1)
+    return states, fingerprints, ranks or _last_ranks(folder)
+
+
+def _last_ranks(folder: Path) -> int:
+    """Return the ranks of a run's last attempt; 1 if there was none."""
+    attempts = read_attempts(folder)
+    if not attempts:
+        return 1
+    ranks: int = attempts[-1].get("ranks", 1)
+    return ranks
 
 
 def _check_position(manifest: Manifest, folder: AnyPath) -> None:
@@ -179,15 +193,7 @@ def sequences_of(run: Run, step: int) -> list[int]:
     later = [state for state in run.states if state.step >= step]
     before = max(earlier, default=State(0, 0, (), size))
     after = min(later, default=None)
-    # A stream need not begin at its start, and shares of a mixture may have changed. Lanes stay
-    # those of the start.
-    known = after.rows if after else {}
-    rows = before.rows or {name: known[name] for name in ("lanes", "revision") if name in known}
-    if rows:
-        phases = phases_of(run.config)
-        done = Progress(before.step, before.tokens, before.position)
-        shares = None if phases is None else phases.shares(done)
-        run.rows.load_state_dict(dict(rows), before.position, shares)
+    _set_rows(run, before, after)
     if after is not None:
         size = after.global_batch
         skip = after.skipped
@@ -207,6 +213,21 @@ def sequences_of(run: Run, step: int) -> list[int]:
     return found
 
 
+def _set_rows(run: Run, before: State, after: State | None) -> None:
+    """Set the rows to a place: a stream need not begin at its start, and shares of a mixture may
+    have changed. Lanes stay those of the start.
+    """
+    rows = before.rows
+    if not rows and after is not None:
+        rows = {name: after.rows[name] for name in ("lanes", "revision") if name in after.rows}
+    if not rows:
+        return
+    phases = phases_of(run.config)
+    done = Progress(before.step, before.tokens, before.position)
+    shares = None if phases is None else phases.shares(done)
+    run.rows.load_state_dict(dict(rows), before.position, shares)
+
+
 # Documents
 
 
@@ -217,7 +238,6 @@ def at_step(run: Run, step: int, as_json: bool) -> str:
     numbers = sequences_of(run, step)
     found = {number: documents_of(run.rows, number, text) for number in numbers}
     places = _places(run, [document for documents in found.values() for document in documents])
-    special = set(run.tokenizer.special_tokens.values())
     listed: dict[str, list[dict[str, Any]]] = {}
     lines = [f"step {step}: {counted(len(found), 'sequences')} of {run.rows.seq_len} tokens"]
     for number, documents in found.items():
@@ -229,19 +249,24 @@ def at_step(run: Run, step: int, as_json: bool) -> str:
             file, record = places.get(document[:2], document[2:4])
             ids = tokens[begin : begin + document.tokens].tolist()
             begin += document.tokens
-            start = run.tokenizer.decode(one for one in ids[:_TOKENS] if one not in special)
-            start = " ".join(start.split())[:_CHARACTERS]
-            listed[str(number)].append(
-                {**document._asdict(), "file": file, "record": record, "text": start}
-            )
-            name = (
-                f"{document.source}: {document.name}" if run.config.data.source else document.name
-            )
+            start = _start_of(ids, run.tokenizer)
+            about = {**document._asdict(), "file": file, "record": record, "text": start}
+            listed[str(number)].append(about)
+            name = document.name
+            if run.config.data.source:
+                name = f"{document.source}: {name}"
             place = f" = {file}, record {record}" if file else ""
             lines.append(f"  document {name}{place}, {counted(document.tokens, 'tokens')}: {start}")
-    return (
-        json.dumps({"step": step, "sequences": listed}, indent=1) if as_json else "\n".join(lines)
-    )
+    if as_json:
+        return json.dumps({"step": step, "sequences": listed}, indent=1)
+    return "\n".join(lines)
+
+
+def _start_of(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the start of a document's text, on one line."""
+    special = set(tokenizer.special_tokens.values())
+    text = tokenizer.decode(one for one in ids[:_TOKENS] if one not in special)
+    return " ".join(text.split())[:_CHARACTERS]
 
 
 def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tuple[str, int]]:
@@ -290,18 +315,21 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
             if rank in (None, sequence % ranks) and len(shown) < count:
                 row = run.rows.sequence(sequence)
                 documents = documents_of(run.rows, sequence, "")
-                targets = int((row.labels != IGNORE).sum())
-                about = f"step {step}, sequence {sequence}, rank {sequence % ranks}: "
-                about += f"{counted(len(row.tokens), 'tokens')}, {counted(targets, 'targets')}"
-                shown.append(
-                    f"{style.bold(about)}\n{shown_row(row, documents, run.tokenizer, ids, style)}"
-                )
+                tokens = counted(len(row.tokens), "tokens")
+                targets = counted(int((row.labels != IGNORE).sum()), "targets")
+                place = f"step {step}, sequence {sequence}, rank {sequence % ranks}"
+                title = style.bold(f"{place}: {tokens}, {targets}")
+                text = shown_row(row, documents, run.tokenizer, ids, style)
+                shown.append(f"{title}\n{text}")
         step += 1
         if total is not None and sequence == total - 1:
             break
-    legend = "" if style.color else "[[ ]]: the loss does not count these tokens\n\n"
+    if not style.color:
+        shown.insert(0, "[[ ]]: the loss does not count these tokens")
     head = _found(run.rows, run.config.training)
-    return (f"{head}\n\n" if head else "") + legend + "\n\n".join(shown)
+    if head:
+        shown.insert(0, head)
+    return "\n\n".join(shown)
 
 
 def _found(rows: Rows, training: Training) -> str:
@@ -309,7 +337,8 @@ def _found(rows: Rows, training: Training) -> str:
     files.
     """
     label = "" if rows.mixture is not None else str(training.dataset_path or training.dataset)
-    lines = [*file_lines(rows), *(f"warning: {warning}" for warning in file_warnings(rows, label))]
+    lines = list(file_lines(rows))
+    lines += [f"warning: {warning}" for warning in file_warnings(rows, label)]
     return "\n".join([*lines, rows.describe()]) if lines else ""
 
 
@@ -322,27 +351,38 @@ def shown_row(
     A token counts if the one before it predicts it, and the first one of a row belongs to the row
     before.
     """
-    special = set(tokenizer.special_tokens.values())
-    masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()
     tokens = row.tokens.tolist()
-    lines = list[str]()
-    end = 0
-    named = [(f" document {_name(one)} ", one.tokens) for one in documents if one.tokens]
-    for title, count in [*named, ("", len(tokens))]:  # padding comes last
-        begin = end
-        end = min(end + count, len(tokens))
+    masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()
+    parts = [(f" document {_name(one)} ", one.tokens) for one in documents if one.tokens]
+    # Padding comes last.
+    parts.append(("", len(tokens)))
+    lines: list[str] = []
+    begin = 0
+    for title, count in parts:
+        end = min(begin + count, len(tokens))
         if begin == end:
             break
-        text = ""
-        for (is_masked, is_special), group in groupby(
-            range(begin, end), lambda n: (masked[n], tokens[n] in special)
-        ):
-            part = tokenizer.decode(tokens[n] for n in group)
-            if is_masked:
-                part = style.dim(part) if style.color else f"[[{part}]]"
-            text += style.warn(part) if is_special and not is_masked else part
-        lines += [style.dim(f"──{title}──" + (f" {tokens[begin:end]}" if ids else "")), text]
+        numbers = f" {tokens[begin:end]}" if ids else ""
+        lines.append(style.dim(f"──{title}──{numbers}"))
+        lines.append(_marked(tokens[begin:end], masked[begin:end], tokenizer, style))
+        begin = end
     return "\n".join(lines)
+
+
+def _marked(
+    tokens: Sequence[int], masked: Sequence[bool], tokenizer: Tokenizer, style: Style
+) -> str:
+    """Return the text of tokens, with marks around those that the loss does not count."""
+    special = set(tokenizer.special_tokens.values())
+    kinds = [(is_masked, token in special) for token, is_masked in zip(tokens, masked, strict=True)]
+    text = ""
+    for (is_masked, is_special), group in groupby(range(len(tokens)), kinds.__getitem__):
+        part = tokenizer.decode(tokens[number] for number in group)
+        if is_masked:
+            text += style.dim(part) if style.color else f"[[{part}]]"
+        else:
+            text += style.warn(part) if is_special else part
+    return text
 
 
 def _name(document: Document) -> str:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.text_names import hub_text
@@ -33,16 +34,10 @@ def fetch(
     part is continued. Raises DataError for a source without files, and one that has not come back
     in `PATIENCE` seconds.
     """
-    text = hub_text(source)
-    if text is None and not is_url(source):
-        raise DataError(f"SOURCE: {source} is no name or id of the hub and no URL")
-    names = (
-        url_files(source, "SOURCE") if text is None else hub_files(text, subset, split, "SOURCE")[0]
-    )
-    wanted = (
-        names if numbers is None else [names[number] for number in _numbers(numbers, len(names))]
-    )
-    targets = [out / os.path.basename(public_name(name)) for name in wanted]
+    names = _files_of(source, subset, split)
+    if numbers is not None:
+        names = [names[number] for number in _numbers(numbers, len(names))]
+    targets = [out / os.path.basename(public_name(name)) for name in names]
     if len(set(targets)) < len(targets):
         raise DataError(
             f"SOURCE: several files of {source} have the same name; fetch its subfolders one by one"
@@ -50,25 +45,36 @@ def fetch(
     out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     copied = 0
-    for number, (name, target) in enumerate(zip(wanted, targets, strict=True), 1):
+    for number, (name, target) in enumerate(zip(names, targets, strict=True), 1):
+        place = f"{number} of {len(names)}: {target}"
         if target.exists():
-            print(f"{number} of {len(wanted)}: {target} is there")
+            print(f"{place} is there")
             continue
         size = _copy(name, target)
         copied += size
-        print(f"{number} of {len(wanted)}: {target}, {human_bytes(size)}", flush=True)
-    seconds = time.monotonic() - began
-    total = f"{human_bytes(copied)} in {human_time(seconds)}"
+        print(f"{place}, {human_bytes(size)}", flush=True)
+    took = human_time(time.monotonic() - began)
     return (
-        f"{counted(len(wanted), 'files')} in {out}, {total}; train with "
+        f"{counted(len(names), 'files')} in {out}, {human_bytes(copied)} in {took}; train with "
         f"--training.dataset_path={out}"
     )
+
+
+def _files_of(source: str, subset: str | None, split: str | None) -> Sequence[str]:
+    """Return the names of all files of a source. Raises DataError."""
+    text = hub_text(source)
+    if text is not None:
+        return hub_files(text, subset, split, "SOURCE")[0]
+    if not is_url(source):
+        raise DataError(f"SOURCE: {source} is no name or id of the hub and no URL")
+    return url_files(source, "SOURCE")
 
 
 def _numbers(text: str, count: int) -> list[int]:
     found: list[int] = []
     for item in text.split(","):
-        if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())
+        if match is None:
             raise DataError(f"--files: expected numbers as 0-3,7, got {text!r}")
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     if not found or max(found) >= count:

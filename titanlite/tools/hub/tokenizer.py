@@ -11,14 +11,14 @@ from titanlite.data.chat import TEMPLATE
 from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
+from titanlite.tools.parser import add_group
 from titanlite.utils import Style
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `titanlite tokenizer` and its commands to argparse."""
-    parser = commands.add_parser("tokenizer", help="fetch a tokenizer from the Hugging Face hub")
-    parser.set_defaults(run=lambda *_: parser.format_help().rstrip())
-    fetch = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser(
+    actions = add_group(commands, "tokenizer", "fetch a tokenizer from the Hugging Face hub")
+    fetch = actions.add_parser(
         "fetch",
         help="download the tokenizer of a model",
         description="Download the tokenizer's files of a model from the Hugging Face hub, and "
@@ -70,11 +70,9 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
     try:
         there = HfApi().list_repo_files(repository, revision=revision)
         names = [name for name in (*FOLDER_FILES, *NAMING_FILES, TEMPLATE) if name in there]
-        if not set(names) & set(FOLDER_FILES):
-            raise DataError(
-                f"{repository} holds no {' or '.join(FOLDER_FILES)}; look at {page} for another "
-                "model"
-            )
+        if set(names).isdisjoint(FOLDER_FILES):
+            files = " or ".join(FOLDER_FILES)
+            raise DataError(f"{repository} holds no {files}; look at {page} for another model")
         for name in names:
             hf_hub_download(repository, name, revision=revision, local_dir=folder)
     except errors.GatedRepoError:
@@ -85,16 +83,15 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
         errors.RevisionNotFoundError,
         errors.HFValidationError,
     ) as error:
-        what = (
-            f"{repository}{f', revision {revision},' if revision else ''} is not on the hub, or "
-            "not visible to you"
-        )
+        what = f"{repository}, revision {revision}," if revision else repository
         raise DataError(
-            f"{what}: check the spelling (owner/name); if it is private, set HF_TOKEN"
+            f"{what} is not on the hub, or not visible to you: check the spelling (owner/name); "
+            "if it is private, set HF_TOKEN"
         ) from error
-    except Exception as error:  # those of its HTTP library too
-        if isinstance(error, DataError):
-            raise
+    except DataError:
+        raise
+    # Its HTTP library has errors, too.
+    except Exception as error:
         raise DataError(
             f"{repository} cannot be fetched: {words(error)}; see HF_ENDPOINT, HTTPS_PROXY"
         ) from error

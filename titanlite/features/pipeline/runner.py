@@ -1,111 +1,28 @@
-"""Pipeline parallelism by `torch.distributed.pipelining`: each rank holds some of the layers.
+"""Runs the stages of a `PipelineModel` by a schedule of `torch.distributed.pipelining`.
 
-    # on the meta device, before everything that wraps modules
-    stages = cut_stages(build, layout, rank)
-    model = PipelineModel(stages, layout, mesh)        # when each stage has its memory and weights
-    pipeline = Pipeline(model, "1F1B", shape, microbatches, accumulation, device, loss)
-    share = pipeline.forward_backward(micro_batches, tokens)
-
-`titanlite.parallel.parallelize` does the first two (`build_model`) and the third
-(`build_pipeline`).
+pipeline = Pipeline(model, "1F1B", shape, microbatches, accumulation, device, loss)
+share = pipeline.forward_backward(micro_batches, tokens)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
+from titanlite.features.pipeline.stages import PipelineModel
 from titanlite.loss import LossFunction, in_chunks
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.fsdp import free_gathered
-from titanlite.parallel.pipeline_split import SCHEDULES, StageLayout
+from titanlite.parallel.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
     from titanlite.data.loader import Batch
-
-
-def cut_stages(
-    build: Callable[[], nn.Module], layout: StageLayout, rank: int
-) -> dict[int, nn.Module]:
-    """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are
-    None or gone.
-
-    build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for
-    a parameter outside of all stages: each stage would train one of its own.
-    """
-    return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
-
-
-def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Module:
-    for name in (
-        name for other, names in enumerate(layout.stages) if other != stage for name in names
-    ):
-        parent, _, leaf = name.rpartition(".")
-        holder = model.get_submodule(parent)
-        if isinstance(holder, nn.ModuleDict):
-            del holder[leaf]
-        else:
-            setattr(holder, leaf, None)
-    own = tuple(f"{name}." for name in layout.stages[stage])
-    if left := [name for name, _ in model.named_parameters() if not name.startswith(own)]:
-        raise ParallelismError(
-            f"no stage of the pipeline has {', '.join(left)}: pipeline_costs must name its module"
-        )
-    return model
-
-
-class PipelineModel(nn.Module):
-    """The stages of this rank as one module, in which every parameter has its name of the whole
-    model.
-
-    It serves the optimizer, norms and checkpoints. It cannot be called; `Pipeline` runs the stages.
-    """
-
-    def __init__(
-        self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh
-    ) -> None:
-        """mesh: from `DistEnv.build_mesh`."""
-        super().__init__()
-        #: By number. In a dictionary of Python's, so that no parameter has a second name.
-        self.stages = dict(stages)
-        self.layout = layout
-        self.mesh = mesh
-        #: The ranks of the pipeline, in order.
-        self.pipeline_group = mesh.get_group("pp")
-        for stage in self.stages.values():
-            for name, child in stage.named_children():
-                if isinstance(child, nn.ModuleDict):
-                    if name not in self._modules:
-                        self.add_module(name, nn.ModuleDict())
-                    cast(nn.ModuleDict, self.get_submodule(name)).update(dict(child.items()))
-                elif (
-                    name not in self._modules
-                ):  # all stages have the RoPE tables: register them once
-                    self.add_module(name, child)
-        held = set(self.parameters())
-        every = [pair for stage in self.stages.values() for pair in stage.named_parameters()]
-        if left := [name for name, parameter in every if parameter not in held]:
-            shown = ", ".join(left[:3])
-            raise ParallelismError(
-                f"two stages of a rank share the module around {shown}: make it an nn.ModuleDict"
-            )
-
-    def pipeline_stages(self) -> list[nn.Module]:
-        """Return the modules that this rank runs, see `titanlite.parallel.local.parts_of`."""
-        return list(self.stages.values())
-
-    def train(self, mode: bool = True) -> PipelineModel:
-        for stage in self.stages.values():
-            stage.train(mode)
-        return super().train(mode)
 
 
 @dataclass(frozen=True)
@@ -149,7 +66,7 @@ class Pipeline:
         loss: LossFunction,
         positions: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """schedule: a name of `titanlite.parallel.pipeline_split.SCHEDULES`.
+        """schedule: a name of `titanlite.parallel.schedules.SCHEDULES`.
 
         microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces
         of a step go through one run of the schedule, so ranks wait once per step for the pipeline
@@ -157,16 +74,19 @@ class Pipeline:
         loss: summed over tokens. positions: tokens per sequence on this rank → their places in it,
         [that many] int64; needed where hidden states have another length.
         """
-        from torch.distributed.pipelining.schedules import (
-            get_schedule_class,
-        )  # it loads the compiler
+        # It loads the compiler.
+        from torch.distributed.pipelining.schedules import get_schedule_class
 
-        self._model, self._shape, self._device, self._loss = model, shape, device, loss
+        self._model = model
+        self._shape = shape
+        self._device = device
+        self._loss = loss
         self._microbatches = microbatches
         self._positions = positions
         self._tokens = torch.ones((), dtype=torch.float32, device=device)
         count = len(model.layout.stages)
-        self._has_first, self._has_last = 0 in model.stages, count - 1 in model.stages
+        self._has_first = 0 in model.stages
+        self._has_last = count - 1 in model.stages
         #: The last stage takes labels and returns the loss.
         self._chunked = self._has_last and in_chunks(model.stages[count - 1])
         stages = [self._stage(number, count) for number in model.stages]
@@ -183,18 +103,22 @@ class Pipeline:
         """Make a stage of known shapes, so that torch does not run the model once to infer them."""
         from torch.distributed.pipelining import PipelineStage
 
-        shape, first, last = self._shape, number == 0, number == count - 1
+        shape = self._shape
         tokens = torch.empty(shape.rows, shape.seq_len, dtype=torch.int64, device="meta")
         hidden = shape.hidden(shape.rows, shape.seq_len, "meta")
         logits = torch.empty(*tokens.shape, shape.vocab, dtype=shape.dtype, device="meta")
-        result = torch.empty((), device="meta") if self._chunked else logits
+        loss = torch.empty((), device="meta")
+        taken = tokens if number == 0 else hidden.clone().requires_grad_()
+        made = hidden.clone()
+        if number == count - 1:
+            made = loss if self._chunked else logits
         return PipelineStage(
             self._model.stages[number],
             number,
             count,
             self._device,
-            input_args=(tokens if first else hidden.clone().requires_grad_(),),
-            output_args=((result if last else hidden.clone()).requires_grad_(),),
+            input_args=(taken,),
+            output_args=(made.requires_grad_(),),
             group=self._model.pipeline_group,
         )
 
@@ -241,9 +165,12 @@ class Pipeline:
 
         batch: any number of sequences, on the device; the same on all ranks of the pipeline.
         """
-        count, ids = self._microbatches, batch.documents
-        pieces, labels = batch.tokens.chunk(count), batch.labels.chunk(count)
-        documents = [None] * len(pieces) if ids is None else ids.chunk(count)
+        count = self._microbatches
+        pieces = batch.tokens.chunk(count)
+        labels = batch.labels.chunk(count)
+        documents: Sequence[Tensor | None] = [None] * len(pieces)
+        if batch.documents is not None:
+            documents = batch.documents.chunk(count)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         local: list[Tensor] = []  # from a stage to the next one on the same rank
@@ -264,7 +191,8 @@ class Pipeline:
             if work is not None:
                 work.wait()
         for stage in self._model.stages.values():
-            free_gathered(stage)  # no backward comes that would free the weights
+            # No backward comes that would free the weights.
+            free_gathered(stage)
         return total
 
     def _inputs(
@@ -279,8 +207,10 @@ class Pipeline:
             # Post all receives before the stage's first send: ranks that each wait in a send would
             # deadlock.
             buffers = [self._shape.hidden(len(t), t.size(1), self._device) for t in tokens]
-            source, group = self._rank_of(number - 1), self._model.pipeline_group
-            for work, buffer in [(dist.irecv(buffer, source, group), buffer) for buffer in buffers]:
+            source = self._rank_of(number - 1)
+            group = self._model.pipeline_group
+            works = [dist.irecv(buffer, source, group) for buffer in buffers]
+            for work, buffer in zip(works, buffers, strict=True):
                 if work is not None:
                     work.wait()
                 yield buffer

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, and where it is cut: modules and rank of each stage.
+"""Where a pipeline is cut: modules and rank of each stage.
 
 This module imports no torch.
 
@@ -15,38 +15,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from titanlite.config.errors import nearest
 from titanlite.models.spec import Cost
 from titanlite.parallel import ParallelismError
-
-
-@dataclass(frozen=True)
-class PipelineSchedule:
-    """One schedule of `torch.distributed.pipelining`."""
-
-    #: "one": a stage per rank. "loop": several, stage i on rank i modulo their number. "v": two,
-    #: the second half of the stages in reverse order of ranks.
-    stages: Literal["one", "loop", "v"]
-    #: Splits each backward into one for inputs and one for weights, which fills the time that ranks
-    #: would wait.
-    splits_backward: bool = False
-
-
-SCHEDULES = {
-    "GPipe": PipelineSchedule("one"),
-    "1F1B": PipelineSchedule("one"),
-    "LoopedBFS": PipelineSchedule("loop"),
-    "Interleaved1F1B": PipelineSchedule("loop"),
-    "InterleavedZeroBubble": PipelineSchedule("loop", splits_backward=True),
-    "ZBVZeroBubble": PipelineSchedule("v", splits_backward=True),
-}
-
-
-def find_schedule(name: str) -> str | None:
-    """Return the schedule of that name, in any case of letters."""
-    return next((known for known in SCHEDULES if known.lower() == name.lower()), None)
+from titanlite.parallel.schedules import SCHEDULES
 
 
 def stage_count(schedule: str, degree: int, split_points: Sequence[str]) -> int:
@@ -90,11 +63,10 @@ def split_stages(
     """
     names = list(costs)
     count = stage_count(schedule, degree, split_points)
-    cuts = (
-        _named_cuts(names, split_points)
-        if split_points
-        else balance_stages(list(costs.values()), count)
-    )
+    if split_points:
+        cuts = _named_cuts(names, split_points)
+    else:
+        cuts = balance_stages(list(costs.values()), count)
     bounds = [0, *cuts, len(names)]
     stages = tuple(tuple(names[first:last]) for first, last in itertools.pairwise(bounds))
     for stage in stages:

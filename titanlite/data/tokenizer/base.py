@@ -1,0 +1,95 @@
+"""What each kind of tokenizer is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data import DataError
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the
+    names of tokens that stand for no text to their ids; `fingerprint` is the hex sha256 of
+    everything in the file that decides the ids.
+    """
+
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    special_tokens: dict[str, int]
+    fingerprint: str
+    #: What names BOS and EOS.
+    named_by = "the file"
+    #: Path or URL of the folder of the files beside it, if that is known: a chat template is one of
+    #: them.
+    folder: str | None = None
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """Return the ids of `text`.
+
+        Names of special tokens in it are plain text; lone surrogates become U+FFFD.
+        """
+        ids = self._encode(text if text.isascii() else _whole_characters(text))
+        if bos:
+            ids.insert(0, self.bos_id)
+        if eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def encode_document(self, text: str) -> NDArray[np.int64]:
+        """Return BOS, the ids of `text` and EOS as an array [ids].
+
+        Several threads may call it at once.
+        """
+        ids = self._encode_array(text if text.isascii() else _whole_characters(text))
+        return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        names = {token_id: name for name, token_id in self.special_tokens.items()}
+        parts: list[str] = []
+        run: list[int] = []
+        for position, token_id in enumerate(ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise DataError(
+                    f"token id {token_id} at position {position} is outside the tokenizer's "
+                    f"vocabulary of {self.vocab_size}; decode with the tokenizer that made the ids"
+                )
+            if token_id in names:
+                # Some kinds drop the first space of a text: each document is decoded by itself.
+                parts += [self._decode(run), names[token_id]]
+                run = []
+            else:
+                run.append(int(token_id))
+        return "".join([*parts, self._decode(run)])
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]:
+        """Return a new list of the ids of valid Unicode, without BOS and EOS."""
+
+    def _encode_array(self, text: str) -> NDArray[np.integer]:
+        """Return the ids as an array. Kinds that can do it without a list need a third of
+        the time.
+        """
+        return np.array(self._encode(text), dtype=np.int64)
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Return the text of ids that are in the vocabulary and not special."""
+
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

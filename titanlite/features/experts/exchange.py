@@ -1,0 +1,93 @@
+"""Rows of a mixture on their way to the ranks of their experts, and back.
+
+A layer costs five all-to-alls in a step: one of counts, two of rows, and two of gradients;
+recomputation repeats the first three. The host reads the number of rows, which the size of the
+tensors depends on: once per layer and forward pass it waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class Route(NamedTuple):
+    """How the rows of one layer travel."""
+
+    #: Rows to and from each rank.
+    sent: list[int]
+    received: list[int]
+    #: [rows received] int64: puts them in the order of the experts, and back.
+    order: Tensor
+    inverse: Tensor
+    group: dist.ProcessGroup
+
+    def move(self, rows: Tensor, there: bool) -> Tensor:
+        """Move rows [rows, dim] to the ranks of their experts, or back to those of their tokens."""
+        if there:
+            return _all_to_all(rows, self.received, self.sent, self.group).index_select(
+                0, self.order
+            )
+        return _all_to_all(rows.index_select(0, self.inverse), self.sent, self.received, self.group)
+
+
+def _all_to_all(
+    rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
+) -> Tensor:
+    # As an operator that a policy of activation checkpointing can name.
+    return wait_tensor(all_to_all_single(rows.contiguous(), received, sent, group))
+
+
+class _Move(torch.autograd.Function):
+    """`Route.move`: a permutation over all ranks, whose gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route, there: bool) -> Tensor:
+        ctx.route, ctx.there = route, there
+        return route.move(rows, there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.route.move(gradient, not ctx.there), None, None
+
+
+class Exchange:
+    """Moves rows between the ranks of their tokens and those of their experts.
+
+    All ranks call it together.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group, self.ranks = mesh.get_group(), mesh.size()
+
+    @torch._disable_dynamo  # `torch.compiler.disable` would import the compiler now
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Route]:
+        """Send rows to the ranks of their experts.
+
+        rows: [rows, dim], sorted by expert. counts: [experts] int64, of this rank's rows. Returns
+        the rows for this rank's experts, sorted by expert, their counts [local experts], and the
+        route for `combine`.
+        """
+        sent = counts.view(self.ranks, -1)
+        received = _all_to_all(counts, None, None, self.group).view_as(sent)
+        outward, inward = torch.stack(
+            (sent.sum(1), received.sum(1))
+        ).tolist()  # waits for the device
+        experts = torch.arange(sent.size(1), device=counts.device).repeat(self.ranks)
+        order = experts.repeat_interleave(received.flatten(), output_size=sum(inward)).argsort(
+            stable=True
+        )
+        route = Route(outward, inward, order, order.argsort(), self.group)
+        return _Move.apply(rows, route, True), received.sum(0), route
+
+    @torch._disable_dynamo
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        """Return the experts' results [rows, dim], in the order in which `dispatch` took their
+        rows.
+        """
+        return _Move.apply(rows, route, False)

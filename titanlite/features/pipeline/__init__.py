@@ -1,0 +1,167 @@
+"""Pipeline parallelism (PP), ranks that hold some of the layers each: what titanlite knows of it,
+moment by moment.
+
+    split.py    where a model is cut                    checks.py   other keys, ranks, model
+    stages.py   the stages of one rank as one model     runner.py   … run by a schedule
+    order.py    the order of a rank's work, for the plan of memory
+
+The keys are `experimental.pipeline_parallel_*`. `titanlite.start.derive` fills in the defaults.
+Files that need torch are imported where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+from titanlite.config.rules import Finding
+from titanlite.features.feature import Feature
+from titanlite.features.pipeline import checks
+from titanlite.features.pipeline.split import StageLayout, split_stages
+from titanlite.parallel import ParallelismError, offered
+from titanlite.parallel.schedules import SCHEDULES, find_schedule
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.config.sections import Config, Experimental
+    from titanlite.features.pipeline.runner import Pipeline
+    from titanlite.loss import LossFunction
+    from titanlite.models.spec import ModelSpec
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.plan.step_sizes import StepSizes
+    from titanlite.start.derive import RunConfig
+    from titanlite.start.report import Row, Setup
+
+
+class PipelineParallel(Feature):
+    """A pipeline of more than one rank."""
+
+    key = checks.DEGREE
+    model_field = "pipeline_costs"
+
+    def __init__(self, section: Experimental, degree: int) -> None:
+        self.section = section
+        self.degree = degree
+
+    @property
+    def schedule(self) -> str:
+        """A name of `SCHEDULES`. Raises ParallelismError for any other."""
+        given = self.section.pipeline_parallel_schedule
+        schedule = find_schedule(given)
+        if schedule is None:
+            known = ", ".join(SCHEDULES)
+            raise ParallelismError(f"no pipeline schedule {given!r}; there are {known}")
+        return schedule
+
+    @property
+    def microbatches(self) -> int:
+        """Pieces of each micro-batch that go through the pipeline one by one."""
+        return self.section.pipeline_parallel_microbatches or self.degree
+
+    def layout(self, spec: ModelSpec, args: Any, seq_len: int) -> StageLayout:
+        """Return where a model is cut. Raises ParallelismError.
+
+        args: the model's. seq_len: tokens of a sequence, which costs depend on.
+        """
+        costs = offered(spec, "pipeline_costs")(args, seq_len)
+        points = self.section.pipeline_parallel_split_points
+        return split_stages(costs, self.degree, self.schedule, points)
+
+    # Before the ranks start
+
+    def misfits(self, d: Config, run: RunConfig) -> Iterable[Finding]:
+        """Find what does not fit the ranks. d: the sections as written."""
+        return checks.rank_misfits(d, run)
+
+    def microbatch_misfits(self, run: RunConfig) -> Iterable[Finding]:
+        """Find what does not fit the micro-batches of a step, when all else fits the ranks."""
+        return checks.microbatch_misfits(run)
+
+    def model_misfits(self, run: RunConfig, args: Any) -> Iterable[Finding]:
+        return checks.model_misfits(run, args)
+
+    # The model: `titanlite.parallel.parallelize` calls these
+
+    def build(
+        self,
+        whole: Callable[[], nn.Module],
+        divide: Callable[[nn.Module], nn.Module],
+        layout: StageLayout,
+        mesh: DeviceMesh,
+    ) -> nn.Module:
+        """Return this rank's stages as one model (`PipelineModel`).
+
+        whole: builds the whole model on the meta device. divide: applies all other features.
+        """
+        from titanlite.features.pipeline.stages import PipelineModel, cut_stages
+
+        stages = cut_stages(whole, layout, mesh.get_local_rank("pp"))
+        parts = {number: divide(stage) for number, stage in stages.items()}
+        return PipelineModel(parts, layout, mesh)
+
+    def runner(
+        self,
+        builder: ModelBuilder,
+        model: nn.Module,
+        loss: LossFunction,
+        *,
+        batch_size: int,
+        seq_len: int,
+        accumulation: int,
+    ) -> Pipeline:
+        """Return what runs a `PipelineModel`, see `ModelBuilder.pipeline`."""
+        from titanlite.features.pipeline.runner import MicroBatchShape, Pipeline
+        from titanlite.features.pipeline.stages import PipelineModel
+
+        rank_len = seq_len // builder.cp
+        shape = MicroBatchShape(
+            rows=batch_size // self.microbatches,
+            seq_len=rank_len,
+            hidden_len=rank_len // builder.tp,
+            dim=builder.args.dim,
+            vocab=builder.args.vocab_size,
+            dtype=builder.param_dtype,
+        )
+        return Pipeline(
+            cast(PipelineModel, model),
+            self.schedule,
+            shape,
+            self.microbatches,
+            accumulation,
+            builder.device,
+            loss,
+            # Hidden states have fewer positions than tokens.
+            builder.positions if builder.tp > 1 else None,
+        )
+
+    def check_resharding(self, reshard: bool | int | None) -> None:
+        """Raise ParallelismError if weights are freed between the two halves of a backward.
+
+        Weights that are gathered again are new tensors, and get no gradient without an error.
+        """
+        if reshard is not False and SCHEDULES[self.schedule].splits_backward:
+            raise ParallelismError(
+                f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False"
+            )
+
+    # The start report
+
+    def report_rows(self, setup: Setup, builder: ModelBuilder, model: nn.Module) -> Iterable[Row]:
+        layout = builder.stage_layout
+        parts = []
+        for names, rank in zip(layout.stages, layout.ranks, strict=True):
+            shown = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+            parts.append(f"{shown} on {rank}")
+        schedule = self.section.pipeline_parallel_schedule
+        text = f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
+        yield "pipeline", text
+
+    # The plan
+
+    def bubble(self, step: StepSizes) -> float:
+        """Return the idle time of a rank, in micro-batches."""
+        rounds = max(step.run.pipeline.stages // self.degree, 1)
+        halves = 3 if SCHEDULES[self.schedule].splits_backward else 1
+        return (self.degree - 1) / rounds / halves

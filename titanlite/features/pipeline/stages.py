@@ -1,0 +1,96 @@
+"""The stages of a model on one pipeline rank.
+
+# on the meta device, before everything that wraps modules
+stages = cut_stages(build, layout, rank)
+model = PipelineModel(stages, layout, mesh)  # when each stage is divided and wrapped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.features.pipeline.split import StageLayout
+from titanlite.parallel import ParallelismError
+
+
+def cut_stages(
+    build: Callable[[], nn.Module], layout: StageLayout, rank: int
+) -> dict[int, nn.Module]:
+    """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are
+    None or gone.
+
+    build: makes the whole model; on the meta device it costs no memory. Raises ParallelismError for
+    a parameter outside of all stages: each stage would train one of its own.
+    """
+    return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
+
+
+def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Module:
+    for other, names in enumerate(layout.stages):
+        if other == stage:
+            continue
+        for name in names:
+            parent, _, leaf = name.rpartition(".")
+            holder = model.get_submodule(parent)
+            if isinstance(holder, nn.ModuleDict):
+                del holder[leaf]
+            else:
+                setattr(holder, leaf, None)
+    own = tuple(f"{name}." for name in layout.stages[stage])
+    left = [name for name, _ in model.named_parameters() if not name.startswith(own)]
+    if left:
+        raise ParallelismError(
+            f"no stage of the pipeline has {', '.join(left)}: pipeline_costs must name its module"
+        )
+    return model
+
+
+class PipelineModel(nn.Module):
+    """The stages of this rank as one module, in which every parameter has its name of the whole
+    model.
+
+    It serves the optimizer, norms and checkpoints. It cannot be called; `Pipeline` runs the stages.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh
+    ) -> None:
+        """mesh: from `DistEnv.build_mesh`."""
+        super().__init__()
+        #: By number. In a dictionary of Python's, so that no parameter has a second name.
+        self.stages = dict(stages)
+        self.layout = layout
+        self.mesh = mesh
+        #: The ranks of the pipeline, in order.
+        self.pipeline_group = mesh.get_group("pp")
+        for stage in self.stages.values():
+            for name, child in stage.named_children():
+                if isinstance(child, nn.ModuleDict):
+                    if name not in self._modules:
+                        self.add_module(name, nn.ModuleDict())
+                    cast(nn.ModuleDict, self.get_submodule(name)).update(dict(child.items()))
+                elif name not in self._modules:
+                    # All stages have the RoPE tables: register them once.
+                    self.add_module(name, child)
+        held = set(self.parameters())
+        left: list[str] = []
+        for stage in self.stages.values():
+            left += [name for name, weight in stage.named_parameters() if weight not in held]
+        if left:
+            shown = ", ".join(left[:3])
+            raise ParallelismError(
+                f"two stages of a rank share the module around {shown}: make it an nn.ModuleDict"
+            )
+
+    def pipeline_stages(self) -> list[nn.Module]:
+        """Return the modules that this rank runs, see `titanlite.parallel.local.parts_of`."""
+        return list(self.stages.values())
+
+    def train(self, mode: bool = True) -> PipelineModel:
+        for stage in self.stages.values():
+            stage.train(mode)
+        return super().train(mode)
