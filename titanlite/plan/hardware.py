@@ -245,13 +245,7 @@ def cluster_of(
     Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
     ranks.
     """
-    if gpu and instance:
-        named = f"both a GPU ({gpu}) and an instance type ({instance}) are given"
-        raise _error("gpu", named, "give one of them")
-    instance = instance or ("" if gpu else run.launch.instance_type)
-    if not (gpu or instance):
-        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
-        raise _error("gpu", "no GPU is named", hint)
+    instance = _instance_name(run, gpu, instance)
     machine = find_instance(instance) if instance else None
     kind = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
     size = gpus_per_node
@@ -266,6 +260,18 @@ def cluster_of(
     if total != run.mesh.world_size:
         raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
     return Cluster(kind, size, total // size, network, instance)
+
+
+def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:
+    """Return the instance type that is given; empty: a GPU is. Raises ConfigError."""
+    if gpu and instance:
+        named = f"both a GPU ({gpu}) and an instance type ({instance}) are given"
+        raise _error("gpu", named, "give one of them")
+    found = instance or ("" if gpu else run.launch.instance_type)
+    if not (gpu or found):
+        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
+        raise _error("gpu", "no GPU is named", hint)
+    return found
 
 
 def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
