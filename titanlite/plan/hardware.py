@@ -111,25 +111,20 @@ _SIZES = {
     "24xlarge": (4, 50, 200),
     "48xlarge": (8, 100, 400),
 }
+_WITHOUT_EFA = ("xlarge", "2xlarge", "4xlarge")
 _G6E_EFA = {"24xlarge": 2, "48xlarge": 4}
 
 
 def _graphics(name: str, gpu: str, memory: int) -> dict[str, Instance]:
-    def efa(size: str) -> int:
-        return (
-            0
-            if size in ("xlarge", "2xlarge", "4xlarge")
-            else _G6E_EFA.get(size, 1)
-            if name == "g6e"
-            else 1
-        )
-
-    return {
-        f"{name}.{size}": Instance(
-            gpu, gpus, memory, efa(size), network=larger if name == "g6e" else network
-        )
-        for size, (gpus, network, larger) in _SIZES.items()
-    }
+    is_newest = name == "g6e"
+    found: dict[str, Instance] = {}
+    for size, (gpus, network, larger) in _SIZES.items():
+        efa = 0 if size in _WITHOUT_EFA else 1
+        if is_newest:
+            efa = _G6E_EFA.get(size, efa)
+            network = larger
+        found[f"{name}.{size}"] = Instance(gpu, gpus, memory, efa, network=network)
+    return found
 
 
 #: AWS instance types with GPUs, as of 2026, from Amazon's tables of instance types and of EFA.
@@ -147,20 +142,16 @@ INSTANCES: dict[str, Instance] = {
 
 #: Instance type → GiB of the host's memory; of g types an xlarge has a share.
 HOST_GIB: dict[str, int] = {
-    **{
-        f"{kind}.{s}": gib * int(s[:-6] or 1)
-        for kind, gib in (("g5", 16), ("g6", 16), ("g6e", 32))
-        for s in _SIZES
-    },
-    **{
-        "p4d.24xlarge": 1152,
-        "p4de.24xlarge": 1152,
-        "p5.48xlarge": 2048,
-        "p5e.48xlarge": 2048,
-        "p5en.48xlarge": 2048,
-    },
+    "p4d.24xlarge": 1152,
+    "p4de.24xlarge": 1152,
+    "p5.48xlarge": 2048,
+    "p5e.48xlarge": 2048,
+    "p5en.48xlarge": 2048,
     "p6-b200.48xlarge": 2048,
 }
+for _kind, _gib in (("g5", 16), ("g6", 16), ("g6e", 32)):
+    for _size in _SIZES:
+        HOST_GIB[f"{_kind}.{_size}"] = _gib * int(_size.removesuffix("xlarge") or 1)
 
 #: Network of machines of which AWS has none with the GPU: bytes/s of each GPU, as of 400 Gbit/s.
 DEFAULT_NETWORK = 50e9
@@ -232,7 +223,8 @@ def find_instance(name: str) -> Instance:
 
     Raises ConfigError with the nearest names.
     """
-    if (found := INSTANCES.get(name.removeprefix("ml."))) is None:
+    found = INSTANCES.get(name.removeprefix("ml."))
+    if found is None:
         raise _error("instance", f"no instance type {name!r} is known", names_like(name, INSTANCES))
     return found
 
@@ -253,41 +245,53 @@ def cluster_of(
     Raises ConfigError when no GPU is named, or the numbers contradict each other or the run's
     ranks.
     """
-    if gpu and instance:
-        raise _error(
-            "gpu",
-            f"both a GPU ({gpu}) and an instance type ({instance}) are given",
-            "give one of them",
-        )
-    instance = instance or ("" if gpu else run.launch.instance_type)
-    if not (gpu or instance):
-        raise _error(
-            "gpu",
-            "no GPU is named",
-            "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type",
-        )
+    instance = _instance_name(run, gpu, instance)
     machine = find_instance(instance) if instance else None
-    found = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
-    size = gpus_per_node or (
-        machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
-    )
+    kind = GPUS[machine.gpu_key] if machine else find_gpu(gpu or "")
+    size = gpus_per_node
+    if not size:
+        size = machine.gpus if machine else run.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
+    network = _network_of_gpu(kind, machine) * size
     total = gpus or (nodes * size if nodes else run.mesh.world_size)
-    alike = (
-        [machine]
-        if machine
-        else [m for m in INSTANCES.values() if (m.gpu_key, m.gpus) == (found.key, 8)]
-    )
-    network = min((m.network / 8 * 1e9 / m.gpus for m in alike), default=DEFAULT_NETWORK) * size
-    if total < size and nodes in (None, 1):  # a part of one machine
+    if total < size and nodes in (None, 1):
+        # A part of one machine.
         size = total
+    _check_machines(total, size, nodes)
+    if total != run.mesh.world_size:
+        raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
+    return Cluster(kind, size, total // size, network, instance)
+
+
+def _instance_name(run: RunConfig, gpu: str | None, instance: str | None) -> str:
+    """Return the instance type that is given; empty: a GPU is. Raises ConfigError."""
+    if gpu and instance:
+        named = f"both a GPU ({gpu}) and an instance type ({instance}) are given"
+        raise _error("gpu", named, "give one of them")
+    found = instance or ("" if gpu else run.launch.instance_type)
+    if not (gpu or found):
+        hint = "give --gpu h100-80g, --instance p5.48xlarge or launch.instance_type"
+        raise _error("gpu", "no GPU is named", hint)
+    return found
+
+
+def _network_of_gpu(kind: Gpu, machine: Instance | None) -> float:
+    """Return a GPU's share of its machine's network, in bytes per second."""
+    machines = [machine] if machine else []
+    if not machine:
+        for other in INSTANCES.values():
+            if other.gpu_key == kind.key and other.gpus == 8:
+                machines.append(other)
+    shares = [one.network / 8 * 1e9 / one.gpus for one in machines]
+    return min(shares, default=DEFAULT_NETWORK)
+
+
+def _check_machines(total: int, size: int, nodes: int | None) -> None:
+    """Raise ConfigError if so many GPUs are no whole machines, or not `nodes` of them."""
     if total % size:
         raise _error("gpus", f"{total} GPUs are no whole machines of {size}")
     if nodes not in (None, total // size):
         machines = counted(total // size, "machines")
         raise _error("gpus", f"{total} GPUs are {machines} of {size}, but --nodes says {nodes}")
-    if total != run.mesh.world_size:
-        raise _error("gpus", f"{total} GPUs, but the run has {run.mesh.world_size} ranks")
-    return Cluster(found, size, total // size, network, instance)
 
 
 def _error(key: str, message: str, hint: str = "") -> ConfigError:

@@ -119,20 +119,17 @@ class Plan:
 
     def price_of(self, seconds: float) -> float | None:
         """Return the price of all machines for a time; None: that of one is not known."""
-        return (
-            None
-            if self.cluster.price is None
-            else self.cluster.price * self.cluster.nodes * seconds / 3600
-        )
+        if self.cluster.price is None:
+            return None
+        return self.cluster.price * self.cluster.nodes * seconds / 3600
 
     @property
     def mfu_range(self) -> tuple[float, float]:
         """Shares of the peak at the low and the high end of the speed."""
         speed = self.speed
-        return (
-            speed.mfu * speed.low / speed.tokens_per_second,
-            speed.mfu * speed.high / speed.tokens_per_second,
-        )
+        low = speed.mfu * speed.low / speed.tokens_per_second
+        high = speed.mfu * speed.high / speed.tokens_per_second
+        return low, high
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -222,10 +219,9 @@ def make_plan(
     else:
         memory = formula(run, rank)
     speed = predict(run, cluster)
+    host = host_memory(run, cluster, memory)
     disk = checkpoint_disk(run, speed.step_seconds) if run.checkpoint.enable_checkpoint else None
-    return Plan(
-        run, cluster, memory, trace is not None, speed, host_memory(run, cluster, memory), disk
-    )
+    return Plan(run, cluster, memory, trace is not None, speed, host, disk)
 
 
 def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
@@ -243,15 +239,16 @@ def formula(run: RunConfig, rank: int | None = None) -> RankMemory:
 
 def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[str, int]:
     """Return the host memory of one machine by part, in bytes."""
-    data, held = run.data, {**memory.peak.parts, **memory.host}
     # Inputs and labels in 64 bits. A stream holds two prepared steps back.
-    step = 16 * run.batch.micro_batch_size * run.batch.accumulation * run.batch.seq_len
-    parts = {"processes": PROCESS, **memory.host, "loaders": (data.prefetch + 2) * step}
+    tokens = run.batch.micro_batch_size * run.batch.accumulation * run.batch.seq_len
+    loaders = (run.data.prefetch + 2) * 16 * tokens
+    parts = {"processes": PROCESS, **memory.host, "loaders": loaders}
     if run.checkpoint.enable_checkpoint and run.checkpoint.async_mode != "disabled":
-        parts["copy of an asynchronous save"] = held.get("parameters", 0) + held.get("optimizer", 0)
-    return {
-        name: size * min(cluster.gpus_per_node, run.mesh.world_size) for name, size in parts.items()
-    }
+        held = {**memory.peak.parts, **memory.host}
+        saved = held.get("parameters", 0) + held.get("optimizer", 0)
+        parts["copy of an asynchronous save"] = saved
+    ranks = min(cluster.gpus_per_node, run.mesh.world_size)
+    return {name: size * ranks for name, size in parts.items()}
 
 
 # Checkpoints
@@ -259,11 +256,13 @@ def host_memory(run: RunConfig, cluster: Cluster, memory: RankMemory) -> dict[st
 
 def checkpoint_disk(run: RunConfig, step_seconds: float) -> Disk:
     """Return the size of a checkpoint and how many there are at one time."""
-    args, section = run.model_args(), run.checkpoint
+    args = run.model_args()
     parameters = run.spec.count_parameters(args)
-    size = parameters * (_ITEMSIZE[run.training.dtype] + 4 * bool(run.optimizer.ema_decay))
-    count = kept_at_once(section, run.steps, step_seconds, run.validation.enable)
-    return Disk(size + optimizer_bytes(run, args, parameters), count)
+    size = parameters * _ITEMSIZE[run.training.dtype] + optimizer_bytes(run, args, parameters)
+    if run.optimizer.ema_decay:
+        size += 4 * parameters
+    validated = run.validation.enable
+    return Disk(size, kept_at_once(run.checkpoint, run.steps, step_seconds, validated))
 
 
 def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
@@ -271,19 +270,18 @@ def optimizer_bytes(run: RunConfig, args: Any, parameters: int) -> int:
 
     Norms count as matrices; Muon's matrices are those of blocks.
     """
-    matrices, size = parameters, (4096, 2048)
+    matrices = parameters
     if run.optimizer.name == "Muon":
         costs = run.spec.pipeline_costs(args, 1) if run.spec.pipeline_costs else {}
-        matrices = sum(
-            costs[name].parameters for name in run.spec.block_names(args) if name in costs
-        )
-    kinds = (matrices, Weight(*size, 1, size)), (parameters - matrices, Weight(*size, 1))
-    return int(
-        sum(
-            n * state_bytes(weight, run.optimizer, _ITEMSIZE[run.training.dtype])
-            for n, weight in kinds
-        )
-    )
+        blocks = [name for name in run.spec.block_names(args) if name in costs]
+        matrices = sum(costs[name].parameters for name in blocks)
+    master = _ITEMSIZE[run.training.dtype]
+    # Of a size that 8 bits can hold.
+    matrix = Weight(4096, 2048, 1, (4096, 2048))
+    other = Weight(4096, 2048, 1)
+    size = matrices * state_bytes(matrix, run.optimizer, master)
+    size += (parameters - matrices) * state_bytes(other, run.optimizer, master)
+    return int(size)
 
 
 def kept_at_once(
@@ -299,27 +297,28 @@ def kept_at_once(
     if steps is None:
         bounded = section.keep_latest_k and not section.keep_every and not section.milestones
         return latest + section.keep_best + 1 if bounded else None
-    interval = (
-        section.interval
-        if section.interval_type == "steps"
-        else max(1, round(section.interval / step_seconds))
-    )
-    given = section.milestones
-    milestones = [2**n for n in range(steps.bit_length())] if given == "powers_of_two" else given
-    saved = {
-        steps,
-        *range(interval, steps + 1, interval),
-        *(step for step in milestones if step <= steps),
-    }
-    if section.enable_first_step_checkpoint:
-        saved.add(1)
+    saved = _saved_steps(section, steps, step_seconds)
     if not section.keep_latest_k:
         return len(saved)
-    every = section.keep_every
-    stay = {
-        step
-        for step in saved
-        if (every and step % every == 0) or is_milestone(step, section.milestones)
-    }
-    stay |= set(sorted(saved)[-latest - 1 :])  # with the one that is being written
+    # With the one that is being written.
+    stay = set(sorted(saved)[-latest - 1 :])
+    for step in saved:
+        is_kept = section.keep_every and step % section.keep_every == 0
+        if is_kept or is_milestone(step, section.milestones):
+            stay.add(step)
     return min(len(stay) + section.keep_best, len(saved))
+
+
+def _saved_steps(section: Checkpoint, steps: int, step_seconds: float) -> set[int]:
+    """Return the steps that are saved in a run of so many."""
+    interval = section.interval
+    if section.interval_type != "steps":
+        interval = max(1, round(section.interval / step_seconds))
+    milestones = section.milestones
+    if milestones == "powers_of_two":
+        milestones = [2**n for n in range(steps.bit_length())]
+    saved = {steps, *range(interval, steps + 1, interval)}
+    saved.update(step for step in milestones if step <= steps)
+    if section.enable_first_step_checkpoint:
+        saved.add(1)
+    return saved

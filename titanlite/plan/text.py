@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.metrics.console import wants_color
 from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, Gpu, cluster_of, gpu_of_device
 from titanlite.plan.parts import FRAGMENTATION, GIB, PARTS
-from titanlite.plan.plan import Plan, make_plan
+from titanlite.plan.plan import Disk, Plan, make_plan
 from titanlite.start.derive import RunConfig
 from titanlite.utils import Style, Table, counted, escape, human_bytes, human_count, render
 
 _BAR = 24
 #: Retries of the allocator in a step of runs on the null GPU that had exactly the memory that they
 #: need.
-FEWEST_RETRIES, MOST_RETRIES = 2, 13
+FEWEST_RETRIES = 2
+MOST_RETRIES = 13
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
 #: GiB of host memory for each GPU that AWS's largest machines have: a plan that needs more says so
 #: first.
@@ -29,19 +31,11 @@ _WITHOUT_GPU = "h100-80g"
 def plan_text(plan: Plan, style: Style) -> str:
     """Return the plan: verdict, memory by part, speed, time and disk."""
     good = style.good if plan.fits else style.warn
-    rows = [f"  {label:<12} {text}" for label, text in plan_rows(plan)]
-    notes = [style.dim(f"  - {text}") for text in plan.assumptions]
-    return "\n".join(
-        [
-            good(verdict(plan)),
-            "",
-            memory_table(plan, style),
-            "",
-            *rows,
-            style.dim("  assumed:"),
-            *notes,
-        ]
-    )
+    lines = [good(verdict(plan)), "", memory_table(plan, style), ""]
+    lines += [f"  {label:<12} {text}" for label, text in plan_rows(plan)]
+    lines.append(style.dim("  assumed:"))
+    lines += [style.dim(f"  - {text}") for text in plan.assumptions]
+    return "\n".join(lines)
 
 
 def print_plan(run: RunConfig, gpus_per_node: int) -> None:
@@ -51,24 +45,42 @@ def print_plan(run: RunConfig, gpus_per_node: int) -> None:
 
     gpus_per_node: ranks on this machine. More than it has GPUs are planned for several machines.
     """
-    gpu = size = note = None
-    if not run.launch.instance_type:
-        import torch
-
-        here = torch.cuda.is_available()
-        gpu = torch.cuda.get_device_name() if here else _WITHOUT_GPU
-        note = None if here else f"planned for {gpu}, since this machine has no GPU"
-        if here and gpu_of_device(gpu) is None:
-            message = f"the speed and memory of this machine's GPU, {gpu!r}, are not known"
-            raise ConfigError(
-                [Problem("", "launch.instance_type", message, "name a machine, as p5.48xlarge")]
-            )
-        most = torch.cuda.device_count() if here else DEFAULT_GPUS_PER_NODE
+    note = ""
+    if run.launch.instance_type:
+        cluster = cluster_of(run)
+    else:
+        here = _gpu_here()
+        name = here.name if here else _WITHOUT_GPU
+        most = here.number if here else DEFAULT_GPUS_PER_NODE
         size = gpus_per_node if gpus_per_node <= most else math.gcd(gpus_per_node, most)
-    plan = make_plan(run, cluster_of(run, gpu=gpu, gpus_per_node=size))
+        cluster = cluster_of(run, gpu=name, gpus_per_node=size)
+        if not here:
+            note = f"\nplanned for {name}, since this machine has no GPU"
+    plan = make_plan(run, cluster)
     color = run.metrics.enable_color_printing
     text = plan_text(plan, Style(wants_color(sys.stdout) if color is None else color))
-    print(escape(f"{text}\n{note}" if note else text, colors=True), flush=True)
+    print(escape(text + note, colors=True), flush=True)
+
+
+class _GpusHere(NamedTuple):
+    """The GPUs of this machine."""
+
+    name: str
+    number: int
+
+
+def _gpu_here() -> _GpusHere | None:
+    """Return the GPUs of this machine; None: it has none. Raises ConfigError for unknown ones."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    if gpu_of_device(name) is None:
+        message = f"the speed and memory of this machine's GPU, {name!r}, are not known"
+        hint = "name a machine, as p5.48xlarge"
+        raise ConfigError([Problem("", "launch.instance_type", message, hint)])
+    return _GpusHere(name, torch.cuda.device_count())
 
 
 def verdict(plan: Plan) -> str:
@@ -76,7 +88,8 @@ def verdict(plan: Plan) -> str:
     gpus = f"{plan.run.mesh.world_size} x {plan.cluster.gpu.key}"
     share = plan.margin / plan.cluster.gpu.memory
     amount = f"{abs(plan.margin) / GIB:.1f} GiB ({abs(share):.0%})"
-    host, usable = plan.host_needed, plan.cluster.host
+    host = plan.host_needed
+    usable = plan.cluster.host
     if plan.margin < 0:
         says = f"does not fit: {amount} are missing"
     elif not plan.fits:
@@ -95,74 +108,83 @@ def verdict(plan: Plan) -> str:
 
 def memory_table(plan: Plan, style: Style) -> str:
     """Return the parts at the peak, with a bar for each: its share of the GPU's memory."""
-    usable, peak = plan.cluster.gpu.memory, plan.memory.peak.parts
-    digits = 2 if plan.memory.peak.total >= GIB else 4
-    parts = {name: peak[name] for name in PARTS if round(peak.get(name, 0) / GIB, digits)}
-    rows = [
-        *parts.items(),
-        ("allocator overhead", plan.overhead),
-        ("needed", plan.needed),
-        ("usable", usable),
-    ]
-    bars = ("█" * min(round(_BAR * size / usable), 2 * _BAR) for _, size in rows)
-    numbers = ((name, f"{size / GIB:.{digits}f}", f"{size / usable:.1%}") for name, size in rows)
-    shown = [(*number, bar) for number, bar in zip(numbers, bars, strict=True)]
+    usable = plan.cluster.gpu.memory
+    peak = plan.memory.peak
+    digits = 2 if peak.total >= GIB else 4
+    sizes: dict[str, int] = {}
+    for name in PARTS:
+        size = peak.parts.get(name, 0)
+        if round(size / GIB, digits):
+            sizes[name] = size
+    sizes["allocator overhead"] = plan.overhead
+    sizes["needed"] = plan.needed
+    sizes["usable"] = usable
+    rows = []
+    for name, size in sizes.items():
+        share = size / usable
+        bar = "█" * min(round(_BAR * size / usable), 2 * _BAR)
+        rows.append((name, f"{size / GIB:.{digits}f}", f"{share:.1%}", bar))
     how = "traced" if plan.exact else "by formula"
-    return render(
-        Table((f"rank {plan.memory.rank}, {how}", "GiB", "share", ""), shown, left=(0, 3)),
-        style.color,
-    )
+    columns = (f"rank {plan.memory.rank}, {how}", "GiB", "share", "")
+    return render(Table(columns, rows, left=(0, 3)), style.color)
 
 
 def plan_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield label and text of all but the memory of the GPU."""
-    speed, run, nodes, peak = plan.speed, plan.run, plan.cluster.nodes, plan.memory.peak
-    host = plan.cluster.host
-    yield "peak", f"in the {peak.place}"
+    yield "peak", f"in the {plan.memory.peak.place}"
     yield "reserved", _reserved(plan)
+    yield "speed", _speed(plan)
+    tokens = f"{plan.run.batch.tokens_per_step:,} tokens"
+    yield "step", f"{tokens} in {_seconds(plan.speed.step_seconds)}: {_largest(plan)}"
+    if plan.run.steps is not None and plan.seconds is not None:
+        yield "run", _whole_run(plan, plan.run.steps, plan.seconds)
+    yield "host memory", _host(plan)
+    if plan.disk:
+        yield "checkpoints", _checkpoints(plan, plan.disk)
+
+
+def _speed(plan: Plan) -> str:
+    speed = plan.speed
+    rates = f"{speed.tokens_per_second:,.0f} tokens/s per GPU"
     mfu, low, high = (f"{100 * share:.1f}" for share in (speed.mfu, *plan.mfu_range))
-    rates = (
-        f"{speed.tokens_per_second:,.0f} tokens/s per GPU ({speed.low:,.0f} to {speed.high:,.0f})"
-    )
-    yield "speed", f"{rates}, MFU {mfu} % ({low} to {high})"
-    yield (
-        "step",
-        f"{run.batch.tokens_per_step:,} tokens in {_seconds(speed.step_seconds)}: {_largest(plan)}",
-    )
-    if run.steps is not None and plan.seconds is not None:
-        tokens = human_count(run.steps * run.batch.tokens_per_step)
-        times = [
-            plan.seconds,
-            *(plan.seconds * speed.tokens_per_second / rate for rate in (speed.high, speed.low)),
-        ]
-        mean, fast, slow = (_in_unit(time, unit := _unit(plan.seconds)) for time in times)
-        price = ""
-        if plan.cost is not None:
-            cost, least, most = (_digits(plan.price_of(time) or 0) for time in times)
-            price = (
-                f", for {cost} ({least} to {most}) at {plan.cluster.price:g} per machine and hour"
-            )
-        yield (
-            "run",
-            (
-                f"{counted(run.steps, 'steps')}, {tokens} tokens in {mean} {unit} ({fast} to "
-                f"{slow}){price}"
-            ),
-        )
-    parts = ", ".join(
-        f"{name} {size / GIB:.1f}" for name, size in plan.host.items() if size >= GIB / 20
-    )
+    return f"{rates} ({speed.low:,.0f} to {speed.high:,.0f}), MFU {mfu} % ({low} to {high})"
+
+
+def _whole_run(plan: Plan, steps: int, seconds: float) -> str:
+    """Return length, time and price of all steps. seconds: of all steps."""
+    speed = plan.speed
+    tokens = human_count(steps * plan.run.batch.tokens_per_step)
+    fast = seconds * speed.tokens_per_second / speed.high
+    slow = seconds * speed.tokens_per_second / speed.low
+    unit = _unit(seconds)
+    times = f"{_in_unit(seconds, unit)} {unit} ({_in_unit(fast, unit)} to {_in_unit(slow, unit)})"
+    price = ""
+    if plan.cost is not None:
+        cost, least, most = (_digits(plan.price_of(time) or 0) for time in (seconds, fast, slow))
+        each = f"{plan.cluster.price:g} per machine and hour"
+        price = f", for {cost} ({least} to {most}) at {each}"
+    return f"{counted(steps, 'steps')}, {tokens} tokens in {times}{price}"
+
+
+def _host(plan: Plan) -> str:
+    """Return the host memory of a machine, with its parts."""
+    shown = [(name, size) for name, size in plan.host.items() if size >= GIB / 20]
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in shown)
+    nodes = plan.cluster.nodes
     each = "" if nodes == 1 else f" on each of {nodes} machines"
+    host = plan.cluster.host
     of = "" if host is None else f" of {host / GIB:,.0f}"
-    yield "host memory", f"{plan.host_needed / GIB:,.1f}{of} GiB{each}: {parts}"
-    if disk := plan.disk:
-        most = (
-            ""
-            if disk.total is None
-            else f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
-        )
-        most += "" if run.checkpoint.keep_latest_k else " (keep_latest_k = 0 keeps all)"
-        yield "checkpoints", f"{human_bytes(disk.checkpoint)} each{most}"
+    return f"{plan.host_needed / GIB:,.1f}{of} GiB{each}: {parts}"
+
+
+def _checkpoints(plan: Plan, disk: Disk) -> str:
+    """Return the size of a checkpoint, and how many there are."""
+    most = ""
+    if disk.total is not None:
+        most = f", {disk.count:,} at most at one time: {human_bytes(disk.total)} of disk"
+    if not plan.run.checkpoint.keep_latest_k:
+        most += " (keep_latest_k = 0 keeps all)"
+    return f"{human_bytes(disk.checkpoint)} each{most}"
 
 
 def _reserved(plan: Plan) -> str:
@@ -184,9 +206,8 @@ def _reserved(plan: Plan) -> str:
 def _largest(plan: Plan) -> str:
     """Return the parts of a step that take a hundredth of it, the longest first."""
     parts = sorted(plan.speed.parts.items(), key=lambda part: -part[1])
-    return ", ".join(
-        f"{name} {_seconds(s)}" for name, s in parts if s >= plan.speed.step_seconds / 100
-    )
+    large = [part for part in parts if part[1] >= plan.speed.step_seconds / 100]
+    return ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in large)
 
 
 def _digits(number: float) -> str:
@@ -220,39 +241,51 @@ def gpu_table(
     plans: on the fewest that the run fits. missing: GPUs that cannot train it, and why. runs,
     needs: number of GPUs → the run, and bytes of each.
     """
-    rows: list[tuple[str, ...]] = []
     unit = _unit(min((plan.seconds for plan in plans if plan.seconds is not None), default=0))
     priced = any(plan.cost is not None for plan in plans)
+    rows: list[tuple[str, ...]] = []
     for plan in plans:
-        gpu, time = plan.cluster.gpu, "–" if plan.seconds is None else _in_unit(plan.seconds, unit)
-        memory = f"{gpu.memory / GIB:.1f}", f"{plan.cluster.gpus:,}", f"{plan.needed / GIB:.1f}"
-        rates = f"{plan.speed.tokens_per_second:,.0f}", f"{100 * plan.speed.mfu:.1f}"
-        cost = ("–" if plan.cost is None else _digits(plan.cost),) if priced else ()
-        rows.append((gpu.key, *memory, f"{plan.margin / gpu.memory:.0%}", *rates, time, *cost))
+        time = "–" if plan.seconds is None else _in_unit(plan.seconds, unit)
+        cost = "–" if plan.cost is None else _digits(plan.cost)
+        gpu = plan.cluster.gpu
+        rows.append(
+            (
+                gpu.key,
+                f"{gpu.memory / GIB:.1f}",
+                f"{plan.cluster.gpus:,}",
+                f"{plan.needed / GIB:.1f}",
+                f"{plan.margin / gpu.memory:.0%}",
+                f"{plan.speed.tokens_per_second:,.0f}",
+                f"{100 * plan.speed.mfu:.1f}",
+                time,
+                cost,
+            )
+        )
     least, fewest = min((need, size) for size, need in needs.items())
+    needed = f"{least / GIB:.1f}"
     for gpu, why in missing:
-        memory = f"{gpu.memory / GIB:.1f}", "none", f"{least / GIB:.1f}"
-        rows.append((gpu.key, *memory, *["–"] * 3, why, *["–"] * priced))
-    columns = (
-        "GPU",
-        "GiB",
-        "GPUs",
-        "needed GiB",
-        "free",
-        "tokens/s each",
-        "MFU %",
-        unit,
-        *["cost"] * priced,
-    )
-    tokens = sorted({run.batch.tokens_per_step for run in runs.values()})
-    batch = " to ".join(f"{number:,}" for number in dict.fromkeys((tokens[0], tokens[-1])))
+        memory = f"{gpu.memory / GIB:.1f}"
+        rows.append((gpu.key, memory, "none", needed, "–", "–", "–", why, "–"))
+    columns = ["GPU", "GiB", "GPUs", "needed GiB", "free", "tokens/s each", "MFU %", unit, "cost"]
+    if not priced:
+        columns.pop()
+        rows = [row[:-1] for row in rows]
+    sizes = ", ".join(f"{size:,}" for size in needs)
     notes = (
-        f"Tried {', '.join(f'{size:,}' for size in needs)}: the fewest that the run fits. "
-        f"It needs least, {least / GIB:.1f} GiB, on {fewest:,}.",
+        f"Tried {sizes}: the fewest that the run fits. "
+        f"It needs least, {needed} GiB, on {fewest:,}.",
         "Network: that of the slowest AWS machine with 8 of the GPU, else 400 Gbit/s for each GPU.",
         "A plan of one of them: --gpus N --gpu NAME, or --instance TYPE --nodes N.",
     )
-    title = f"{next(iter(runs.values())).model.title}, {batch} tokens per step"
-    return "\n".join(
-        [title, "", render(Table(columns, rows), style.color), "", *map(style.dim, notes)]
-    )
+    dimmed = [style.dim(note) for note in notes]
+    table = render(Table(columns, rows), style.color)
+    return "\n".join([_title(runs), "", table, "", *dimmed])
+
+
+def _title(runs: Mapping[int, RunConfig]) -> str:
+    """Return the model, and the tokens of a step by any number of GPUs."""
+    tokens = sorted({run.batch.tokens_per_step for run in runs.values()})
+    batch = f"{tokens[0]:,}"
+    if tokens[-1] != tokens[0]:
+        batch += f" to {tokens[-1]:,}"
+    return f"{next(iter(runs.values())).model.title}, {batch} tokens per step"

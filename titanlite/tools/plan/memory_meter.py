@@ -76,12 +76,10 @@ class MemoryMeter(TorchDispatchMode):
         integer: int = 1,
     ) -> None:
         super().__init__()
-        self._optimizer, self._head, self._offloaded, self._integer = (
-            optimizer,
-            head,
-            offloaded,
-            integer,
-        )
+        self._optimizer = optimizer
+        self._head = head
+        self._offloaded = offloaded
+        self._integer = integer
         #: Part → bytes in host memory, and the most there were.
         self._on_host: Counter[str] = Counter()
         self.host: Counter[str] = Counter()
@@ -192,21 +190,17 @@ class MemoryMeter(TorchDispatchMode):
         if self._shapes_alone:
             return func(*args, **(kwargs or {}))
         if any(map(_holds_others, types)):
-            # what it does with the tensors inside of it comes here, operator by operator
+            # What it does with the tensors inside of it comes here, operator by operator.
             return NotImplemented
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[
-                0
-            ].fake_device  # most calls of a run without data; to dispatch it further takes its time
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            kind = args[0].dtype
-            return True if kind == torch.bool else self._integer if kind == torch.int64 else 1
-        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(
-            args[0], FakeTensor
-        ):
-            return args[
-                0
-            ]  # as with data; without data it would be a tensor beside the one that it waits for
+        if args and isinstance(args[0], FakeTensor):
+            if func is torch.ops.prim.device.default:
+                # Most calls of a run without data; to dispatch it further takes its time.
+                return args[0].fake_device
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return self._read(args[0].dtype)
+            if func is torch.ops._c10d_functional.wait_tensor.default:
+                # As with data; without data it would be a tensor beside the one that it waits for.
+                return args[0]
         given = kwargs or {}
         out = func(*args, **given)
         if given.get("pin_memory"):
@@ -214,15 +208,25 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.track(tensor)
-        if part := _marked(func):
-            if self._offloaded and func is torch.ops.fsdp.all_gather_copy_in.default:
-                self._copy_in(args[0])
-            for tensor in tree_leaves(
-                given.get("out") if part == "gathered weights" else (args, given)
-            ):
-                if isinstance(tensor, Tensor):
-                    self.track(tensor, part, weak=True)
+        part = _marked(func)
+        if part:
+            self._track_marked(func, part, args, given)
         return out
+
+    def _read(self, dtype: torch.dtype) -> int:
+        """Return what the host reads from a tensor without data."""
+        if dtype == torch.bool:
+            return True
+        return self._integer if dtype == torch.int64 else 1
+
+    def _track_marked(self, func: Any, part: str, args: Any, given: Any) -> None:
+        """Count the arguments of an operator that tells what they are for."""
+        if self._offloaded and func is torch.ops.fsdp.all_gather_copy_in.default:
+            self._copy_in(args[0])
+        marked = given.get("out") if part == "gathered weights" else (args, given)
+        for tensor in tree_leaves(marked):
+            if isinstance(tensor, Tensor):
+                self.track(tensor, part, weak=True)
 
     def _copy_in(self, inputs: list[Tensor]) -> None:
         """Count the copies on the device of the shards in host memory, which exist while they are
@@ -344,11 +348,9 @@ def _marked(func: Any) -> str | None:
     if name.startswith("fsdp.split_with_sizes_copy"):
         return "gathered weights"
     collective = func.namespace == "c10d" and "send" not in name
-    return (
-        "communication"
-        if collective or name.startswith(("fsdp.chunk_cat", "fsdp.all_gather_copy_in"))
-        else None
-    )
+    if collective or name.startswith(("fsdp.chunk_cat", "fsdp.all_gather_copy_in")):
+        return "communication"
+    return None
 
 
 def _units(

@@ -18,10 +18,18 @@ from titanlite.config.checks import contradictions
 from titanlite.config.errors import ConfigError, bad_flag
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
-from titanlite.plan.hardware import DEFAULT_GPUS_PER_NODE, GPUS, cluster_of, find_gpu, find_instance
+from titanlite.plan.hardware import (
+    DEFAULT_GPUS_PER_NODE,
+    GPUS,
+    Cluster,
+    Gpu,
+    cluster_of,
+    find_gpu,
+    find_instance,
+)
 from titanlite.plan.memory import with_vocabulary
 from titanlite.plan.parts import needed_bytes
-from titanlite.plan.plan import formula, make_plan
+from titanlite.plan.plan import Plan, formula, make_plan
 from titanlite.plan.text import gpu_table, plan_text
 from titanlite.start.derive import RunConfig, smallest_world, with_steps
 from titanlite.start.fit import fitted, many_passes, unclear_texts
@@ -49,11 +57,22 @@ def add_command(commands: Commands) -> None:
         allow_abbrev=False,
     )
     add_files(parser)
+    _add_hardware(parser)
+    _add_options(parser)
+    _add_search(parser)
+    parser.set_defaults(run=_run, exact=None, search=None)
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=at_least(1), metavar="N", help="GPUs over all machines")
     add("--gpu", metavar="NAME", help="kind of GPU, as h100-80g")
     add("--instance", metavar="TYPE", help="kind of machine on AWS, as p5.48xlarge")
     add("--nodes", type=at_least(1), metavar="N", help="machines")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--exact",
         action="store_true",
@@ -75,6 +94,10 @@ def add_command(commands: Commands) -> None:
     )
     add("--json", action="store_true", help="print the plan as JSON")
     add("--html", type=Path, metavar="FILE", help="write a page with the memory over the step")
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--search",
         action="store_true",
@@ -83,16 +106,14 @@ def add_command(commands: Commands) -> None:
     )
     add("--allow", action="append", choices=("float8",), help="--search: change numerics, too")
     add("--write", type=Path, metavar="FILE", help="--search: write the best settings there")
-    parser.set_defaults(run=_run, exact=None, search=None)
 
 
 def _tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([KMBT]?)", text, re.IGNORECASE)
-    number = (
-        float(re.sub("[_,]", "", match[1])) * 1000 ** " KMBT".index(match[2].upper() or " ")
-        if match
-        else 0
-    )
+    number = 0.0
+    if match:
+        unit = " KMBT".index(match[2].upper() or " ")
+        number = float(re.sub("[_,]", "", match[1])) * 1000**unit
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a number of tokens as 15T, got {text!r}")
     return round(number)
@@ -106,29 +127,14 @@ def price(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
-    if arguments.search:
-        _refuse(
-            arguments,
-            ("exact", "rank", "html", "price", "tokens"),
-            "is not for a search",
-            "plan what it proposes",
-        )
-    else:
-        _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
-    for flag in ("html", "write"):
-        if (file := getattr(arguments, flag)) and (
-            file.is_dir() or not os.access(file.parent, os.W_OK)
-        ):
-            raise bad_flag(f"--{flag}", f"cannot write {file}")
+    _check_options(arguments)
     config, problems = read([*files_of(arguments), *flags], defer=True)
-    if problems := problems or contradictions(config) or unclear_texts(config):
+    problems = problems or contradictions(config) or unclear_texts(config)
+    if problems:
         raise ConfigError(problems)
-    launch = config.sections.launch
-    instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
-    size = find_instance(instance).gpus if instance else launch.gpus_per_node
-    nodes = arguments.nodes or (launch.nodes if size else None)
-    ranks = arguments.gpus or (nodes and nodes * (size or DEFAULT_GPUS_PER_NODE))
-    if not ranks or not (arguments.gpu or instance):
+    ranks = _ranks(arguments, config)
+    is_named = arguments.gpu or arguments.instance or config.sections.launch.instance_type
+    if not ranks or not is_named:
         return _for_each_gpu(config, ranks, arguments, style)
     run = _lasting(fitted(config, ranks), arguments)
     for warning in many_passes(run):
@@ -136,21 +142,59 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     names = {name: getattr(arguments, name) for name in ("gpu", "instance", "gpus", "nodes")}
     cluster = replace(cluster_of(run, **names), price=arguments.price)
     if arguments.search:
-        from titanlite.tools.plan import search as plan_search
+        return _searched(cluster, arguments, flags, style)
+    return _planned(run, cluster, arguments, style)
 
-        result = plan_search.search(
-            [*files_of(arguments), *flags], cluster, allow=arguments.allow or ()
-        )
-        text = (
-            as_json(plan_search.as_json(result))
-            if arguments.json
-            else "\n".join(plan_search.lines(result, style))
-        )
-        if arguments.write and result.ranked:
-            text += _written(
-                arguments.write, plan_search.overlay(result, result.ranked[0]), arguments.json
-            )
-        return text, exit_codes.DONE if result.ranked else exit_codes.OUT_OF_MEMORY
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not go together, and files that cannot be written."""
+    if arguments.search:
+        others = ("exact", "rank", "html", "price", "tokens")
+        _refuse(arguments, others, "is not for a search", "plan what it proposes")
+    else:
+        _refuse(arguments, ("allow", "write"), "is for a search", "give --search, too")
+    for flag in ("html", "write"):
+        file = getattr(arguments, flag)
+        if file and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+            raise bad_flag(f"--{flag}", f"cannot write {file}")
+
+
+def _ranks(arguments: argparse.Namespace, config: LoadedConfig) -> int | None:
+    """Return the number of GPUs that the options or section `[launch]` give."""
+    launch = config.sections.launch
+    instance = arguments.instance or ("" if arguments.gpu else launch.instance_type)
+    size = find_instance(instance).gpus if instance else launch.gpus_per_node
+    nodes = arguments.nodes or (launch.nodes if size else None)
+    if arguments.gpus:
+        return int(arguments.gpus)
+    return nodes and nodes * (size or DEFAULT_GPUS_PER_NODE)
+
+
+def _searched(
+    cluster: Cluster, arguments: argparse.Namespace, flags: list[str], style: Style
+) -> tuple[str, int]:
+    """Search the settings of a config for a cluster."""
+    from titanlite.tools.plan import search_text
+    from titanlite.tools.plan.search import search
+
+    argv = [*files_of(arguments), *flags]
+    result = search(argv, cluster, allow=arguments.allow or ())
+    if arguments.json:
+        text = as_json(search_text.as_json(result))
+    else:
+        text = "\n".join(search_text.lines(result, style))
+    if not result.ranked:
+        return text, exit_codes.OUT_OF_MEMORY
+    if arguments.write:
+        best = search_text.overlay(result, result.ranked[0])
+        text += _written(arguments.write, best, arguments.json)
+    return text, exit_codes.DONE
+
+
+def _planned(
+    run: RunConfig, cluster: Cluster, arguments: argparse.Namespace, style: Style
+) -> tuple[str, int]:
+    """Plan a run on a cluster."""
     trace = import_module("titanlite.tools.plan.trace").trace if arguments.exact else None
     plan = make_plan(run, cluster, arguments.rank, trace)
     text = as_json(plan.as_json()) if arguments.json else plan_text(plan, style)
@@ -181,11 +225,9 @@ def as_json(value: object) -> str:
 
 def _lasting(run: RunConfig, arguments: argparse.Namespace) -> RunConfig:
     """Return the run with the length of --tokens."""
-    return (
-        with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step))
-        if arguments.tokens
-        else run
-    )
+    if not arguments.tokens:
+        return run
+    return with_steps(run, math.ceil(arguments.tokens / run.batch.tokens_per_step))
 
 
 def _for_each_gpu(
@@ -198,25 +240,26 @@ def _for_each_gpu(
     _refuse(arguments, ("exact", "html", "rank", "search"), "is for one cluster", hint)
     if not arguments.gpu:
         _refuse(arguments, ("price",), "is of one kind of machine", "give --gpu NAME, too")
-    runs = {
-        run.mesh.world_size: with_vocabulary(_lasting(run, arguments))
-        for run in _sizes(config, ranks)
-    }
+    runs: dict[int, RunConfig] = {}
+    for run in _sizes(config, ranks):
+        runs[run.mesh.world_size] = with_vocabulary(_lasting(run, arguments))
     needs = {size: needed_bytes(formula(run)) for size, run in runs.items()}
-    plans, missing = [], []
+    plans: list[Plan] = []
+    missing: list[tuple[Gpu, str]] = []
     for gpu in [find_gpu(arguments.gpu)] if arguments.gpu else GPUS.values():
         # A wrong number of GPUs is an error, with too little memory, too.
-        clusters = {
-            size: replace(cluster_of(runs[size], gpu=gpu.key), price=arguments.price)
-            for size in needs
-        }
-        size = next((size for size, need in needs.items() if need <= gpu.memory), None)
-        if size is None:
+        clusters: dict[int, Cluster] = {}
+        for size in runs:
+            cluster = cluster_of(runs[size], gpu=gpu.key)
+            clusters[size] = replace(cluster, price=arguments.price)
+        fewest = next((size for size, need in needs.items() if need <= gpu.memory), None)
+        if fewest is None:
             missing.append((gpu, "too little memory"))
             continue
         try:
-            plans.append(make_plan(runs[size], clusters[size]))
-        except ConfigError as error:  # float8 on a GPU without it
+            plans.append(make_plan(runs[fewest], clusters[fewest]))
+        except ConfigError as error:
+            # Float8 on a GPU without it.
             missing.append((gpu, error.problems[0].message))
     code = exit_codes.DONE if plans else exit_codes.OUT_OF_MEMORY
     if arguments.json:
@@ -230,14 +273,9 @@ def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
 
     Numbers that are no whole machines are left out.
     """
-    least, machine = (
-        smallest_world(config),
-        config.sections.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE,
-    )
-    doubled = [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
-    whole = [size for size in doubled if size < machine or size % machine == 0]
-    sizes = [ranks] if ranks else whole or doubled
-    found, problems = list[RunConfig](), list[ConfigError]()
+    sizes = [ranks] if ranks else _doubled(config)
+    found: list[RunConfig] = []
+    problems: list[ConfigError] = []
     for size in sizes:
         try:
             found.append(fitted(config, size))
@@ -246,3 +284,12 @@ def _sizes(config: LoadedConfig, ranks: int | None) -> list[RunConfig]:
     if not found:
         raise problems[0]
     return found
+
+
+def _doubled(config: LoadedConfig) -> list[int]:
+    """Return numbers of GPUs, doubled from the fewest: whole machines, if any are."""
+    least = smallest_world(config)
+    machine = config.sections.launch.gpus_per_node or DEFAULT_GPUS_PER_NODE
+    doubled = [least * 2**n for n in range(max(_MOST // least, 1).bit_length())]
+    whole = [size for size in doubled if size < machine or size % machine == 0]
+    return whole or doubled

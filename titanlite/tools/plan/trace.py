@@ -8,6 +8,7 @@ answers every collective at once. So a laptop runs a step of rank r of thousands
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,7 @@ from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.plan.memory import loss_of
 from titanlite.plan.parts import VOCABULARY, RankMemory
 from titanlite.start.derive import RunConfig
-from titanlite.start.model import build_model, build_step
+from titanlite.start.model import ModelParts, build_model, build_step
 from titanlite.tools.plan.memory_meter import MemoryMeter
 
 
@@ -70,80 +71,92 @@ def trace(run: RunConfig, rank: int = 0, device: str = "cuda") -> RankMemory:
         fake = _QuickFake(allow_non_fake_inputs=True)
         world = DistEnv(rank, 0, run.mesh.world_size, torch.device("cpu"))
 
-        def make(builder: ModelBuilder) -> nn.Module:
-            model = builder.build_on_meta()
-            with fake:
-                for part in parts_of(model):
-                    part.to_empty(device="cpu")
-            return model
-
-        parts = build_model(run, world, run.model_args().vocab_size or VOCABULARY, make)
+        vocabulary = run.model_args().vocab_size or VOCABULARY
+        parts = build_model(run, world, vocabulary, functools.partial(_made, fake))
         with fake:
-            optimizer, step = build_step(run, parts)
-            blocks, rows = run.spec.block_names(parts.args), _rows_for_rank(run, parts.args)
-            meter = MemoryMeter(
-                parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
-            )
-            step.phase = meter.phase
-            with meter:
-                for parameter in parts.model.parameters():
-                    parameter.grad = torch.zeros_like(parameter)
-                optimizer.step()
-                optimizer.zero_grad()
-                parameters = parts.model.parameters() if run.optimizer.ema_decay else ()
-                averages = [
-                    torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters
-                ]
-                for average in averages:
-                    meter.track(average, "optimizer")
-                step.after_update()
-                batches = _batches(run, parts.args)
-                if run.training.gradient_sync == "every" and len(batches) > 1:
-                    # A micro-batch leaves nothing but sharded gradients to the next one: only the
-                    # last has to run.
-                    for parameter in parts.model.parameters():
-                        parameter.grad = torch.zeros_like(parameter)
-                        meter.track(parameter.grad, "gradients")
-                meter.restart()
-                step(batches[-1:] if run.training.gradient_sync == "every" else batches, 2, 1e-3)
-    return RankMemory(
-        rank, meter.moments(), {part: count for part, count in meter.host.items() if count}
+            meter = _measure_step(run, parts, offloaded)
+    host = {part: count for part, count in meter.host.items() if count}
+    return RankMemory(rank, meter.moments(), host)
+
+
+def _made(fake: FakeTensorMode, builder: ModelBuilder) -> nn.Module:
+    """Return the model, its weights without data."""
+    model = builder.build_on_meta()
+    with fake:
+        for part in parts_of(model):
+            part.to_empty(device="cpu")
+    return model
+
+
+def _measure_step(run: RunConfig, parts: ModelParts, offloaded: bool) -> MemoryMeter:
+    """Run a step that is not the first, and return its memory."""
+    optimizer, step = build_step(run, parts)
+    blocks = run.spec.block_names(parts.args)
+    rows = _rows_for_rank(run, parts.args)
+    meter = MemoryMeter(
+        parts.model, optimizer, blocks, run.spec.head, offloaded=offloaded, integer=rows
     )
+    step.phase = meter.phase
+    reduces_each = run.training.gradient_sync == "every"
+    with meter:
+        # They live as long as the step.
+        averages = _first_update(run, parts.model, optimizer)
+        for average in averages:
+            meter.track(average, "optimizer")
+        step.after_update()
+        batches = _batches(run, parts.args)
+        if reduces_each and len(batches) > 1:
+            # A micro-batch leaves nothing but sharded gradients to the next one: only the last
+            # has to run.
+            for parameter in parts.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+                meter.track(parameter.grad, "gradients")
+        meter.restart()
+        # All batches of a step exist, also those that are not run.
+        step(batches[-1:] if reduces_each else batches, 2, 1e-3)
+    return meter
+
+
+def _first_update(
+    run: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> list[torch.Tensor]:
+    """Make the optimizer's state, and return the averages of the weights."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    if not run.optimizer.ema_decay:
+        return []
+    return [torch.zeros_like(parameter, dtype=torch.float32) for parameter in model.parameters()]
 
 
 _ATEN = torch.ops.aten
 #: Most operators of a step; their kernels for tensors without data need nothing of what
 #: `FakeTensorMode` adds.
 _PLAIN = {
-    *(
-        _ATEN.view.default,
-        _ATEN.detach.default,
-        _ATEN.t.default,
-        _ATEN._unsafe_view.default,
-        _ATEN.transpose.int,
-    ),
-    *(
-        _ATEN.slice.Tensor,
-        _ATEN.split.Tensor,
-        _ATEN.split_with_sizes.default,
-        _ATEN.as_strided.default,
-    ),
-    *(
-        _ATEN.select.int,
-        _ATEN.unsqueeze.default,
-        _ATEN.expand.default,
-        _ATEN.mm.default,
-        _ATEN.cat.default,
-    ),
-    *(
-        _ATEN.add.Tensor,
-        _ATEN.add_.Tensor,
-        _ATEN.sub.Tensor,
-        _ATEN.mul.Tensor,
-        _ATEN.mul_.Tensor,
-        _ATEN.neg.default,
-    ),
-    *(_ATEN.silu.default, _ATEN.silu_backward.default, _ATEN.sum.dim_IntList),
+    _ATEN.view.default,
+    _ATEN.detach.default,
+    _ATEN.t.default,
+    _ATEN._unsafe_view.default,
+    _ATEN.transpose.int,
+    _ATEN.slice.Tensor,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    _ATEN.as_strided.default,
+    _ATEN.select.int,
+    _ATEN.unsqueeze.default,
+    _ATEN.expand.default,
+    _ATEN.mm.default,
+    _ATEN.cat.default,
+    _ATEN.add.Tensor,
+    _ATEN.add_.Tensor,
+    _ATEN.sub.Tensor,
+    _ATEN.mul.Tensor,
+    _ATEN.mul_.Tensor,
+    _ATEN.neg.default,
+    _ATEN.silu.default,
+    _ATEN.silu_backward.default,
+    _ATEN.sum.dim_IntList,
 }
 
 
@@ -154,23 +167,20 @@ class _QuickFake(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operators on local tensors come here
+            # Its operators on local tensors come here.
+            return NotImplemented
         if func not in _PLAIN or not all(map(_has_no_data, tree_leaves(args))):
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):
             out = func(*args, **(kwargs or {}))
-        return (
-            self._wrap(out)
-            if isinstance(out, torch.Tensor)
-            else [self._wrap(tensor) for tensor in out]
-        )
+        if isinstance(out, torch.Tensor):
+            return self._wrap(out)
+        return [self._wrap(tensor) for tensor in out]
 
     def _wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            tensor
-            if isinstance(tensor, FakeTensor)
-            else FakeTensor(self, tensor, torch.device("cpu"))
-        )
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        return FakeTensor(self, tensor, torch.device("cpu"))
 
 
 def _has_no_data(argument: Any) -> bool:
@@ -248,11 +258,9 @@ def _fake_group(size: int, rank: int, device: str) -> Iterator[None]:
 
     def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         # A group without this rank takes its time for nothing: of 4,096 ranks a mesh has thousands.
-        return (
-            real(ranks, *args, **kwargs)
-            if ranks is None or rank in ranks
-            else dist.GroupMember.NON_GROUP_MEMBER
-        )
+        if ranks is None or rank in ranks:
+            return real(ranks, *args, **kwargs)
+        return dist.GroupMember.NON_GROUP_MEMBER
 
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
