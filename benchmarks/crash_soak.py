@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.failures.runs import batches  # noqa: E402
+from tests.support.train_runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath, entries, files_in  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
@@ -60,7 +60,7 @@ KINDS = {
     "store": Kind("in the background to an object store", "async", store=True),
 }
 #: The module whose `main` a rank calls: `train.py` that logs the batches of each step.
-LOGGED = "tests.failures.logged"
+LOGGED = "tests.support.logged"
 #: Seconds after a kill in which a store may still carry out what it was asked before.
 _STORE_SETTLES = 1.0
 #: Share of the kills that come while the processes start, before the first step.
@@ -446,7 +446,7 @@ def bucket() -> Iterator[str]:
     """The URL of an empty bucket of a server that lives as long as the block; to be entered before
     any rank starts.
     """
-    from tests.checkpoint import s3
+    from tests.support import s3
 
     with s3.serving() as port:
         made = s3.new_bucket(port)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.golden_run import GoldenRun, golden_run
-from tests.pool import Pools
+from tests.support.golden_run import GoldenRun, golden_run
+from tests.support.pool import Pools
 
 if TYPE_CHECKING:  # torch is slow to import, and many tests do without
-    from tests.training.compare import References
+    from tests.support.compare import References
 
 
 # A shell ignores SIGINT for jobs in its background, and programs that tests start would inherit
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
-    """`pool(n)`: n real gloo ranks. See tests/pool.py."""
+    """`pool(n)`: n real gloo ranks. See tests/support/pool.py."""
     pools = Pools()
     yield pools
     pools.close()
@@ -60,7 +60,7 @@ def pool() -> Iterator[Pools]:
 @pytest.fixture(scope="session")
 def references(pool: Pools) -> References:
     """Plain single-process runs, and the comparison with them."""
-    from tests.training.compare import References
+    from tests.support.compare import References
 
     return References(pool)
 

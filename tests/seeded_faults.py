@@ -173,7 +173,8 @@ def main() -> int:
     ]:
         print("\n".join(problems), file=sys.stderr)
         return 2
-    survived, caught = [], dict[str, list[str]]()
+    survived = []
+    caught = dict[str, list[str]]()
     with tempfile.TemporaryDirectory(prefix="titanlite-faults-") as folder:
         root = Path(folder)
         copy_tree(root)

@@ -112,14 +112,16 @@ def test_files_and_names_in_architecture_are_there() -> None:
     ]
     paths = "\n".join(f"/{path.relative_to(ROOT)}\n" for path in files)
     named = set(re.findall(r"[\w./-]+\.(?:py|sh|toml|md|txt|json)\b", page))
-    assert len(named) > 100 and not [name for name in named if f"/{name}\n" not in paths]
+    assert len(named) > 100
+    assert not [name for name in named if f"/{name}\n" not in paths]
     code = "\0".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
     words = {
         word
         for name in re.findall(r"`([^`\n/ ]+)`", page)
         for word in re.findall(r"[A-Za-z_]\w{3,}", name)
     }
-    assert len(words) > 50 and not [word for word in words if not re.search(rf"\b{word}\b", code)]
+    assert len(words) > 50
+    assert not [word for word in words if not re.search(rf"\b{word}\b", code)]
 
 
 def test_names_that_the_pages_import_are_there() -> None:
@@ -144,3 +146,14 @@ def test_names_that_the_pages_import_are_there() -> None:
     assert len(found) > 40
     for path in sorted(found):
         resolve(path)
+
+
+def test_every_failure_that_is_survived_has_a_test_as_its_proof() -> None:
+    page = (DOCS / "reliability.md").read_text()
+    text = page.partition("## Failures that are survived")[2]
+    rows = re.findall(r"^\| (\d+) \|.*$", text, re.MULTILINE)
+    proofs = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", text)
+    assert len(proofs) >= len(rows)
+    assert rows == [str(n) for n in range(1, 19)]
+    for file, name in proofs:
+        assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(), f"{file} has no {name}"

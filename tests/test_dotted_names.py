@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.refusals import refusal
+from tests.support.refusals import refusal
 from titanlite.config.dotted_names import unresolved
 
 SOURCE = '''
@@ -38,22 +38,25 @@ def later():
 [hidden for hidden in range(3)]
 '''
 THERE = (
-    *(
-        "math",
-        "codec",
-        "os",
-        "Ordered",
-        "ready_too",
-        "a",
-        "b",
-        "c",
-        "i",
-        "last",
-        "stream",
-        "inside",
-        "torch",
-    ),
-    *("walrus", "loss", "Big", "later", "made", "Big.attribute"),
+    "math",
+    "codec",
+    "os",
+    "Ordered",
+    "ready_too",
+    "a",
+    "b",
+    "c",
+    "i",
+    "last",
+    "stream",
+    "inside",
+    "torch",
+    "walrus",
+    "loss",
+    "Big",
+    "later",
+    "made",
+    "Big.attribute",
 )
 MISSING = (
     "los",
@@ -75,9 +78,8 @@ def test_names_of_a_file(tmp_path: Path) -> None:
     assert {name: unresolved(f"{file}:{name}") for name in THERE} == dict.fromkeys(THERE, "")
     for name in MISSING:
         assert unresolved(f"{file}:{name}") == f"cannot be imported: {file} has no {name}"
-    assert "there is no file" in unresolved(f"{tmp_path}/gone.py:x") and "no object" in unresolved(
-        f"{file}:"
-    )
+    assert "there is no file" in unresolved(f"{tmp_path}/gone.py:x")
+    assert "no object" in unresolved(f"{file}:")
     file.write_text("def f(:\n")
     assert "is not Python" in unresolved(f"{file}:f")
 
@@ -121,7 +123,8 @@ def test_names_of_installed_modules_without_an_import(
     assert (
         unresolved("nowhere_at_all.x:y") == "cannot be imported: No module named 'nowhere_at_all'"
     )
-    assert not (tmp_path / "ran").exists() and "packed" not in sys.modules
+    assert not (tmp_path / "ran").exists()
+    assert "packed" not in sys.modules
     for path in (
         "torch.optim:AdamW",
         "torch:nn",
@@ -140,4 +143,5 @@ def test_the_check_of_a_config_finds_a_misspelt_name(tmp_path: Path, key: str) -
     file = tmp_path / "mine.py"
     file.write_text("def loss(logits, labels):\n    los = 1\n    return los\n")
     found = refusal([f"--{key}={file}:los"])
-    assert (found.key, found.code) == (key, "unresolved") and f"{file} has no los" in found.message
+    assert (found.key, found.code) == (key, "unresolved")
+    assert f"{file} has no los" in found.message

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.checkpoint.storage import gather
@@ -32,7 +32,8 @@ from titanlite.utils import resolve
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 CONFIG = str(EXAMPLES / "extensions.toml")
-MODEL, LOSS = f"{EXAMPLES}/tiny_gpt.py:SPEC", f"{EXAMPLES}/z_loss.py:z_loss"
+MODEL = f"{EXAMPLES}/tiny_gpt.py:SPEC"
+LOSS = f"{EXAMPLES}/z_loss.py:z_loss"
 SMALL = [
     "--training.batch_size=2",
     "--training.seq_len=32",
@@ -55,7 +56,8 @@ class Watch(Callback):
         self.rates: list[list[float]] = []
 
     def on_start(self, trainer: Trainer) -> None:
-        model, optimizer = trainer.parts.model, trainer.parts.optimizer
+        model = trainer.parts.model
+        optimizer = trainer.parts.optimizer
         self.wrapped = [
             name for name, module in model.named_modules() if isinstance(module, FSDPModule)
         ]
@@ -104,7 +106,8 @@ def test_all_examples_together_resume_to_the_last_bit(
         0
     ]
     second = pool(2).run(_run, str(tmp_path), "--training.steps=6")[0]
-    assert first.rows + second.rows == straight.rows and [row[0] for row in straight.rows] == [
+    assert first.rows + second.rows == straight.rows
+    assert [row[0] for row in straight.rows] == [
         1,
         2,
         3,
@@ -128,7 +131,8 @@ def test_all_examples_together_resume_to_the_last_bit(
 
 
 def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> None:
-    assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)] and straight.decays == [
+    assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)]
+    assert straight.decays == [
         0.1,
         0.0,
         0.1,
@@ -139,14 +143,17 @@ def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> 
 
 
 def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight: Watch) -> None:
-    assert straight.wrapped == ["", "blocks.0", "blocks.1"] and straight.sharded
-    spec, weights = get_spec(MODEL), straight.weights
+    assert straight.wrapped == ["", "blocks.0", "blocks.1"]
+    assert straight.sharded
+    spec = get_spec(MODEL)
+    weights = straight.weights
     args = resolve_args(
         MODEL, "tiny", tokenizer_size=len(weights["embedding.weight"]), max_seq_len=32
     )
     assert sum(weight.size for weight in weights.values()) == spec.count_parameters(args)
     assert set(weights) == {name for name, _ in spec.build_on_meta(args).named_parameters()}
-    assert (weights["blocks.1.norm2.bias"] == 0).all() and (weights["norm.weight"] == 1).all()
+    assert (weights["blocks.1.norm2.bias"] == 0).all()
+    assert (weights["norm.weight"] == 1).all()
     assert weights["embedding.weight"].std() == pytest.approx(0.02, rel=0.02)
     assert weights["blocks.0.down.weight"].std() == pytest.approx(0.01, rel=0.02)
 
@@ -157,7 +164,8 @@ def test_the_text_is_that_of_the_function(straight: Watch) -> None:
 
 def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    logits, labels = torch.randn(12, 96), torch.randint(96, (12,))
+    logits = torch.randn(12, 96)
+    labels = torch.randint(96, (12,))
     labels[3:5] = -100
     valid = labels != -100
     expected = F.cross_entropy(logits[valid], labels[valid], reduction="sum")
@@ -288,7 +296,9 @@ def test_config_check_names_what_is_not_offered_or_not_there(
     with pytest.raises(ConfigError) as caught:
         check_config([f"--job.config_file={CONFIG}", *flags], 2, training=False)
     (problem,) = caught.value.problems
-    assert problem.key == key and words in f"{problem.message}; {problem.hint}" and problem.where
+    assert problem.key == key
+    assert words in f"{problem.message}; {problem.hint}"
+    assert problem.where
 
 
 def test_functions_of_another_kind_are_refused_before_any_work(tmp_path: Path) -> None:
@@ -396,7 +406,8 @@ def test_gradients_of_weights_that_the_optimizer_leaves_out_are_of_one_step(
         name: pool(2).run(_run, str(tmp_path / name), f"--optimizer.name={path}", *still)[0].rows
         for name, path in names.items()
     }
-    assert rows["head"] == rows["all"] and len(rows["all"]) == 3
+    assert rows["head"] == rows["all"]
+    assert len(rows["all"]) == 3
 
 
 def without_tables(parameters: dict[str, Any], settings: Any, device: Any) -> torch.optim.Optimizer:

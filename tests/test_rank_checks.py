@@ -18,9 +18,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.processes import TORCHRUN, python
-from tests.tiny import EIGHT_STEPS
+from tests.support.pool import Pools
+from tests.support.processes import TORCHRUN, python
+from tests.support.tiny import EIGHT_STEPS
 from titanlite.exit_codes import CONFIG
 from titanlite.metrics import throughput
 from titanlite.parallel.dist_env import DistEnv
@@ -49,7 +49,8 @@ def _check(
 
     hosts: each rank is on another host. odd: of the last rank.
     """
-    rank, is_odd = world.rank, world.rank == world.size - 1
+    rank = world.rank
+    is_odd = world.rank == world.size - 1
     config = CONFIGS.get(odd, TOML) if is_odd else TOML
     with contextlib.ExitStack() as stack:
 
@@ -80,7 +81,8 @@ def _check(
             real = torch.mm
             put(torch, "mm", lambda *a, **k: (time.sleep(0.1), real(*a, **k)))
         elif is_odd and odd in ("bits", "flicker", "tuned"):
-            calls, real = [0], torch.mm
+            calls = [0]
+            real = torch.mm
 
             def flip(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
                 real(a, b, out=out)
@@ -156,7 +158,8 @@ def test_a_difference_or_a_wrong_result_ends_all_ranks_and_names_the_odd_one(
     pool: Pools, tmp_path: Path, odd: str, words: list[str]
 ) -> None:
     results = pool(2).run(_check, tmp_path, hosts=True, odd=odd)
-    assert results[0] == results[1] and results[0][0] == []
+    assert results[0] == results[1]
+    assert results[0][0] == []
     assert [word for word in words if word not in results[0][1]] == [], results[0][1]
     assert not list(tmp_path.rglob(".ranks-*"))
 
@@ -191,7 +194,8 @@ def test_an_odd_rank_is_named_in_a_warning(
     pool: Pools, tmp_path: Path, odd: str, words: list[str]
 ) -> None:
     results = pool(2).run(_check, tmp_path, hosts=True, odd=odd, needs_folder=False)
-    assert results[0] == results[1] and not results[0][1]
+    assert results[0] == results[1]
+    assert not results[0][1]
     text = "\n".join(results[0][0])
     assert [word for word in words if word not in text] == [], text
 
@@ -215,7 +219,9 @@ def test_of_two_clocks_none_is_called_wrong() -> None:
     seconds = 1_800_000_000.0
     found = [Measured(True, 1, 1, 1, (), clock, True, []) for clock in (seconds - 300, seconds)]
     (text,) = rank_checks._clock_warnings(ranks, found)
-    assert "differ by 300.0 s" in text and "ahead" not in text and "behind" not in text
+    assert "differ by 300.0 s" in text
+    assert "ahead" not in text
+    assert "behind" not in text
     assert "rank 0 (a) 2027-01-15 07:55:00 UTC, rank 1 (b) 2027-01-15 08:00:00 UTC" in text
 
 
@@ -228,7 +234,8 @@ def test_the_clock_interface_and_folder_of_one_host_do_not_matter(
 
 def test_the_majority_tells_which_rank_computes_wrong_numbers(pool: Pools, tmp_path: Path) -> None:
     _, error = pool(4).run(_check, tmp_path, odd="bits")[0]
-    assert "wrong numbers are computed: rank 3 (" in error and "rank 0" not in error
+    assert "wrong numbers are computed: rank 3 (" in error
+    assert "rank 0" not in error
 
 
 def _state(world: DistEnv, folder: Path) -> bool:
@@ -277,7 +284,8 @@ def test_interfaces_that_other_hosts_cannot_reach(
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "docker0")])
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     found = interface_problem(variable)
-    assert words in found and bool(words) == bool(found)
+    assert words in found
+    assert bool(words) == bool(found)
 
 
 @pytest.mark.soak
@@ -297,11 +305,11 @@ def test_a_run_whose_ranks_differ_ends_with_code_2_before_its_model_is_built(
     words = ["-m", "titanlite.torchrun", *TORCHRUN[2:], script, *flags]
     ended = python(*words)
     assert ended.returncode == CONFIG, ended.stderr
-    assert (
-        "error: rank 0 has another config than rank 1 (" in ended.stderr
-        and "optimizer.lr 0.003 -> 0.5" in ended.stderr
-    )
-    assert "Traceback" not in ended.stderr.partition("elastic")[0] and "step:" not in ended.stdout
+    assert "error: rank 0 has another config than rank 1 (" in ended.stderr
+    assert "optimizer.lr 0.003 -> 0.5" in ended.stderr
+    assert "Traceback" not in ended.stderr.partition("elastic")[0]
+    assert "step:" not in ended.stdout
     # What is not compared is trained: both ranks take the rate of their own.
     trained = python(*words, "--launch.preflight=false", "--training.steps=1")
-    assert trained.returncode == 0 and " agree, checked in " not in trained.stdout + trained.stderr
+    assert trained.returncode == 0
+    assert " agree, checked in " not in trained.stdout + trained.stderr

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.hub_server import HubServer
-from tests.processes import python
-from tests.tiny import TWO_LAYERS
-from tests.words import listening
+from tests.support.hub_server import HubServer
+from tests.support.processes import python
+from tests.support.tiny import TWO_LAYERS
+from tests.support.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.urls import public_name
 from titanlite.data import DataError
@@ -67,7 +67,8 @@ def test_logins_and_queries_are_hidden_once(text: str) -> None:
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_what_holds_no_secret_stays(text: str) -> None:
-    assert public(text) == text and not is_hidden(text)
+    assert public(text) == text
+    assert not is_hidden(text)
 
 
 WORD = st.text(st.sampled_from("ab1%:@/?#&=+~.-_!$'()*,;é"), max_size=8)
@@ -88,7 +89,8 @@ def test_no_password_and_no_signature_is_left_and_json_stays_json(
         assert "SECRET" not in public(text)
         assert public(public(text)) == public(text)
         as_json = public(json.dumps({"a": [text], text: 1}))
-        assert "SECRET" not in as_json and isinstance(json.loads(as_json), dict)
+        assert "SECRET" not in as_json
+        assert isinstance(json.loads(as_json), dict)
         assert "SECRET" not in json.dumps(public_tree({"a": [text], text: 1}))
 
 
@@ -104,7 +106,8 @@ def test_a_log_record_and_a_line_of_a_record_hold_no_secret(tmp_path: Path) -> N
     except OSError:
         with listening() as said:
             logger.exception("failed")
-    assert said == ["failed"] and logging.getLogger("titanlite") is logger
+    assert said == ["failed"]
+    assert logging.getLogger("titanlite") is logger
 
 
 def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Path) -> None:
@@ -120,10 +123,8 @@ def test_a_kept_config_tells_what_is_hidden_where_it_is_used_again(tmp_path: Pat
         check_config([f"--job.config_file={file}"])
     said = str(refused.value)
     for key in ("training.dataset_path", "model.tokenizer_path"):
-        assert (
-            f"{key}: its login or signature is hidden in this file" in said
-            and f"--{key} URL" in said
-        )
+        assert f"{key}: its login or signature is hidden in this file" in said
+        assert f"--{key} URL" in said
     with pytest.raises(ConfigError, match="is hidden in this file"):
         prepare([f"--job.config_file={file}"])
     again = [
@@ -151,10 +152,8 @@ def test_a_login_in_the_url_of_a_store_is_refused(scheme: str) -> None:
     with pytest.raises(ConfigError) as refused:
         check_config(["--job.config_file=debug_model.toml", f"--training.dataset_path={url}"])
     said = str(refused.value)
-    assert (
-        "training.dataset_path: has a login, which its store does not read" in said
-        and PLANTED not in said
-    )
+    assert "training.dataset_path: has a login, which its store does not read" in said
+    assert PLANTED not in said
     for call in (open_file, load_tokenizer):
         with pytest.raises(DataError, match="has a login") as failed:
             call(url)
@@ -173,14 +172,16 @@ def test_a_manifest_has_no_secret_of_a_url_and_a_job_of_ones_own_keeps_it(tmp_pa
     with pytest.raises(ConfigError) as refused:
         launch_kubernetes.files(job)
     said = str(refused.value)
-    assert "training.dataset_path: all readers of the manifest see" in said and PLANTED not in said
+    assert "training.dataset_path: all readers of the manifest see" in said
+    assert PLANTED not in said
     assert any(
         "signature in training.dataset_path" in warning
         for warning in launch_sagemaker.warnings(job)
     )
     write(job, {})
     config = tmp_path / "run" / "launch" / "config.toml"
-    assert url in config.read_text() and config.stat().st_mode & 0o777 == 0o600
+    assert url in config.read_text()
+    assert config.stat().st_mode & 0o777 == 0o600
 
 
 def test_two_signatures_of_a_file_have_one_name() -> None:
@@ -199,7 +200,9 @@ def test_a_difference_between_secrets_is_told_without_them(
         (tmp_path / f"{name}.toml").write_text(f'{text}PROXY = "http://u:{PLANTED}-{name}@proxy"\n')
     assert main(["config", "diff", str(tmp_path / "a.toml"), str(tmp_path / "b.toml")]) in (0, 1)
     said = "".join(capsys.readouterr())
-    assert PLANTED not in said and "launch.environment.API_KEY" in said and "LEVEL" in said
+    assert PLANTED not in said
+    assert "launch.environment.API_KEY" in said
+    assert "LEVEL" in said
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +292,8 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    run, earlier = tmp_path / "out" / "run", tmp_path / "out" / "earlier"
+    run = tmp_path / "out" / "run"
+    earlier = tmp_path / "out" / "earlier"
     said = ""
     for number in (1, 2):  # the second start resumes with other signatures
         config = _config(server, tmp_path / "run.toml", run, number)
@@ -325,9 +329,11 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
             "--job.config_file=debug_model.toml",
         ]
         done = python("-m", "titanlite", *flags)
-        assert done.returncode and "nothing" in done.stderr
+        assert done.returncode
+        assert "nothing" in done.stderr
         said += done.stdout + done.stderr
-    assert "was hidden where it was kept" in said and "is hidden in this file" in said
+    assert "was hidden where it was kept" in said
+    assert "is hidden in this file" in said
     assert PLANTED not in said, [line for line in said.splitlines() if PLANTED in line][:20]
     written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     written += [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
@@ -337,4 +343,5 @@ def test_no_byte_of_a_run_and_of_the_commands_holds_a_secret(
         for path in written
         if PLANTED.encode() in path.read_bytes() or PLANTED in path.name
     ] == []
-    assert "(removed)" in said and codes["runs " + str(run)] == 0
+    assert "(removed)" in said
+    assert codes["runs " + str(run)] == 0

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.checkpoint import s3
-from tests.pool import RankPool
+from tests.support import s3
+from tests.support.s3 import Storage
 from titanlite.checkpoint.paths import AnyPath, StorePath
 
 S3 = pytest.param("s3", marks=pytest.mark.slow)
@@ -38,19 +36,6 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPath:
     if request.param == "memory":
         return StorePath(f"memory://bucket-{uuid.uuid4().hex[:8]}/run/checkpoint")
     return StorePath(request.getfixturevalue("bucket").root)
-
-
-@dataclass(frozen=True)
-class Storage:
-    """A folder of checkpoints that ranks of a pool use."""
-
-    root: AnyPath
-    environment: Mapping[str, str]
-
-    def run(
-        self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, **more: Any
-    ) -> list[Any]:
-        return ranks.run(s3.there, self.environment, function, *arguments, **more)
 
 
 @pytest.fixture(params=["folder", S3])

@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.runs import PRINTS, RUN, names, options
-from tests.pool import Pools
-from tests.training.harness import build_tiny, full, stepper
+from tests.support.checkpoints import PRINTS, RUN, names, options
+from tests.support.harness import build_tiny, full, stepper
+from tests.support.pool import Pools
 from titanlite.checkpoint import async_save, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, find, steps_in
@@ -61,7 +61,8 @@ def _overwrite_while_saving(
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
         saver.await_copy()
-        in_flight, published = saver.in_flight, find(folder)[0] is not None
+        in_flight = saver.in_flight
+        published = find(folder)[0] is not None
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(9.0)
@@ -72,7 +73,8 @@ def _overwrite_while_saving(
 
 def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path) -> None:
     in_flight, published, before = pool(2).run(_overwrite_while_saving, tmp_path)[0]
-    assert in_flight and not published
+    assert in_flight
+    assert not published
     contents = Contents(tmp_path / "step-1")
     assert all(
         torch.equal(contents.read(f"model.{name}"), weight) for name, weight in before.items()
@@ -85,7 +87,8 @@ def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
 
     The loop itself never waits for a copy.
     """
-    held, seen = threading.Event(), {}
+    held = threading.Event()
+    seen = {}
     model, optimizer, take = stepper(world, RUN)
     with _saver(world, folder, "async", model, optimizer) as (saver, *_):
         assert saver._async is not None
@@ -129,7 +132,9 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
             "write": (manager.HashingWriter, "write_data"),
         }
         owner, name = places.get(part, (saver, "_publish"))
-        real, group, error = getattr(owner, name), saver._async._group, ""
+        real = getattr(owner, name)
+        group = saver._async._group
+        error = ""
 
         def full_disk(*args: Any) -> Any:
             if world.rank == bad_rank:
@@ -163,9 +168,9 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(
     assert "No space left on device" in results[0]["error"]
     assert part != "write" or f"rank {rank}" in results[0]["error"]
     failed, none, last = results[0]["outcomes"]
-    assert (
-        "No space left" in failed.problem and none is None and (last.step, last.problem) == (2, "")
-    )
+    assert "No space left" in failed.problem
+    assert none is None
+    assert (last.step, last.problem) == (2, "")
     assert all(result["renewed"] for result in results)
     assert [result["outcomes"] for result in results[1:]] == [[None] * 3] * (len(results) - 1), (
         "told on rank 0"
@@ -175,7 +180,8 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(
 
 def _without_a_thread(world: DistEnv, folder: Path) -> tuple[list[int], list[int], list[int]]:
     """Save when the last rank can start no thread for it, then when it can."""
-    last, real = world.rank == world.size - 1, threading.Thread.start
+    last = world.rank == world.size - 1
+    real = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
         if last and thread.name == async_save.THREAD:
@@ -220,7 +226,8 @@ def _copy_that_fails(world: DistEnv, folder: Path, where: str) -> tuple[str, lis
 @pytest.mark.parametrize("where", ["check", "copy"])
 def test_all_ranks_learn_of_a_failed_check_or_copy(pool: Pools, tmp_path: Path, where: str) -> None:
     for said, steps in pool(2).run(_copy_that_fails, tmp_path, where):
-        assert ("no memory" in said or "rank 1" in said) and steps == [2]
+        assert "no memory" in said or "rank 1" in said
+        assert steps == [2]
 
 
 def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[float]]:
@@ -232,7 +239,8 @@ def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[
     from torch.distributed.distributed_c10d import _get_default_group
 
     running: list[int] = []
-    most, used = 0, [_get_default_group()]
+    most = 0
+    used = [_get_default_group()]
 
     def slow(*args: Any, process_group: dist.ProcessGroup, **kwargs: Any) -> Any:
         nonlocal most

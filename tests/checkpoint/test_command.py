@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN, SHARD, flip, names, train, write
-from tests.pool import Pools
+from tests.support.checkpoints import RUN, SHARD, flip, names, train, write
+from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
@@ -87,15 +87,18 @@ def test_ls_shows_every_state(
     lines = _lines(capsys, "ls", run)
     states = ["being deleted", "valid, pinned", "valid", "invalid", "set aside", "partial"]
     assert all(f"  {state}  " in line for line, state in zip(lines[1:7], states, strict=True))
-    assert lines[7].startswith("note: ") and "was renamed: its manifest is of step 4" in lines[7]
+    assert lines[7].startswith("note: ")
+    assert "was renamed: its manifest is of step 4" in lines[7]
     assert lines[8] == "note: step-6.invalid-0: a bit has flipped"
-    assert lines[9].startswith(f"{root}: ") and lines[9].endswith("newest valid: step-4")
+    assert lines[9].startswith(f"{root}: ")
+    assert lines[9].endswith("newest valid: step-4")
     size = _size(root / "step-4")
-    assert (
-        f" {human_bytes(size)} " in lines[3] and lines[3].split()[-3] == "2" and " 4 B " in lines[6]
-    )
+    assert f" {human_bytes(size)} " in lines[3]
+    assert lines[3].split()[-3] == "2"
+    assert " 4 B " in lines[6]
     listed = json.loads("\n".join(_lines(capsys, "ls", root, "--json")))
-    assert [entry["step"] for entry in listed] == [1, 2, 4, 6, 6, 8] and listed[1]["pinned"]
+    assert [entry["step"] for entry in listed] == [1, 2, 4, 6, 6, 8]
+    assert listed[1]["pinned"]
     assert (listed[2]["folder"], listed[2]["bytes"], listed[2]["ranks"]) == (
         str(root / "step-4"),
         size,
@@ -119,7 +122,8 @@ def test_a_folder_of_runs(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> N
     above = run.parent
     listed = "\n".join(_lines(capsys, "ls", above))
     for root, step in ((run / "checkpoint", 4), (run / "other", 1)):
-        assert f"\n{root}: " in listed and f"newest valid: step-{step}" in listed
+        assert f"\n{root}: " in listed
+        assert f"newest valid: step-{step}" in listed
     entries = json.loads("\n".join(_lines(capsys, "ls", above, "--json")))
     names = ["checkpoint/step-2", "checkpoint/step-4", "other/step-1"]
     assert [entry["folder"] for entry in entries] == [f"{run}/{name}" for name in names]
@@ -149,11 +153,9 @@ def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == str(run / "checkpoint" / "step-4")
     facts = dict(line.strip().split(maxsplit=1) for line in lines[1 : lines.index("")])
     manifest = parse_manifest(run / "checkpoint" / "step-4")
-    assert (
-        facts["state"] == "valid"
-        and facts["step"] == "4"
-        and facts["train"] == '{"next_sequence": 32}'
-    )
+    assert facts["state"] == "valid"
+    assert facts["step"] == "4"
+    assert facts["train"] == '{"next_sequence": 32}'
     parameters = sum(
         torch.Size(shape).numel()
         for name, (_, shape) in manifest.tensors.items()
@@ -186,8 +188,10 @@ def test_verify(
     for name in ("__0_0.distcp", "__1_0.distcp"):
         flip(root / "step-4" / name)
     lines = _lines(capsys, "verify", root, code=exit_codes.CHECKPOINT)
-    assert lines[1] == f"{root / 'step-4'}: DAMAGED" and lines[-1].startswith("1 of 2 damaged: ")
-    assert "__0_0.distcp" in lines[2] and "__1_0.distcp" in lines[3]
+    assert lines[1] == f"{root / 'step-4'}: DAMAGED"
+    assert lines[-1].startswith("1 of 2 damaged: ")
+    assert "__0_0.distcp" in lines[2]
+    assert "__1_0.distcp" in lines[3]
     (root / "step-2" / "manifest.json").unlink()
     assert (
         "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
@@ -223,7 +227,8 @@ def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[s
     shard = root / "step-4" / "__0_0.distcp"
     shard.write_bytes(b"\0" * parse_manifest(root / "step-4").files["__0_0.distcp"])
     (line,) = _lines(capsys, "diff", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
-    assert "cannot be read from" in line and "titanlite checkpoint verify" in line
+    assert "cannot be read from" in line
+    assert "titanlite checkpoint verify" in line
 
 
 @pytest.mark.parametrize(
@@ -260,10 +265,12 @@ def test_rm_deletes_and_refuses(run: AnyPath, capsys: pytest.CaptureFixture[str]
     assert steps_in(root) == [2, 4]
     (root / "step-2" / "KEEP").unlink()
     lines = _lines(capsys, "rm", root / "step-2", root / "step-4", code=exit_codes.CHECKPOINT)
-    assert "would be left without a good checkpoint" in lines[0] and "--force" in lines[-1]
+    assert "would be left without a good checkpoint" in lines[0]
+    assert "--force" in lines[-1]
     flip(root / "step-4" / "__1_0.distcp")  # valid by its sizes, but not good
     lines = _lines(capsys, "rm", root / "step-2", code=exit_codes.CHECKPOINT)
-    assert "without a good checkpoint" in lines[0] and "step-4/__1_0.distcp" in lines[1]
+    assert "without a good checkpoint" in lines[0]
+    assert "step-4/__1_0.distcp" in lines[1]
     assert steps_in(root) == [2, 4]
     assert _lines(capsys, "rm", root / "step-4")[-1] == f"{size} freed", (
         "the damaged one may go: 2 is good"

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
-from tests.pool import Pools
-from tests.processes import environment, python
+from tests.support.checkpoints import PRINTS, flip, names, options, unequal
+from tests.support.pool import Pools
+from tests.support.processes import environment, python
+from tests.support.s3 import Storage
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
@@ -90,16 +90,16 @@ def test_transformers_computes_the_same_logits(
         == target
     )
     files = sorted(path.name for path in target.iterdir())
-    assert ("model.safetensors" in files) == (shards == 1) and (
-        "model.safetensors.index.json" in files
-    ) == (shards > 1)
+    assert ("model.safetensors" in files) == (shards == 1)
+    assert ("model.safetensors.index.json" in files) == (shards > 1)
     assert len({path.stat().st_mode for path in target.iterdir()}) == 1, (
         "who may read the one may read the others"
     )
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():
-        ours, other = _model(SHAPES[shape])(TOKENS), theirs(TOKENS).logits
+        ours = _model(SHAPES[shape])(TOKENS)
+        other = theirs(TOKENS).logits
     assert torch.linalg.norm(ours - other) / torch.linalg.norm(other) < 2e-6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left aside"
 
@@ -110,7 +110,8 @@ def test_config_says_what_older_transformers_look_for(
     config = json.loads(
         (convert(saved["scaled"], tmp_path / "hf", "hf", "bfloat16") / "config.json").read_text()
     )
-    assert config["rope_theta"] == 5e5 and config["rope_scaling"]["factor"] == 8.0
+    assert config["rope_theta"] == 5e5
+    assert config["rope_scaling"]["factor"] == 8.0
     assert config["torch_dtype"] == "bfloat16"
     # As `transformers` 4 writes it, without rope_parameters.
     older = {
@@ -140,13 +141,15 @@ def test_there_and_back_is_equal_bit_for_bit(
 ) -> None:
     between = convert(saved[shape], tmp_path / "between", by)
     back = convert(between, tmp_path / "back", "checkpoint")
-    assert back.name == ("step-7" if by == "torch" else "step-0") and verify(back)[1] == []
+    assert back.name == ("step-7" if by == "torch" else "step-0")
+    assert verify(back)[1] == []
     manifest = read_manifest(back)
-    assert manifest.weights_only and manifest.dtype == ""
-    before, after = _weights(saved[shape]), _weights(back)
-    assert before.keys() == after.keys() and all(
-        torch.equal(before[name], after[name]) for name in before
-    )
+    assert manifest.weights_only
+    assert manifest.dtype == ""
+    before = _weights(saved[shape])
+    after = _weights(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
     if by == "hf":
         again = convert(back, tmp_path / "again", by)
         assert (again / "model.safetensors").read_bytes() == (
@@ -161,10 +164,8 @@ def test_there_and_back_is_equal_bit_for_bit(
 def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
     half = convert(saved["plain"], tmp_path / "half", "checkpoint", "bfloat16")
     assert read_manifest(half).dtype == "bfloat16"
-    before, after = (
-        _weights(saved["plain"]),
-        _weights(convert(half, tmp_path / "full", "checkpoint", "float32")),
-    )
+    before = _weights(saved["plain"])
+    after = _weights(convert(half, tmp_path / "full", "checkpoint", "float32"))
     assert all(torch.equal(before[name].to(torch.bfloat16).float(), after[name]) for name in before)
 
 
@@ -179,7 +180,8 @@ def test_existing_targets_are_never_overwritten(saved: dict[str, Path], tmp_path
         convert(saved["plain"], tmp_path / "root", "checkpoint", "bfloat16")
     with pytest.raises(CheckpointError, match="name the folder of checkpoints"):
         convert(saved["plain"], tmp_path / "root" / "step-9", "checkpoint")
-    assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []
+    assert (tmp_path / "file").read_text() == "mine"
+    assert list((tmp_path / "folder").iterdir()) == []
 
 
 def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_path: Path) -> None:
@@ -226,20 +228,21 @@ def test_command_converts_there_and_back(
         return "".join(capsys.readouterr())
 
     storage.run(pool(1), _save, storage.root, ARGS)
-    hf, back = tmp_path / "hf", storage.root.parent / "back"
+    hf = tmp_path / "hf"
+    back = storage.root.parent / "back"
     assert run(storage.root, hf, "--to=hf").startswith(f"{hf}: ")
     assert "is there already" in run(storage.root, hf, "--to=hf", code=4)
     assert run(hf, back, "--to=checkpoint").startswith(f"{back}/step-0: ")
     assert "is there already" in run(hf, back, "--to=checkpoint", code=4)
-    assert names(back) == ["step-0"] and read_manifest(back / "step-0").weights_only
+    assert names(back) == ["step-0"]
+    assert read_manifest(back / "step-0").weights_only
     differing = unequal(storage.root / "step-7", back / "step-0")
-    assert differing and all(name.startswith(("optimizer.", "rng.")) for name in differing)
+    assert differing
+    assert all(name.startswith(("optimizer.", "rng.")) for name in differing)
     mark = back / ".partial-step-7-01234567"
     mark.write_bytes(b"")
-    assert (
-        "save under way" in run(storage.root, back, "--to=checkpoint", code=4)
-        and len(names(back)) == 2
-    )
+    assert "save under way" in run(storage.root, back, "--to=checkpoint", code=4)
+    assert len(names(back)) == 2
     if not isinstance(back, Path):
         assert "writes to this machine" in run(hf, back / "hf", "--to=hf", code=4)
 
@@ -261,7 +264,8 @@ convert(Path(source + "-large"), Path(target), to, shard_bytes=16 << 20)
 @pytest.mark.parametrize("to", ["hf", "torch", "checkpoint"])
 def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -> None:
     """256 MB of weights are converted by a process that may take 96 MB for it."""
-    small, large = tmp_path / "model", tmp_path / "model-large"
+    small = tmp_path / "model"
+    large = tmp_path / "model-large"
     args = LlamaArgs(dim=512, n_layers=18, n_heads=4, vocab_size=96)
     for folder, shape in ((small, ARGS), (large, args)):
         pool(1).run(_save, folder, shape, "float32")
@@ -379,10 +383,8 @@ def test_a_full_disk_is_named_before_and_while_it_is_written_and_holds_no_part(
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no disk can be mounted here: {done.stderr}")
     assert done.returncode == 0, (done.returncode, done.stderr)
-    before, after = (
-        [line.split("|") for line in done.stdout.splitlines()][:3],
-        done.stdout.splitlines()[3:],
-    )
+    before = [line.split("|") for line in done.stdout.splitlines()][:3]
+    after = done.stdout.splitlines()[3:]
     for to, said, left in before:
         assert (
             "its weights take " in said

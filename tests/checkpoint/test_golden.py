@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.checkpoint.golden import CONFIG, HERE, PRINTS, STEP, TRAIN, expected, make, named
-from tests.checkpoint.runs import options
-from tests.pool import Pools
+from tests.support.checkpoints import options
+from tests.support.pool import Pools
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import FORMAT, read_manifest
 from titanlite.parallel.dist_env import DistEnv
@@ -42,7 +42,9 @@ def test_golden_checkpoint_loads(pool: Pools, format: int, ranks: int) -> None:
     before = {path.name: path.read_bytes() for path in (folder / f"step-{STEP}").iterdir()}
     assert read_manifest(folder / f"step-{STEP}").format == format
     for found in pool(ranks).run(_load, str(folder)):
-        assert found["wrong"] == [] and found["step"] == STEP and found["train"] == TRAIN
+        assert found["wrong"] == []
+        assert found["step"] == STEP
+        assert found["train"] == TRAIN
         assert any("without hashes" in line for line in found["notices"]) == (format == 1)
         if ranks == 1:
             torch.manual_seed(1234)

@@ -21,14 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, names, options
-from tests.models.test_hf import _train, config_flags, written
-from tests.models.test_spec import unpermute
-from tests.pool import Pools
-from tests.training.grid import FSDP, PP, TP
-from tests.training.harness import TINY, Run, batches, build_tiny, full
-from tests.training.test_run import _run
+from tests.support.checkpoints import PRINTS, names, options
+from tests.support.grid import FSDP, PP, TP
+from tests.support.harness import TINY, Run, batches, build_tiny, full
+from tests.support.hf import config_flags, train_losses, unpermute, written
+from tests.support.pool import Pools
+from tests.support.s3 import Storage
+from tests.support.whole_runs import train_run
 from titanlite.checkpoint.foreign import WeightsReader, as_manifest, open_weights
 from titanlite.checkpoint.hf_save import HFWeights, begin_folder, plan_files, save_hf, write_files
 from titanlite.checkpoint.manager import Checkpointer
@@ -102,7 +101,9 @@ def _load(
         if step:
             checkpointer.save(step, model, optimizer, {})
             return str(checkpointer.save(step + 1, model, optimizer, {}, weights_only="float32"))
-        assert loaded is not None and loaded.origin == "from" and loaded.step == 0
+        assert loaded is not None
+        assert loaded.origin == "from"
+        assert loaded.step == 0
         return {name: full(parameter) for name, parameter in model.named_parameters()}
     except CheckpointError as error:
         return str(error)
@@ -126,10 +127,12 @@ def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, la
     """HF → ranks → checkpoint → HF, and HF → ranks → last save: the same bytes per tensor."""
     ranks, fields = LAYOUTS[layout]
     run = replace(RUN, **fields)
-    source, root = _folder(tmp_path / "published", run.args), tmp_path / "checkpoint"
+    source = _folder(tmp_path / "published", run.args)
+    root = tmp_path / "checkpoint"
     saved = pool(ranks).run(_load, run, source, root, 7)
     last = root / "step-8-hf"
-    assert saved == [str(last)] * ranks and names(root) == ["step-7", "step-8-hf"]
+    assert saved == [str(last)] * ranks
+    assert names(root) == ["step-7", "step-8-hf"]
     exported = convert(root / "step-7", tmp_path / "hf", "hf")
     expected = _tensors(source)
     for folder in (last, exported):
@@ -146,7 +149,8 @@ def _fp8(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     values.
     """
     _folder(folder, shards=1)
-    values, stored = {}, {}
+    values = {}
+    stored = {}
     for name, tensor in _tensors(folder).items():
         values[name] = stored[name] = tensor
         if ".layers." in name and tensor.ndim == 2:
@@ -288,15 +292,12 @@ def test_a_stack_of_experts_is_read_and_written_by_its_parts(
     assert torch.equal(found["experts"], torch.stack([tensors[f"e.{i}"] for i in range(4)]))
     assert torch.equal(found["w"], tensors["w"])
     written = _tensors(tmp_path / "out")
-    assert written.keys() == tensors.keys() and all(
-        torch.equal(written[n], t) for n, t in tensors.items()
-    )
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[n], t) for n, t in tensors.items())
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     whole = STACK.from_hf(tensors, None)
-    assert (
-        torch.equal(whole["experts"], found["experts"])
-        and STACK.to_hf(whole, None).keys() == tensors.keys()
-    )
+    assert torch.equal(whole["experts"], found["experts"])
+    assert STACK.to_hf(whole, None).keys() == tensors.keys()
 
 
 def test_unusable_folders_are_refused_with_file_tensor_and_remedy(
@@ -315,7 +316,8 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
         return source
 
-    shard, index = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
+    shard = "model-00002-of-00003.safetensors"
+    index = "model.safetensors.index.json"
     (change("no-shard") / shard).unlink()
     (change("no-index") / index).unlink()
     (change("no-config") / "config.json").unlink()
@@ -392,7 +394,9 @@ def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
     shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
     about = {"model": as_record("llama3", LARGE)}
     checkpointer = Checkpointer(options(root, initial_load_path=str(source)), world, PRINTS, about)
-    before, peak, done = _memory("RssAnon"), 0, threading.Event()
+    before = _memory("RssAnon")
+    peak = 0
+    done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
@@ -423,13 +427,12 @@ def test_export_is_refused_when_the_logits_differ(
     from titanlite.tools.cli import main
 
     pool(1).run(_load, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint", 7)
-    step, out = str(tmp_path / "checkpoint" / "step-7"), tmp_path / "out"
+    step = str(tmp_path / "checkpoint" / "step-7")
+    out = tmp_path / "out"
     assert main(["export", step, str(out / "right")]) == 0
     assert main(["import", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
-    assert (
-        names(out) == ["back", "right"]
-        and names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
-    )
+    assert names(out) == ["back", "right"]
+    assert names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
 
     def swapped(args: Any) -> dict[str, Any]:
         found = dict(SPEC.hf_names(args))
@@ -443,13 +446,15 @@ def test_export_is_refused_when_the_logits_differ(
     )
     assert main(["export", step, str(out / "wrong")]) == 4
     assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
-    assert names(out) == ["back", "right", "wrong"] and names(out / "wrong") == []
+    assert names(out) == ["back", "right", "wrong"]
+    assert names(out / "wrong") == []
 
 
 def test_what_would_harm_or_hide_weights_is_told(
     pool: Pools, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, root = _folder(tmp_path / "in", shards=1), tmp_path / "run" / "checkpoint"
+    source = _folder(tmp_path / "in", shards=1)
+    root = tmp_path / "run" / "checkpoint"
     (root / "step-99-hf").mkdir(parents=True)  # a save that was cut short
     pool(1).run(_load, RUN, source, root, 7)
     for path in (root, root.parent):
@@ -483,7 +488,8 @@ def test_a_store_keeps_nothing_of_a_save_that_was_cut_short() -> None:
     final = StorePath(f"memory://{uuid.uuid4().hex}/step-8-hf")
     (final / "model-00001-of-00002.safetensors").write_bytes(b"half")
     assert last_hf_step(final.parent) == -1
-    assert begin_folder(final) == final and not names(final)
+    assert begin_folder(final) == final
+    assert not names(final)
 
 
 def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
@@ -498,7 +504,8 @@ def test_a_full_disk_leaves_no_file_open(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="full") as caught:
         write_files(tmp_path, files, entries, read)
-    assert caught.tb and len(os.listdir("/proc/self/fd")) == open_before
+    assert caught.tb
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_the_last_save_goes_to_a_store(pool: Pools, storage: Storage, tmp_path: Path) -> None:
@@ -531,8 +538,9 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
         "--training.tensor_parallel_degree=2",
     ]
     last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
-    first, folder = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3-hf"
-    trained = _measured(pool(2).run(_run, str(first), *length, *last))
+    first = tmp_path / "first"
+    folder = tmp_path / "first" / "checkpoint" / "step-3-hf"
+    trained = _measured(pool(2).run(train_run, str(first), *length, *last))
     imported = convert(folder, tmp_path / "imported", "checkpoint")
     for i, path in enumerate((folder, imported)):
         more = [
@@ -540,13 +548,16 @@ def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(
             "--validation.first",
             "--training.steps=1",
         ]
-        tuned = _measured(pool(2).run(_run, str(tmp_path / f"tuned-{i}"), *length, *more))
-        assert tuned[0] == trained[-1] and tuned[-1] != tuned[0]
+        tuned = _measured(pool(2).run(train_run, str(tmp_path / f"tuned-{i}"), *length, *more))
+        assert tuned[0] == trained[-1]
+        assert tuned[-1] != tuned[0]
 
     text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
-    tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer()
     ids = ours.encode(text, bos=True)
-    assert tokenizer(text)["input_ids"] == ids and tokenizer.eos_token_id == ours.eos_id
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.eos_token_id == ours.eos_id
     rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)[:64]
     contents = Contents(imported)
     args = from_record(contents.manifest.config["model"])[1]
@@ -596,11 +607,12 @@ def test_every_family_goes_out_of_runs_and_in(
     def train(ranks: int, name: str, *more: str) -> Path:
         if family == "hf":
             hf = [written(tmp_path, "qwen2"), f"--job.dump_folder={tmp_path / name}"]
-            pool(ranks).run(_train, config_flags(tmp_path, *hf, *flags, *more))
+            pool(ranks).run(train_losses, config_flags(tmp_path, *hf, *flags, *more))
         else:
             small = (f"--model.overrides.{one}" for one in SMALL)
             assert (
-                pool(ranks).run(_run, str(tmp_path / name), *flags, *small, *more)[0]["error"] == ""
+                pool(ranks).run(train_run, str(tmp_path / name), *flags, *small, *more)[0]["error"]
+                == ""
             )
         return tmp_path / name / "checkpoint" / "step-1-hf"
 
@@ -608,14 +620,13 @@ def test_every_family_goes_out_of_runs_and_in(
     target = train(
         2, "two", f"--checkpoint.initial_load_path={source}", "--optimizer.lr=0", f"--{layout}=2"
     )
-    first, second = _tensors(source), _tensors(target)
-    assert first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    first = _tensors(source)
+    second = _tensors(target)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     lines: list[str] = []
     back = convert(source, tmp_path / "imported", "checkpoint", report=lines.append)
     assert "those of transformers" in lines[0]
     again = _tensors(convert(back, tmp_path / "again", "hf", report=lines.append))
-    assert again.keys() == first.keys() and all(
-        torch.equal(first[name], again[name]) for name in first
-    )
+    assert again.keys() == first.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)

@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.golden import HERE, PRINTS, make
-from tests.checkpoint.runs import options
-from tests.checkpoint.test_manifest import sign
-from tests.pool import Pools
+from tests.support.checkpoints import options, sign
+from tests.support.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, digest_of
@@ -107,14 +106,16 @@ def test_code_in_an_index_never_runs(
 
 def test_code_in_a_file_of_tensors_never_runs(tmp_path: Path) -> None:
     """Torch refuses it; this is to notice if a way to read such a file stops asking it to."""
-    marker, file = tmp_path / "ran", tmp_path / "weights.pt"
+    marker = tmp_path / "ran"
+    file = tmp_path / "weights.pt"
     torch.save({"state_dict": _Touch(marker)}, file)
     with pytest.raises(CheckpointError, match="is no file of tensors"):
         convert(file, tmp_path / "out", "checkpoint")
     folder = shutil.copytree(GOOD, tmp_path / "step-3")
     index = pickle.loads((folder / ".metadata").read_bytes())
     for place in index.storage_data.values():
-        place.offset, place.length = 0, file.stat().st_size
+        place.offset = 0
+        place.length = file.stat().st_size
     files = {".metadata": pickle.dumps(index), "__0_0.distcp": file.read_bytes()}
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -169,9 +170,8 @@ def test_an_index_that_does_not_fit_is_refused_with_the_reason(
     folder = _changed(tmp_path, ".metadata", edit)
     with pytest.raises(CheckpointError) as refused:
         Contents(folder)
-    assert str(refused.value).startswith(f"{folder}/.metadata cannot be used: ") and reason in str(
-        refused.value
-    )
+    assert str(refused.value).startswith(f"{folder}/.metadata cannot be used: ")
+    assert reason in str(refused.value)
 
 
 def test_an_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:

@@ -12,10 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, options, refusal, train
-from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import build_tiny, full, initial_weights, micro_batches
+from tests.support.checkpoints import (
+    PRINTS,
+    RUN,
+    assert_equal,
+    flip,
+    names,
+    options,
+    refusal,
+    train,
+)
+from tests.support.harness import build_tiny, full, initial_weights, micro_batches
+from tests.support.pool import Pools
+from tests.support.steps import train_step
 from titanlite.checkpoint.loaded import LEFT_OUT
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
@@ -47,7 +56,8 @@ def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -
     optimizer = build_optimizer(
         dict(model.named_parameters()), Optimizer(weight_decay=RUN.weight_decay), world.device
     )
-    guard, losses = FiniteGuard(world.device), []
+    guard = FiniteGuard(world.device)
+    losses = []
     for step in range(first, last + 1):
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
         result = train_step(
@@ -79,7 +89,8 @@ def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_p
         "from",
         0,
         {},
-    ) and loaded.folder == source / "step-4"
+    )
+    assert loaded.folder == source / "step-4"
     assert _bytes(source) == before, "it is only read"
     again = pool(2).run(train, RUN, tmp_path, 4, 4, **start)[0]["loaded"]
     assert (again.origin, again.folder) == ("resume", tmp_path / "step-3"), (
@@ -93,16 +104,13 @@ def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_p
     found = pool(2).run(train, RUN, tmp_path / "new", 5, 6, **whole)[0]
     assert found["losses"] == straight["losses"][4:]
     assert_equal(found["state"], straight["state"])
-    assert (
-        found["loaded"].train == {"next_sequence": 32}
-        and "dataloader" not in found["loaded"].left_out
-    )
+    assert found["loaded"].train == {"next_sequence": 32}
+    assert "dataloader" not in found["loaded"].left_out
     other = pool(2).run(
         train, RUN, tmp_path / "other", 5, 5, prints={**PRINTS, "data": "x"}, **whole
     )[0]["loaded"]
-    assert "dataloader" in other.left_out and any(
-        "its data differ" in line for line in other.notices
-    )
+    assert "dataloader" in other.left_out
+    assert any("its data differ" in line for line in other.notices)
 
 
 @pytest.mark.slow
@@ -117,20 +125,22 @@ def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_pa
         (damaged / "step-4", f"{shard} has changed since it was written"),
     ):
         messages = pool(2).run(refusal, RUN, tmp_path / "own", 1, 1, initial_load_path=str(path))
-        assert len(set(messages)) == 1 and not (tmp_path / "own").exists()
-        assert messages[0].startswith("checkpoint.initial_load_path: ") and told in messages[0]
+        assert len(set(messages)) == 1
+        assert not (tmp_path / "own").exists()
+        assert messages[0].startswith("checkpoint.initial_load_path: ")
+        assert told in messages[0]
     loaded = pool(2).run(train, RUN, tmp_path / "own", 1, 1, initial_load_path=str(damaged))[0][
         "loaded"
     ]
-    assert loaded.folder == damaged / "step-2" and any(
-        str(shard) in line for line in loaded.notices
-    )
+    assert loaded.folder == damaged / "step-2"
+    assert any(str(shard) in line for line in loaded.notices)
     assert names(damaged) == ["step-2", "step-4"]
 
 
 def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_path: Path) -> None:
     deeper = replace(RUN, args=replace(RUN.args, n_layers=3), rates=[0.0] * 20)
-    fresh, old = pool(2).run(initial_weights, deeper)[0], Contents(source / "step-4")
+    fresh = pool(2).run(initial_weights, deeper)[0]
+    old = Contents(source / "step-4")
     start = {"initial_load_path": str(source)}
     found = pool(2).run(
         train, deeper, tmp_path / "a", 1, 1, allow_missing=["model.layers.2.*"], **start
@@ -197,10 +207,8 @@ def test_weights_in_another_precision_are_converted(
     found = pool(2).run(train, still, tmp_path / "own", 1, 1, **start)[0]
     old = Contents(source / "step-4")
     for name, weight in found["weights"].items():
-        assert (
-            torch.equal(weight, old.read(f"model.{name}").bfloat16().float())
-            and weight.dtype == torch.float32
-        )
+        assert torch.equal(weight, old.read(f"model.{name}").bfloat16().float())
+        assert weight.dtype == torch.float32
     assert any("are converted" in line for line in found["loaded"].notices)
     refused = pool(2).run(
         refusal, still, tmp_path / "whole", 1, 1, initial_load_model_only=False, **start
@@ -218,7 +226,8 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
         "expected": {"global_batch": 4},
     }
     refused = pool(1).run(refusal, RUN, tmp_path, 3, 3, **other)[0]
-    assert "data: d there, x here" in refused and "global batch: 8 there, 4 here" in refused
+    assert "data: d there, x here" in refused
+    assert "global batch: 8 there, 4 here" in refused
     assert "--checkpoint.allow_changes=data,global_batch" in refused
     assert (
         "allow_changes=global_batch"
@@ -228,10 +237,8 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     loaded = pool(1).run(train, RUN, tmp_path, 3, 3, expected={"global_batch": 4}, **both)[0][
         "loaded"
     ]
-    assert (
-        len(loaded.changes) == 3
-        and sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
-    )
+    assert len(loaded.changes) == 3
+    assert sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
     assert pool(1).run(train, RUN, tmp_path, 4, 4, **both)[0]["loaded"].changes == ()
 
 
@@ -283,7 +290,9 @@ def test_the_table_names_each_kind_of_difference() -> None:
 
 def test_the_table_is_one_screen() -> None:
     lines = _refusal(_model(0), _model(30), source="x").splitlines()
-    assert len(lines) <= 24 and "60 missing" in lines[0] and "… and 40 more" in lines[-2]
+    assert len(lines) <= 24
+    assert "60 missing" in lines[0]
+    assert "… and 40 more" in lines[-2]
 
 
 @pytest.mark.parametrize(
@@ -320,11 +329,13 @@ def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: 
         name.startswith("optimizer.state.") and name.endswith(".step")
         for name in alike - found.load
     )
-    assert found.load <= alike and found.load
+    assert found.load <= alike
+    assert found.load
 
 
 def test_weights_of_another_precision_are_offered_a_conversion_not_a_loss() -> None:
-    half, weights = _model(2, dtype="bfloat16", optimizer=True), _model(2, optimizer=True)
+    half = _model(2, dtype="bfloat16", optimizer=True)
+    weights = _model(2, optimizer=True)
     offered = _refusal(half, weights, source="a/step-3").splitlines()[-1]
     assert (
         'a run in another folder with checkpoint.initial_load_path = "a/step-3" converts the '
@@ -338,8 +349,10 @@ def test_weights_of_another_precision_are_offered_a_conversion_not_a_loss() -> N
 
 
 def test_groups_patterns_and_types() -> None:
-    both, weights = _model(2, optimizer=True), _model(2)
-    assert select(both, both).load == both.keys() and not select(both, both).keep
+    both = _model(2, optimizer=True)
+    weights = _model(2)
+    assert select(both, both).load == both.keys()
+    assert not select(both, both).keep
     assert select(both, weights, ["optimizer"]).load == weights.keys()
     assert select(both, both, ["model.layers.1.*"]).keep == {
         n for n in both if ".layers.1." in n

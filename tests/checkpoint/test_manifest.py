@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.runs import write
-from titanlite.checkpoint.manifest import (
-    FORMAT,
-    CheckpointError,
-    digest_of,
-    find,
-    is_valid,
-    steps_in,
-)
+from tests.support.checkpoints import edit, sign, write
+from titanlite.checkpoint.manifest import FORMAT, CheckpointError, find, is_valid, steps_in
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.commands.checkpoint import list_checkpoints, remove
-
-
-def _edit(folder: Path, **changes: object) -> None:
-    """Change a manifest as a bad disk would."""
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def sign(folder: Path, **changes: object) -> None:
-    """Change a manifest as a wrong program would: its hash is right."""
-    _edit(folder, **changes)
-    path = folder / "manifest.json"
-    content = json.loads(path.read_text())
-    content.pop("digest")
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    path.write_text(json.dumps({**content, "digest": digest_of(text.encode())}))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +21,9 @@ def sign(folder: Path, **changes: object) -> None:
         (lambda f: (f / "shard").write_bytes(b"123"), "has 3 bytes, the manifest says 4"),
         (lambda f: (f / "shard").unlink(), "shard is missing"),
         (lambda f: (f / "manifest.json").write_text("[" * 100_000), "maximum recursion depth"),
-        (lambda f: _edit(f, train={"next_sequence": 41}), "is damaged"),
-        (lambda f: _edit(f, digest=None), "is damaged"),
-        (lambda f: _edit(f, format=1), "is damaged"),
+        (lambda f: edit(f, train={"next_sequence": 41}), "is damaged"),
+        (lambda f: edit(f, digest=None), "is damaged"),
+        (lambda f: edit(f, format=1), "is damaged"),
         (lambda f: sign(f, files=None), "files"),
         (lambda f: sign(f, step=6.0), "step"),
         (lambda f: sign(f, validation_loss=float("nan")), "validation_loss = nan"),
@@ -66,14 +42,17 @@ def test_damaged_newest_is_named_and_the_one_before_is_used(
     write(tmp_path, 5, 6)
     damage(tmp_path / "step-6")
     manifest, passed = find(tmp_path)
-    assert manifest is not None and manifest.step == 5
-    assert len(passed) == 1 and reason in passed[0] and "step-6" in passed[0]
+    assert manifest is not None
+    assert manifest.step == 5
+    assert len(passed) == 1
+    assert reason in passed[0]
+    assert "step-6" in passed[0]
 
 
 def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
     """Otherwise its run would lose steps without a word."""
     write(tmp_path, 5, 6)
-    _edit(tmp_path / "step-6", format=FORMAT + 1)
+    edit(tmp_path / "step-6", format=FORMAT + 1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()}
     for use in (
         lambda: find(tmp_path),
@@ -88,7 +67,8 @@ def test_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
         ):
             use()
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()} == before
-    assert steps_in(tmp_path) == [5, 6] and find(tmp_path, 5)[0] is not None
+    assert steps_in(tmp_path) == [5, 6]
+    assert find(tmp_path, 5)[0] is not None
     assert [entry.state for entry in list_checkpoints(tmp_path)] == ["valid", "newer format"]
 
 
@@ -108,6 +88,8 @@ def test_newest_is_found_by_number_and_a_demanded_step_by_name(tmp_path: Path) -
 def test_known_damage_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path, 4, 5)
     manifest, passed = find(tmp_path, known_bad={5: "a hash differs"})
-    assert manifest is not None and manifest.step == 4 and passed == ["a hash differs"]
+    assert manifest is not None
+    assert manifest.step == 4
+    assert passed == ["a hash differs"]
     with pytest.raises(CheckpointError, match="a hash differs"):
         find(tmp_path, 5, known_bad={5: "a hash differs"})

@@ -10,9 +10,9 @@ from threading import Thread
 
 import pytest
 
-from tests.checkpoint import s3
-from tests.checkpoint.runs import RUN, names, train
-from tests.pool import Pools
+from tests.support import s3
+from tests.support.checkpoints import RUN, names, train
+from tests.support.pool import Pools
 from titanlite.checkpoint.manifest import find, steps_in
 from titanlite.checkpoint.paths import StoreError
 from titanlite.runs.lock import LockedError, RunLock
@@ -84,11 +84,12 @@ def test_saves_work_and_old_checkpoints_stay(
             steps = (RUN, locked.root, first, last)
             pool(2).run(s3.there, locked.environment, train, *steps, every=2, keep_latest_k=1)
         manifest, passed = find(locked.path)
-        assert manifest is not None and manifest.step == 6 and passed == []
+        assert manifest is not None
+        assert manifest.step == 6
+        assert passed == []
         assert steps_in(locked.path) == [2, 4, 6]
-        assert ".metadata" in names(locked.path / "step-6") and ".metadata.tmp" not in names(
-            locked.path / "step-6"
-        )
+        assert ".metadata" in names(locked.path / "step-6")
+        assert ".metadata.tmp" not in names(locked.path / "step-6")
         assert any("manifest.json" in request for request in denied), (
             "it has tried to delete old ones"
         )

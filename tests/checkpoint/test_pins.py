@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
+from tests.support.checkpoints import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint.manifest import PIN, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import (
@@ -55,7 +55,8 @@ def test_a_touch_that_succeeds_keeps_the_checkpoint(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _TOUCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as toucher:
-        assert toucher.stdin is not None and toucher.stdout is not None
+        assert toucher.stdin is not None
+        assert toucher.stdout is not None
         for number in range(300):
             root = tmp_path / str(number)
             write(root, 1, 2, 3)
@@ -101,14 +102,16 @@ def test_a_pin_through_the_old_name_of_a_renamed_folder_counts(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
         assert prune(tmp_path, 3, options(tmp_path, keep_latest_k=2)) == []
-    assert _is_whole(tmp_path, 1) and leftovers(tmp_path) == []
+    assert _is_whole(tmp_path, 1)
+    assert leftovers(tmp_path) == []
     (tmp_path / "step-1" / PIN).unlink()
     marks = prune(tmp_path, 3, options(tmp_path, keep_latest_k=2))
     for way in (_touch, lambda folder: os.utime(PIN, dir_fd=folder)):
         with pytest.raises(FileNotFoundError):  # both ways in which `touch` tries
             way(folder)
     os.close(folder)
-    assert [delete(mark) for mark in marks] == [True] and names(tmp_path) == ["step-2", "step-3"]
+    assert [delete(mark) for mark in marks] == [True]
+    assert names(tmp_path) == ["step-2", "step-3"]
 
 
 def test_a_pin_between_two_steps_of_a_deletion_counts(
@@ -132,12 +135,15 @@ def test_a_pin_between_two_steps_of_a_deletion_counts(
     with monkeypatch.context() as patch:
         patch.setattr(kind, change, pinning)
         assert prune(root, 3, options(root, keep_latest_k=2)) == []
-    assert _is_whole(root, 1) and leftovers(root) == []
+    assert _is_whole(root, 1)
+    assert leftovers(root) == []
     if isinstance(root, StorePath):
         (root / "step-1" / PIN).unlink()
         (mark,) = prune(root, 3, options(root, keep_latest_k=2))
         (root / "step-1" / PIN).write_bytes(b"")
-        assert not delete(mark) and _is_whole(root, 1) and leftovers(root) == []
+        assert not delete(mark)
+        assert _is_whole(root, 1)
+        assert leftovers(root) == []
 
 
 def test_rm_leaves_what_is_pinned_meanwhile(
@@ -156,7 +162,8 @@ def test_rm_leaves_what_is_pinned_meanwhile(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_must_leave_one", reading)
         gone = remove([tmp_path / "step-1", tmp_path / "step-2"])
-    assert [entry.folder.name for entry in gone] == ["step-2"] and _is_whole(tmp_path, 1)
+    assert [entry.folder.name for entry in gone] == ["step-2"]
+    assert _is_whole(tmp_path, 1)
     assert names(tmp_path) == ["step-1", "step-3"]
     assert [entry.folder.name for entry in remove([tmp_path / "step-1"], force=True)] == ["step-1"]
     assert names(tmp_path) == ["step-3"], "--force deletes a pinned one"
@@ -171,7 +178,8 @@ def test_a_killed_deletion_of_a_pinned_one_is_undone(tmp_path: Path) -> None:
     (entry,) = [entry for entry in list_checkpoints(tmp_path) if entry.folder == leftover]
     assert entry.description == "being deleted, pinned"
     put_back_pinned(tmp_path)
-    assert _is_whole(tmp_path, 1) and leftovers(tmp_path) == []
+    assert _is_whole(tmp_path, 1)
+    assert leftovers(tmp_path) == []
     (tmp_path / "step-1").rename(leftover)
     assert not delete(leftover) and _is_whole(tmp_path, 1), (
         "also where nothing looks before the deletion"
@@ -181,4 +189,5 @@ def test_a_killed_deletion_of_a_pinned_one_is_undone(tmp_path: Path) -> None:
 def test_a_link_keep_of_the_user_counts(tmp_path: Path) -> None:
     write(tmp_path, 1, 2)
     (tmp_path / "step-1" / PIN).symlink_to("wherever")
-    assert unpublish(tmp_path / "step-1") is None and _is_whole(tmp_path, 1)
+    assert unpublish(tmp_path / "step-1") is None
+    assert _is_whole(tmp_path, 1)

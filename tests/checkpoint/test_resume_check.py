@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.test_run import _losses, _run
+from tests.support.pool import Pools
+from tests.support.whole_runs import losses_of, train_run
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.checkpoint.resume_check import FILE, ResumeCheck
 from titanlite.data.loader import TrainLoader
@@ -31,7 +31,8 @@ def _left(path: Path, **settings: Any) -> dict[str, Any]:
     check = ResumeCheck(path, 0, HERE, **settings)
     assert _step(check, 4, 9.0) is None
     state = check.at_save(4, "abc")
-    assert _step(check, 5, 2.5) is None and _step(check, 6, 2.25) is None
+    assert _step(check, 5, 2.5) is None
+    assert _step(check, 6, 2.25) is None
     return state
 
 
@@ -68,18 +69,21 @@ def test_the_last_bit_counts_unless_a_setting_has_changed(
 ) -> None:
     state = _left(tmp_path / FILE, tolerance=tolerance)
     result = _step(_again(tmp_path / FILE, state, setting={"ranks": setting}), 5, *now)
-    assert result.verified == verified and part in result.text
+    assert result.verified == verified
+    assert part in result.text
     assert result.text.startswith("RESUME NOT VERIFIED") != verified
 
 
 def test_another_batch_is_named(tmp_path: Path) -> None:
     state = _left(tmp_path / FILE)
     verified, text = _step(_again(tmp_path / FILE, state, batch="xyz"), 5, 2.5)
-    assert not verified and "the next batch is not the one" in text
+    assert not verified
+    assert "the next batch is not the one" in text
     verified, text = _step(
         _again(tmp_path / FILE, state, batch="xyz", changes=("data: d there, x here",)), 5, 7.0
     )
-    assert verified and "as allowed: data: d there, x here" in text
+    assert verified
+    assert "as allowed: data: d there, x here" in text
 
 
 def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
@@ -90,7 +94,8 @@ def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
     _left(path)
     state = ResumeCheck(path, 0, HERE).at_save(4, "abc")
     verified, text = _step(_again(path, state), 5, 2.0)
-    assert verified and "no earlier attempt has left figures of step 5" in text
+    assert verified
+    assert "no earlier attempt has left figures of step 5" in text
     check = _again(path, state)
     assert "bit for bit" in _step(check, 5, 2.0).text and _step(check, 6, 2.25) is None, (
         "it is told once"
@@ -117,13 +122,13 @@ def test_bad_numbers_and_bad_files(tmp_path: Path) -> None:
 def left(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on two ranks that was lost at step 6; its checkpoint is of step 4."""
     folder = tmp_path_factory.mktemp("left")
-    pool(2).run(_run, str(folder), "--training.steps=6", "--checkpoint.interval=4")
+    pool(2).run(train_run, str(folder), "--training.steps=6", "--checkpoint.interval=4")
     shutil.rmtree(folder / "checkpoint" / "step-6")
     return folder
 
 
 def _resume(
-    pool: Pools, ranks: int, left: Path, folder: Path, *flags: str, function: Any = _run
+    pool: Pools, ranks: int, left: Path, folder: Path, *flags: str, function: Any = train_run
 ) -> dict[str, Any]:
     shutil.copytree(left, folder)
     found: dict[str, Any] = pool(ranks).run(function, str(folder), *flags, "--training.steps=6")[0]
@@ -171,7 +176,7 @@ def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         move(self, {"next_sequence": state["next_sequence"] + 8})
 
     with patch.object(TrainLoader, "load_state_dict", late):
-        return _run(world, folder, *flags, "--data.prefetch=0")
+        return train_run(world, folder, *flags, "--data.prefetch=0")
 
 
 def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
@@ -183,13 +188,15 @@ def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> No
 def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Path) -> None:
     anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
     found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
-    before = _losses(json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines())  # type: ignore[arg-type]
-    now = _losses(found["rows"])
+    before = losses_of(
+        json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines()
+    )  # type: ignore[arg-type]
+    now = losses_of(found["rows"])
     assert [now[step][2] for step in (5, 6)] == [before[step][2] for step in (1, 2)]
     assert any("but with new schedule, text" in line for line in found["said"])
     shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
-    again = pool(2).run(_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
-    assert _losses(again["rows"])[6] == now[6], "the schedule and the text go on where they were"
+    again = pool(2).run(train_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
+    assert losses_of(again["rows"])[6] == now[6], "the schedule and the text go on where they were"
     assert "bit for bit" in _line(again)
 
 
@@ -200,9 +207,9 @@ def test_other_shares_of_a_mixture_are_allowed_and_named(pool: Pools, tmp_path: 
         )
 
     flags = ["--no-validation.enable", "--checkpoint.interval=4"]
-    pool(1).run(_run, str(tmp_path), *flags, source(1), "--training.steps=4")
-    again = _line(pool(1).run(_run, str(tmp_path), *flags, source(9), "--training.steps=5")[0])
+    pool(1).run(train_run, str(tmp_path), *flags, source(1), "--training.steps=4")
+    again = _line(pool(1).run(train_run, str(tmp_path), *flags, source(9), "--training.steps=5")[0])
     assert again.startswith("resume verified at step 4: ")
     assert "the next batch is another one, as allowed: data.source and data.phase" in again
-    same = _line(pool(1).run(_run, str(tmp_path), *flags, source(9), "--training.steps=6")[0])
+    same = _line(pool(1).run(train_run, str(tmp_path), *flags, source(9), "--training.steps=6")[0])
     assert "the next batch is the one that was to come" in same

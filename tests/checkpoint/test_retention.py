@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
+from tests.support.checkpoints import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint import retention
 from titanlite.checkpoint.manifest import REASON, CheckpointError, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
@@ -116,10 +116,12 @@ def test_a_kill_at_any_moment_loses_nothing(
             delete(mark)
         left = steps_in(here)
         write(here, *({2, 4, 6} - {*left}))
-        assert steps_in(here) == [2, 4, 6] and leftovers(here) == []
+        assert steps_in(here) == [2, 4, 6]
+        assert leftovers(here) == []
         assert not [name for name in names(here) if not name.startswith("step-")]
         if not killed:
-            assert left == end and call > 2
+            assert left == end
+            assert call > 2
             return
     raise AssertionError("it never ended")
 
@@ -143,12 +145,12 @@ def test_leftovers_of_a_save_and_of_older_versions_go(root: AnyPath) -> None:
             replace(MANIFEST, step=8).to_json()
         )
         assert len(leftovers(root)) == 5
-    assert steps_in(root) == [2] and [entry.folder.name for entry in list_checkpoints(root)][
-        -1
-    ].startswith(".partial-")
+    assert steps_in(root) == [2]
+    assert [entry.folder.name for entry in list_checkpoints(root)][-1].startswith(".partial-")
     deleter = Deleter()
     deleter.delete(leftovers(root))
-    assert deleter.wait(300) and names(root) == ["step-2"]
+    assert deleter.wait(300)
+    assert names(root) == ["step-2"]
 
 
 def test_a_lost_manifest_is_no_leftover(root: AnyPath) -> None:
@@ -158,10 +160,13 @@ def test_a_lost_manifest_is_no_leftover(root: AnyPath) -> None:
     write(root, 2, 4)
     (root / "step-4" / "manifest.json").unlink()
     manifest, passed = find(root)
-    assert manifest is not None and manifest.step == 2 and "step-4 has no manifest" in passed[0]
+    assert manifest is not None
+    assert manifest.step == 2
+    assert "step-4 has no manifest" in passed[0]
     assert leftovers(root) == []
     write(root, 4)
-    assert steps_in(root) == [2, 4] and names(root / "step-4.invalid-0") == [REASON, "shard"]
+    assert steps_in(root) == [2, 4]
+    assert names(root / "step-4.invalid-0") == [REASON, "shard"]
 
 
 def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root: AnyPath) -> None:
@@ -184,9 +189,8 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
     with pytest.raises(CheckpointError):
         begin(root, 4)
     begin(root, 4, known_bad={4: "a hash differs"})
-    assert (root / "step-4.invalid-1" / REASON).read_bytes() == b"a hash differs\n" and steps_in(
-        root
-    ) == [2]
+    assert (root / "step-4.invalid-1" / REASON).read_bytes() == b"a hash differs\n"
+    assert steps_in(root) == [2]
 
 
 def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
@@ -204,14 +208,16 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
 
 
 def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
-    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    root = tmp_path / "run"
+    elsewhere = tmp_path / "elsewhere"
     write(root, 1, 2, 3)
     for go in (lambda: remove([root / "step-1"]), lambda: _pruned(root, 3, keep_latest_k=2)):
         if not elsewhere.exists():
             (root / "step-1").rename(elsewhere)
         (root / "step-1").symlink_to(elsewhere)
         go()
-        assert names(root) == ["step-2", "step-3"] and names(elsewhere) == [
+        assert names(root) == ["step-2", "step-3"]
+        assert names(elsewhere) == [
             "manifest.json",
             "shard",
         ]
@@ -233,7 +239,16 @@ def test_milestones_stay(tmp_path: Path) -> None:
     write(tmp_path, *range(21))
     assert _pruned(tmp_path, 20) == [*range(21)], "by default nothing goes"
     assert _pruned(tmp_path, 20, keep_latest_k=2, milestones="powers_of_two", keep_every=7) == [
-        *(0, 1, 2, 4, 7, 8, 14, 16, 19, 20)
+        0,
+        1,
+        2,
+        4,
+        7,
+        8,
+        14,
+        16,
+        19,
+        20,
     ]
     assert _pruned(tmp_path, 20, keep_latest_k=2, milestones=[4, 100]) == [4, 19, 20]
 

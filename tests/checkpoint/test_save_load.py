@@ -19,9 +19,8 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint import s3
-from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import (
+from tests.support import s3
+from tests.support.checkpoints import (
     PRINTS,
     RUN,
     assert_equal,
@@ -33,9 +32,10 @@ from tests.checkpoint.runs import (
     train,
     unequal,
 )
-from tests.pool import Pools
-from tests.training.harness import build_tiny
-from tests.words import listening
+from tests.support.harness import build_tiny
+from tests.support.pool import Pools
+from tests.support.s3 import Storage
+from tests.support.words import listening
 from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import (
@@ -83,19 +83,15 @@ def test_four_and_four_equal_eight_bit_for_bit(
     for step in (4, 6, 8):
         assert unequal(storage.root / f"step-{step}", tmp_path / "straight" / f"step-{step}") == []
     loaded = second[0]["loaded"]
-    assert (
-        loaded.verified
-        and loaded.folder == storage.root / "step-4"
-        and loaded.train == {"next_sequence": 32}
-    )
+    assert loaded.verified
+    assert loaded.folder == storage.root / "step-4"
+    assert loaded.train == {"next_sequence": 32}
     assert names(storage.root) == ["step-4", "step-6", "step-8"], (
         "that which was resumed from stays"
     )
     outcomes = [(outcome.step, outcome.problem) for outcome in second[0]["outcomes"]]
-    assert (
-        outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")])
-        and second[1]["outcomes"] == []
-    )
+    assert outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")])
+    assert second[1]["outcomes"] == []
 
 
 #: Meshes of four ranks, each of which takes over from the one before it; the last one's checkpoint
@@ -154,9 +150,8 @@ def test_manifest_describes_tensors_and_files(written: Path) -> None:
         for name in manifest.tensors
         if "param_groups" in name or "_orig_mod" in name or "rope" in name
     ]
-    assert manifest.format == FORMAT and manifest.versions["python"] == ".".join(
-        map(str, sys.version_info[:3])
-    )
+    assert manifest.format == FORMAT
+    assert manifest.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     files = {
         name: (written / "step-6" / name).read_bytes()
         for name in names(written / "step-6")
@@ -209,7 +204,9 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(
 ) -> None:
     flip(copied / "step-6" / name, where)
     found = _loads(pool, copied)
-    assert found["step"] == 3 and "step-6" in found["notices"][0] and name in found["notices"][0]
+    assert found["step"] == 3
+    assert "step-6" in found["notices"][0]
+    assert name in found["notices"][0]
     assert f"titanlite checkpoint verify {copied}" in found["notices"][1]
 
 
@@ -239,7 +236,8 @@ def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage)
         told = [
             line for line in result["loaded"].notices if "has changed since it was written" in line
         ]
-        assert len(told) == 1 and f"step-4/{shard}" in told[0]
+        assert len(told) == 1
+        assert f"step-4/{shard}" in told[0]
     assert names(storage.root) == ["step-2", "step-4", "step-4.invalid-0", "step-5"], (
         "2 was resumed from"
     )
@@ -269,11 +267,11 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(
     flip(copied / "step-6" / "__1_0.distcp")
     for start in ("resume-or-fresh", "resume"):
         found = _loads(pool, copied, start=start)
-        assert found["untouched"] and "has no valid checkpoint" in found["error"]
+        assert found["untouched"]
+        assert "has no valid checkpoint" in found["error"]
         assert all(f"step-{step}/__1_0.distcp" in found["error"] for step in (3, 6))
-        assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (
-            start == "resume"
-        )
+        assert "--job.dump_folder" in found["error"]
+        assert (f'"{start}"' in found["error"]) == (start == "resume")
 
 
 def _damage(folder: AnyPath) -> None:
@@ -301,7 +299,8 @@ def _save_thrice(
     """
     model, optimizer, _ = build_tiny(world, RUN)
     config = options(folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
-    saver, results = Checkpointer(config, world, PRINTS), []
+    saver = Checkpointer(config, world, PRINTS)
+    results = []
     written = saver._written
 
     def on_a_bad_disk(folder: AnyPath, writer: Any) -> Any:
@@ -342,12 +341,14 @@ def test_a_bit_that_changes_on_its_way_is_not_published(
         r"could not be read back: .*__1_\w*0\.distcp has changed since it was written: xxh3:",
         problem,
     )
-    assert names(storage.root) == ["step-3"] and verify(storage.root / "step-3")[1] == []
+    assert names(storage.root) == ["step-3"]
+    assert verify(storage.root / "step-3")[1] == []
 
 
 def test_files_that_did_not_reach_the_disk_are_not_published(pool: Pools, storage: Storage) -> None:
     for results in storage.run(pool(2), _save_thrice, storage.root, "disabled", _cut):
-        assert "does not hold what was written to it (__1_" in results[2] and results[3] == "[1]"
+        assert "does not hold what was written to it (__1_" in results[2]
+        assert results[3] == "[1]"
 
 
 def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) -> None:
@@ -383,7 +384,8 @@ def test_a_rank_that_cannot_read_back_fails_the_save_of_all(
     pool: Pools, tmp_path: Path, mode: str
 ) -> None:
     for error in pool(2).run(_read_back, tmp_path, mode):
-        assert "rank 1 cannot read" in error and "can't start new thread" in error
+        assert "rank 1 cannot read" in error
+        assert "can't start new thread" in error
     assert steps_in(tmp_path) == []
 
 
@@ -405,11 +407,9 @@ def test_a_store_that_denies_access_ends_a_load(pool: Pools, bucket: s3.Bucket) 
     """It does not take an older checkpoint: nothing is known of the newest."""
     pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
     errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path)
-    assert (
-        errors[0] == errors[1]
-        and " cannot read s3://" in errors[0]
-        and "access denied" in errors[0]
-    )
+    assert errors[0] == errors[1]
+    assert " cannot read s3://" in errors[0]
+    assert "access denied" in errors[0]
 
 
 def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
@@ -417,7 +417,8 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(train, RUN, folder, 1, 4, every=2)
     other = pool(2).run(refusal, RUN, folder, 5, 6, prints={**PRINTS, "tokenizer": "x"})
     assert other[0] == other[1], "every rank must leave with the same error"
-    assert "tokenizer: t there, x here" in other[0] and "--checkpoint.folder" in other[0]
+    assert "tokenizer: t there, x here" in other[0]
+    assert "--checkpoint.folder" in other[0]
     for first, fields, told in (
         (1, {"start": "fresh"}, "checkpoint.start"),
         (3, {"load_step": 2}, "move step-4"),
@@ -439,5 +440,7 @@ def test_a_start_clears_leftovers(pool: Pools, storage: Storage) -> None:
         (storage.root / "step-9").mkdir()
     (storage.root / "step-9" / "__0_0.distcp").write_bytes(b"half")
     storage.run(pool(1), train, RUN, storage.root, 1, 2)
-    assert names(storage.root) == ["step-2"] and leftovers(storage.root) == []
-    assert find(storage.root)[1] == [] and parse_manifest(storage.root / "step-2").seconds
+    assert names(storage.root) == ["step-2"]
+    assert leftovers(storage.root) == []
+    assert find(storage.root)[1] == []
+    assert parse_manifest(storage.root / "step-2").seconds

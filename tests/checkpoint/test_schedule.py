@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.checkpoint.runs import options, write
-from tests.pool import Pools
+from tests.support.checkpoints import options, write
+from tests.support.pool import Pools
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv
@@ -24,7 +24,8 @@ def _ask(
 ) -> dict[str, Any]:
     """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still."""
     met: list[int] = []
-    now, broadcast = [0.0], DistEnv.broadcast
+    now = [0.0]
+    broadcast = DistEnv.broadcast
 
     def counted(self: DistEnv, value: object) -> object:
         met.append(step)
@@ -44,7 +45,8 @@ def _ask(
 def test_steps_cost_no_communication(pool: Pools) -> None:
     config = Checkpoint(interval=10, milestones=[3, 14], enable_first_step_checkpoint=True)
     for found in pool(2).run(_ask, config, [1.0] * 25):
-        assert found["due"] == [1, 3, 10, 14, 20] and found["met"] == []
+        assert found["due"] == [1, 3, 10, 14, 20]
+        assert found["met"] == []
     config = Checkpoint(interval=10, milestones="powers_of_two")
     assert pool(2).run(_ask, config, [1.0] * 20)[0]["due"] == [1, 2, 4, 8, 10, 16, 20]
 
@@ -55,7 +57,8 @@ def test_the_clock_of_rank_0_decides_for_all_and_is_seldom_asked(pool: Pools) ->
     assert here["due"] == there["due"] == [201, 401, 601, 801, 1001], (
         "the first interval begins after the first step"
     )
-    assert here["met"] == there["met"] and len(here["met"]) < 1000 / 8
+    assert here["met"] == there["met"]
+    assert len(here["met"]) < 1000 / 8
 
 
 def test_the_pace_may_change(pool: Pools) -> None:
@@ -81,7 +84,8 @@ def test_a_loss_among_the_lowest_of_this_run_is_saved(pool: Pools, tmp_path: Pat
         _ask, options(tmp_path, interval=1000, keep_best=2), [1.0] * 13, losses
     ):
         # Nothing is saved here, so it is always 5.0 and 4.0 that are to be beaten.
-        assert found["due"] == [6, 10, 12] and found["met"] == [2, 4, 6, 8, 10, 12]
+        assert found["due"] == [6, 10, 12]
+        assert found["met"] == [2, 4, 6, 8, 10, 12]
     assert pool(2).run(_ask, options(tmp_path, interval=1000, keep_best=3), [1.0] * 3, losses)[0][
         "due"
     ] == [2]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint import s3
-from tests.pool import free_port
-from tests.processes import python
-from tests.runs.test_lock import compete
+from tests.support import s3
+from tests.support.locks import compete
+from tests.support.pool import free_port
+from tests.support.processes import python
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
@@ -24,13 +24,15 @@ from titanlite.tools.cli import main
 
 
 def test_paths() -> None:
-    assert to_path("outputs/a") == Path("outputs/a") and to_path("file:///tmp/a%20b") == Path(
-        "/tmp/a b"
-    )
+    assert to_path("outputs/a") == Path("outputs/a")
+    assert to_path("file:///tmp/a%20b") == Path("/tmp/a b")
     url = to_path("s3://bucket//run/checkpoint/")
-    assert isinstance(url, StorePath) and str(url) == "s3://bucket/run/checkpoint"
-    assert url.name == "checkpoint" and str(url.parent / "x") == "s3://bucket/run/x"
-    assert url == to_path("S3://bucket/run/checkpoint") and len({url, StorePath(str(url))}) == 1
+    assert isinstance(url, StorePath)
+    assert str(url) == "s3://bucket/run/checkpoint"
+    assert url.name == "checkpoint"
+    assert str(url.parent / "x") == "s3://bucket/run/x"
+    assert url == to_path("S3://bucket/run/checkpoint")
+    assert len({url, StorePath(str(url))}) == 1
 
 
 def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,17 +45,15 @@ def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.M
             map(str, missing_packages(load(["--checkpoint.enable_checkpoint", *flags])))
         )
 
-    assert refused("s3://bucket/run", "s3://bucket/other") == "" and refused("file:///tmp/x") == ""
-    assert "memory of one process" in refused("memory://run") and "names no bucket" in refused(
-        "s3://"
-    )
-    assert "s33" in refused("s33://bucket/run") and "initial_load_path" in refused(
-        "outputs", "s33://bucket/run"
-    )
+    assert refused("s3://bucket/run", "s3://bucket/other") == ""
+    assert refused("file:///tmp/x") == ""
+    assert "memory of one process" in refused("memory://run")
+    assert "names no bucket" in refused("s3://")
+    assert "s33" in refused("s33://bucket/run")
+    assert "initial_load_path" in refused("outputs", "s33://bucket/run")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'titanlite[s3]'" in refused(
-        "s3://b/run"
-    ) and "pip install gcsfs" in refused("gs://b/run")
+    assert "pip install 'titanlite[s3]'" in refused("s3://b/run")
+    assert "pip install gcsfs" in refused("gs://b/run")
 
 
 @pytest.mark.slow
@@ -67,9 +67,8 @@ def test_large_objects_are_written_and_read_in_parts(
     with path.open("wb") as stream:
         for at in range(0, len(content), 3 << 20):
             stream.write(content[at : at + (3 << 20)])
-    assert entries(bucket.path) == {"large": False} and bucket.objects() == {
-        path.key.partition("/")[2]: len(content)
-    }
+    assert entries(bucket.path) == {"large": False}
+    assert bucket.objects() == {path.key.partition("/")[2]: len(content)}
     with path.open("rb") as stream:
         for at, count in ((0, 10), (len(content) - 2, 2), (5 << 20, 4 << 20)):
             stream.seek(at)
@@ -132,4 +131,5 @@ def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_o
     )
     python("-c", code, bucket.root, env=bucket.environment)
     assert list(bucket.objects()) == ["run/checkpoint/run.lock"]
-    assert compete(bucket.path, 4) == (1, 3) and bucket.objects() == {}
+    assert compete(bucket.path, 4) == (1, 3)
+    assert bucket.objects() == {}

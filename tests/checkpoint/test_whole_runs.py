@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import unequal
-from tests.pool import Pools
-from tests.training.test_run import _losses, _run, _trainer
+from tests.support.checkpoints import unequal
+from tests.support.pool import Pools
+from tests.support.s3 import Storage
+from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
@@ -30,26 +30,28 @@ def _said(found: dict[str, Any], start: str) -> str:
 @pytest.mark.slow
 def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]
-    pool(2).run(_run, str(tmp_path / "full"), *flags)
+    pool(2).run(train_run, str(tmp_path / "full"), *flags)
     only = [
         "--checkpoint.model_weights_only",
         "--checkpoint.export_dtype=bfloat16",
         "--checkpoint.keep_latest_k=1",
     ]
-    found = pool(2).run(_run, str(tmp_path / "only"), *flags, *only)[0]
+    found = pool(2).run(train_run, str(tmp_path / "only"), *flags, *only)[0]
     assert "bfloat16" in _said(found, "the last save, of step 4, will hold the weights only")
     full, last = (Contents(tmp_path / kind / "checkpoint" / "step-4") for kind in ("full", "only"))
-    assert last.manifest.weights_only and last.manifest.dtype == "bfloat16"
+    assert last.manifest.weights_only
+    assert last.manifest.dtype == "bfloat16"
     weights = [name for name in full.manifest.tensors if name.startswith("model.")]
     assert sorted(last.manifest.tensors) == sorted(weights)
     assert all(torch.equal(full.read(name).to(torch.bfloat16), last.read(name)) for name in weights)
     assert last.manifest.size < full.manifest.size / 4
     root = tmp_path / "only" / "checkpoint"
     assert not read_manifest(root / "step-2").weights_only, "it can still be resumed"
-    error = pool(2).run(_run, str(tmp_path / "only"), *flags, "--training.steps=6")[0]["error"]
-    assert "step-4 holds weights only" in error and "checkpoint.initial_load_path" in error
+    error = pool(2).run(train_run, str(tmp_path / "only"), *flags, "--training.steps=6")[0]["error"]
+    assert "step-4 holds weights only" in error
+    assert "checkpoint.initial_load_path" in error
     shutil.move(root / "step-4", tmp_path / "step-4")
-    assert pool(2).run(_run, str(tmp_path / "only"), *flags)[0]["step"] == 4
+    assert pool(2).run(train_run, str(tmp_path / "only"), *flags)[0]["step"] == 4
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
 
 
@@ -62,16 +64,17 @@ def test_the_last_save_for_transformers_is_reported_beside_saves_in_the_backgrou
         "--checkpoint.last_save_in_hf",
     ]
     found = pool(1).run(
-        _run, str(tmp_path), "--training.steps=2", "--no-validation.enable", *flags
+        train_run, str(tmp_path), "--training.steps=2", "--no-validation.enable", *flags
     )[0]
     folder = tmp_path / "checkpoint" / "step-2-hf"
-    assert folder.is_dir() and _said(found, f"checkpoint of step 2 written to {folder} in ")
+    assert folder.is_dir()
+    assert _said(found, f"checkpoint of step 2 written to {folder} in ")
     assert read_entries(tmp_path)[-1]["saved_step"] == 2
 
 
 def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
     try:
-        save_seed(_trainer(world, str(folder), *flags).parts)
+        save_seed(make_trainer(world, str(folder), *flags).parts)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -86,16 +89,19 @@ PP = "--experimental.pipeline_parallel_degree=2"
 def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, ranks: int, degrees: list[str]
 ) -> None:
-    seeded, fresh = tmp_path / "seeded", tmp_path / "fresh"
+    seeded = tmp_path / "seeded"
+    fresh = tmp_path / "fresh"
     flags = ["--training.steps=3", "--training.batch_size=2", *degrees]
     place = f"--checkpoint.folder={storage.root}"
     assert storage.run(pool(1), _seed, seeded, *flags, SEED, place) == [""]
-    assert steps_in(storage.root) == [0] and not (seeded / "metrics.jsonl").exists()
+    assert steps_in(storage.root) == [0]
+    assert not (seeded / "metrics.jsonl").exists()
     assert "holds step-0 already" in storage.run(pool(1), _seed, seeded, *flags, SEED, place)[0]
-    here = storage.run(pool(ranks), _run, str(seeded), *flags, place)[0]
-    there = pool(ranks).run(_run, str(fresh), *flags)[0]
+    here = storage.run(pool(ranks), train_run, str(seeded), *flags, place)[0]
+    there = pool(ranks).run(train_run, str(fresh), *flags)[0]
     assert _said(here, "resumed from step 0")
-    assert _losses(here["rows"]) == _losses(there["rows"]) and sorted(_losses(here["rows"])) == [
+    assert losses_of(here["rows"]) == losses_of(there["rows"])
+    assert sorted(losses_of(here["rows"])) == [
         1,
         2,
         3,
@@ -107,4 +113,5 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
         manifests[0].train[key] == manifests[1].train[key]
         for key in ("data", "tokens_seen", "global_batch")
     )
-    assert manifests[0].config["model"]["dim"] == 64 and "WORLD_SIZE" in manifests[0].environment
+    assert manifests[0].config["model"]["dim"] == 64
+    assert "WORLD_SIZE" in manifests[0].environment

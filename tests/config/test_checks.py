@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool import free_port
-from tests.refusals import refusal, refusals
+from tests.support.pool import free_port
+from tests.support.refusals import refusal, refusals
 from titanlite import exit_codes, main
 from titanlite.config.errors import Problem
 from titanlite.config.load import load
@@ -91,14 +91,22 @@ def test_ranks_and_model_are_checked_together_and_divided_only_if_they_are_right
     assert [problem.where for problem in shared] == ["command line"], "the length is a default"
 
 
-ON, GATHER = "float8.enable_float8_linear", "float8.enable_fsdp_float8_all_gather"
+ON = "float8.enable_float8_linear"
+GATHER = "float8.enable_fsdp_float8_all_gather"
 PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
-AC, RATE, COMPILE = "activation_checkpoint.", "lr_scheduler.", "training.compile"
-ASYNC, DDP = "experimental.enable_async_tensor_parallel", "training.data_parallel_type=ddp"
-TP, CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
-PP, SPLIT = "experimental.pipeline_parallel_", "experimental.pipeline_parallel_split_points"
-PP2, MICRO = f"{PP}degree=2", f"{PP}microbatches"
-CHUNKS, FAKE = "training.loss_chunks", "memory_estimation.disable_fake_mode"
+AC = "activation_checkpoint."
+RATE = "lr_scheduler."
+COMPILE = "training.compile"
+ASYNC = "experimental.enable_async_tensor_parallel"
+DDP = "training.data_parallel_type=ddp"
+TP = "training.tensor_parallel_degree"
+CP = "experimental.context_parallel_degree"
+PP = "experimental.pipeline_parallel_"
+SPLIT = "experimental.pipeline_parallel_split_points"
+PP2 = f"{PP}degree=2"
+MICRO = f"{PP}microbatches"
+CHUNKS = "training.loss_chunks"
+FAKE = "memory_estimation.disable_fake_mode"
 CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
@@ -540,8 +548,6 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     code = main.run([f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *shape])
     assert code == exit_codes.CONFIG
     error = capsys.readouterr().err
-    assert (
-        f"command line: {TP}: is 5" in error
-        and "the vocabulary = 2,304" in error
-        and "model.vocab_size = 2305 leaves 1" in error
-    )
+    assert f"command line: {TP}: is 5" in error
+    assert "the vocabulary = 2,304" in error
+    assert "model.vocab_size = 2305 leaves 1" in error

@@ -27,6 +27,8 @@ from titanlite.tools.cli import COMMANDS, main
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
 FILES = {
     "run.toml": """\
 [training]
@@ -70,13 +72,6 @@ def output(words: list[str]) -> str:
         f"$ titanlite config {shown}\n{out.getvalue()}--- standard error ---\n{err.getvalue()}--- "
         f"exit code {code}\n"
     )
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "NGPU"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -136,10 +131,8 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     assert idle("--data.text_key=x", "--training.dataset=c4") == idle(
         "--data.text_key=x", "--data.source=[{path='a'}]"
     )
-    assert (
-        idle("--data.lanes=2", "--data.streaming=false").endswith("data.lanes")
-        and idle("--data.lanes=2") == ""
-    )
+    assert idle("--data.lanes=2", "--data.streaming=false").endswith("data.lanes")
+    assert idle("--data.lanes=2") == ""
     assert idle("--optimizer.name=Muon", "--optimizer.implementation=fused").endswith(
         "optimizer.implementation"
     )
@@ -175,7 +168,8 @@ def test_explain_knows_keys_without_effect_and_features_to_come_and_refuses_othe
         line.startswith("  not built yet") and "values other than false" in line for line in lines
     )
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
-    assert status == 2 and "training.batch_size" in err
+    assert status == 2
+    assert "training.batch_size" in err
     assert (
         "{dim = 8}"
         in run(capsys, "config", "explain", "model.overrides.dim", "--model.overrides.dim=8")[1]
@@ -187,7 +181,8 @@ def test_a_value_may_begin_with_a_minus(capsys):
     flag = ["--training.data_parallel_shard_degree", "-1"]
     # As run_llama_train.sh does it: options of the command come behind the flags.
     status, out, _ = run(capsys, "config", "check", "debug_model.toml", *flag, "--world-size", "2")
-    assert status == 0 and "2 (--world-size), data_parallel_shard 2" in out
+    assert status == 0
+    assert "2 (--world-size), data_parallel_shard 2" in out
     assert run(capsys, "config", "explain", "--lr_scheduler.min_lr_factor", "-0.5", *flag)[0] == 2
     assert (
         "data_parallel_shard_degree = -1  command line"
@@ -200,7 +195,8 @@ def test_a_value_may_begin_with_a_minus(capsys):
 
 def test_help_names_the_commands(capsys):
     status, out, err = run(capsys)
-    assert (status, err) == (0, "") and out.startswith("usage: titanlite ")
+    assert (status, err) == (0, "")
+    assert out.startswith("usage: titanlite ")
     assert all(f"\n    {name}" in out for name in COMMANDS if name != "ladder")
     assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
     assert "migrate" in run(capsys, "config")[1]
@@ -215,19 +211,20 @@ def test_version():
         [sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True
     )
     versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"  # noqa: E501
-    assert done.returncode == 0 and re.fullmatch(versions, done.stdout)
+    assert done.returncode == 0
+    assert re.fullmatch(versions, done.stdout)
 
 
 def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
     train = ["train", "debug_model.toml", "--nproc-per-node"]
     status, _, err = run(capsys, *train, "0")
-    assert status == 2 and err.startswith(
-        "1 problem on the command line:\n  command line: --nproc-per-node: "
-    )
+    assert status == 2
+    assert err.startswith("1 problem on the command line:\n  command line: --nproc-per-node: ")
     assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     status, _, err = run(capsys, *train, "2")
-    assert status == 2 and "torchrun" in err
+    assert status == 2
+    assert "torchrun" in err
 
 
 _TIMED = """

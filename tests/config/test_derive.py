@@ -10,7 +10,8 @@ from titanlite.config.load import load
 from titanlite.start.derive import RunConfig, smallest_world, with_steps
 from titanlite.start.fit import check_config, fitted
 
-T, E = "--training.", "--experimental."
+T = "--training."
+E = "--experimental."
 DDP = f"{T}data_parallel_type=ddp"
 
 
@@ -76,7 +77,8 @@ def test_a_derived_degree_comes_with_its_equation():
 def test_smallest_world_that_fits(flags, fewest):
     assert smallest_world(load(flags)) == fewest
     config, run = check_config(flags, training=False)
-    assert run.mesh.world_size == fewest and config.files == ()
+    assert run.mesh.world_size == fewest
+    assert config.files == ()
 
 
 def test_accumulation_follows_from_the_global_batch():
@@ -94,7 +96,8 @@ def test_tokens_become_steps_rounded_up(tokens, steps):
 
 def test_epochs_become_steps_once_the_text_is_counted():
     flags = [f"{T}epochs=3", f"{T}batch_size=4"]
-    before, after = run_of(*flags), run_of(*flags, sequences=30)
+    before = run_of(*flags)
+    after = run_of(*flags, sequences=30)
     assert (before.steps, before.schedule.total_steps) == (None, None)
     assert after.steps == after.schedule.total_steps == 8
     skipping = run_of(*flags, "--data.skip_steps=7-20,2,2-3", sequences=30)
@@ -145,7 +148,8 @@ def test_parts_of_the_schedule_are_shortened_to_it_with_a_warning(flags, field, 
     if steps < 100 and field != "warmup_steps":
         given.append(f"{T}warmup_steps=20")
     run = run_of(*given)
-    assert getattr(run.schedule, field) == steps and run.schedule.decay_type == "linear"
+    assert getattr(run.schedule, field) == steps
+    assert run.schedule.decay_type == "linear"
     assert [shortened in warning for warning in run.warnings] == ([True] if shortened else [])
 
 
@@ -180,9 +184,8 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
         "Interleaved1F1B",
         2,
     )
-    assert run.training.reshard_after_forward == "never" and any(
-        "stay gathered" in note for note in run.notes
-    )
+    assert run.training.reshard_after_forward == "never"
+    assert any("stay gathered" in note for note in run.notes)
     (warning,) = run_of(*flags, f"{T}reshard_after_forward=always", ranks=4).warnings
     assert "training.reshard_after_forward" in warning
     assert run_of(*flags, ranks=2).notes[-1].startswith("pipeline micro-batches per step = 2")
@@ -221,8 +224,6 @@ def test_a_float8_filter_that_cuts_a_number_is_a_warning():
         "--float8.filter_fqns=",
     ]
     (warning,) = run_of(*flags[:2], f"{flags[2]}layers.1,w2,layers.7").warnings
-    assert (
-        '"layers.1" is also part of layers.10, layers.11' in warning
-        and '"layers.1." is not' in warning
-    )
+    assert '"layers.1" is also part of layers.10, layers.11' in warning
+    assert '"layers.1." is not' in warning
     assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()

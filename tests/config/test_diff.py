@@ -12,12 +12,7 @@ from titanlite.config.load import load
 from titanlite.tools.cli import main
 from titanlite.tools.commands.config import differences, side
 
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "NGPU"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def write(name: str, text: str) -> str:

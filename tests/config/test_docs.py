@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 
 import titanlite
+from tests.support.processes import ROOT
 from titanlite.tools.cli import main
 
-PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "config.md"
+PAGE_PATH = ROOT / "docs" / "config.md"
 PAGE = PAGE_PATH.read_text(encoding="utf-8")
 
 
@@ -67,7 +68,8 @@ def test_the_readmes_examples_are_what_is_printed(capsys):
         readme,
         re.DOTALL,
     )
-    assert explained is not None and refused is not None
+    assert explained is not None
+    assert refused is not None
     assert main(["config", "explain", explained[1], explained[2]]) == 0
     assert capsys.readouterr().out == explained[3]
     assert main(["config", "check", *refused[1].split(), '"3e-4"']) == 2

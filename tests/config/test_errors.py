@@ -143,9 +143,8 @@ MEANT = {
 @pytest.mark.parametrize("name", MEANT)
 def test_an_unknown_key_is_told_the_key_that_is_meant(name):
     (problem,) = problems(f"--{name}=1")
-    assert problem.code in ("unknown-key", "unknown-section") and problem.hint.endswith(
-        f" {MEANT[name]}"
-    )
+    assert problem.code in ("unknown-key", "unknown-section")
+    assert problem.hint.endswith(f" {MEANT[name]}")
 
 
 def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
@@ -164,7 +163,8 @@ def test_every_key_that_stands_for_a_name_of_another_trainer_exists():
 def test_a_wrong_value_is_named_with_code_place_key_and_remedy(text, line, key, code, hint):
     problem = only(text)
     assert (problem.where, problem.key, problem.code) == (f"run.toml:{line}", key, code)
-    assert hint in problem.hint and bool(problem.hint) == bool(hint)
+    assert hint in problem.hint
+    assert bool(problem.hint) == bool(hint)
 
 
 def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
@@ -213,7 +213,8 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
         assert (problem.where, problem.code) == (
             "command line",
             "unreadable",
-        ) and reason in problem.message
+        )
+        assert reason in problem.message
     run = tmp_path / "run.toml"
     run.write_text('\n[job]\nextends = ["nope.toml"]\n')
     (problem,) = problems(file=run)

@@ -51,7 +51,9 @@ class Original:
         """Learning rate of a step, counted from 1, as torchtitan computes it from the steps
         before.
         """
-        before, total, warmup = step - 1, self.steps, self.warmup
+        before = step - 1
+        total = self.steps
+        warmup = self.warmup
         if not later:  # train.py of autumn 2024: linear_warmup_linear_decay
             if before < warmup:
                 return self.lr * (before + 1) / (warmup + 1)
@@ -90,7 +92,8 @@ def original(version: str, name: str) -> Original:
 
 def text(version: str, name: str) -> str:
     """A file as that version shipped it."""
-    o, float8 = original(version, name), name.endswith("405b")
+    o = original(version, name)
+    float8 = name.endswith("405b")
     fields = {
         **vars(o),
         "float8": str(float8).lower(),
@@ -118,7 +121,8 @@ def trained(run: RunConfig) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(("version", "name"), CELLS)
 def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, name: str) -> None:
-    o, later = original(version, name), version != "2024"
+    o = original(version, name)
+    later = version != "2024"
     run = run_of(text(version, name), o.gpus)
     args = run.model_args()
     assert (args.dim, args.n_layers) == (o.dim, o.layers)
@@ -127,9 +131,8 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
         "2024",
         "llama3_405b",
     ):  # on purpose: published with scaling, and a note says so
-        assert args.rope_scaling is not None and any(
-            '"405B" is Llama 3.1' in note for note in run.notes
-        )
+        assert args.rope_scaling is not None
+        assert any('"405B" is Llama 3.1' in note for note in run.notes)
         without = text(version, name).replace("[model]", '[model]\nrope_scaling = "none"')
         args = run_of(without, o.gpus).model_args()
     assert args.rope_scaling == scaling
@@ -155,7 +158,8 @@ def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, n
 
 @pytest.mark.parametrize(("version", "name"), CELLS)
 def test_the_saved_config_and_the_migrated_file_train_the_same(version: str, name: str) -> None:
-    toml, gpus = text(version, name), original(version, name).gpus
+    toml = text(version, name)
+    gpus = original(version, name).gpus
     run = run_of(toml, gpus)
     for again in (run.toml, migrate_text(toml, HERE).text):
         assert trained(run_of(again, gpus)) == trained(run)
@@ -180,15 +184,11 @@ def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) 
     without scaling.
     """
     if name is None:  # the default flavor
-        toml, o = (
-            "[model]\ntokenizer_path = 'x'\n[training]\nlocal_batch_size = 1\n",
-            LATER["debug_model"],
-        )
+        toml = "[model]\ntokenizer_path = 'x'\n[training]\nlocal_batch_size = 1\n"
+        o = LATER["debug_model"]
     else:
-        toml, o = (
-            text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n'),
-            LATER[name],
-        )
+        toml = text("0.2.x", name).replace("[model]\n", '[model]\ntokenizer_path = "x"\n')
+        o = LATER[name]
     run = run_of(toml, o.gpus)
     args = run.model_args()
     assert (args.dim, args.n_layers, args.rope_scaling, run.schedule.style) == (
@@ -206,19 +206,20 @@ def test_a_file_of_0_1_0_is_told_by_the_name_of_its_tokenizer(name: str | None) 
         toml.replace("tokenizer_path", "hf_assets_path"),
     ):
         scaling = run_of(later, o.gpus).model_args().rope_scaling
-        assert scaling is not None and scaling.factor == 8
+        assert scaling is not None
+        assert scaling.factor == 8
     own = toml.replace("[model]", "[model]\nrope_scaling = 4.0")
     scaling = run_of(own, o.gpus).model_args().rope_scaling
-    assert scaling is not None and scaling.factor == 4
+    assert scaling is not None
+    assert scaling.factor == 4
 
 
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
     for there, (here, difference) in LATER_FLAVORS.items():
-        older, later = SHAPES["llama3"][there], SHAPES["llama3"][here]
-        assert (
-            later.rope_scaling is not None
-            and f"RoPE scaled by {later.rope_scaling.factor:g}" in difference
-        )
+        older = SHAPES["llama3"][there]
+        later = SHAPES["llama3"][here]
+        assert later.rope_scaling is not None
+        assert f"RoPE scaled by {later.rope_scaling.factor:g}" in difference
         assert (older.n_layers != later.n_layers) == (f"{later.n_layers} layers" in difference)
         assert replace(later, n_layers=older.n_layers, rope_scaling=older.rope_scaling) == older
 
@@ -237,11 +238,9 @@ def test_a_later_file_of_a_dense_qwen3_has_the_shape_of_its_flavor_and_the_debug
         config, problems = read_text(text, HERE)
         a = fitted(config, 1).model_args()
         found = (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.ffn_width, a.tied)
-        assert (
-            not problems
-            and shapes.get(flavor, found) == found
-            and (a.rope_theta, a.norm_eps) == (1e6, 1e-6)
-        )
+        assert not problems
+        assert shapes.get(flavor, found) == found
+        assert (a.rope_theta, a.norm_eps) == (1e6, 1e-6)
         assert ("of torchtitan has another shape" in "".join(config.notes)) == (
             flavor == "debugmodel"
         )
@@ -317,7 +316,8 @@ def table() -> str:
     for version, name in CELLS:
         o = original(version, name)
         run = run_of(text(version, name), o.gpus)
-        args, s = run.model_args(), run.schedule
+        args = run.model_args()
+        s = run.schedule
         scaling = f"{args.rope_scaling.factor:g}" if args.rope_scaling else "no"
         scaling += " (there: no)" if (version, name) == ("2024", "llama3_405b") else ""
         form = f"n / {s.warmup_steps}" if s.style == "titan-0.2" else f"n / {s.warmup_steps + 1}"

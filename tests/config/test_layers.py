@@ -203,7 +203,8 @@ def test_sagemaker_spelling_of_the_config_file(tmp_path):
 def test_bare_name_is_looked_up_in_train_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     repository = find_config("debug_model.toml")
-    assert repository is not None and repository.parent.name == "train_configs"
+    assert repository is not None
+    assert repository.parent.name == "train_configs"
     (tmp_path / "train_configs").mkdir()
     (tmp_path / "train_configs" / "debug_model.toml").write_text("[training]\nsteps = 3\n")
     assert load_file("debug_model.toml").sections.training.steps == 3
@@ -274,14 +275,12 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     run = fitted(config, 1)
     home = str(tmp_path)
     assert run.job.dump_folder == f"{home}/runs"
-    assert (
-        run.checkpoint.folder == f"{home}/kept" and run.checkpoint.initial_load_path == "s3://~/x"
-    )
-    assert (
-        run.training.dataset_path == f"{home}/text"
-        and run.model.tokenizer_path == f"{home}/a~/t.model"
-    )
-    assert run.job.save_config_file == f"{home}/all.toml" and run.metrics.save_tb_folder == home
+    assert run.checkpoint.folder == f"{home}/kept"
+    assert run.checkpoint.initial_load_path == "s3://~/x"
+    assert run.training.dataset_path == f"{home}/text"
+    assert run.model.tokenizer_path == f"{home}/a~/t.model"
+    assert run.job.save_config_file == f"{home}/all.toml"
+    assert run.metrics.save_tb_folder == home
     assert f'dump_folder = "{home}/runs"' in run.toml
 
 

@@ -43,9 +43,8 @@ def test_a_file_of_2025_means_the_same_and_keeps_its_comments_beside_the_keys():
         kinds.count(kind) for kind in ("rewritten", "without equivalent", "defaults written out")
     ] == [16, 3, 3]
     lines = [int(change.where.removeprefix("run.toml:")) for change in migration.changes]
-    assert lines == sorted(lines) and len(migration.report("run.toml").splitlines()) == 1 + len(
-        lines
-    )
+    assert lines == sorted(lines)
+    assert len(migration.report("run.toml").splitlines()) == 1 + len(lines)
 
 
 def test_file_without_later_names_is_left_to_the_letter():
@@ -57,7 +56,8 @@ def test_file_without_later_names_is_left_to_the_letter():
 
 def test_dialect_2026_is_written_out():
     text = migrated('[job]\n# newer files\ndialect = "2026"\n[training]\nsteps = 3\n')
-    assert "dialect =" not in text and "# newer files" in text
+    assert "dialect =" not in text
+    assert "# newer files" in text
     config, problems = read_text(text, Path("run.toml"))
     assert problems == []
     assert config.value("checkpoint.keep_latest_k") == 10
@@ -95,7 +95,8 @@ def test_variables_stay_in_a_rewritten_value(monkeypatch):
     text = migrated(
         '[model]\nflavor = "${SIZE}"\n[checkpoint]\nexclude_from_loading = "${PART},$${x}"\n'
     )
-    assert 'flavor = "${SIZE}"' in text and 'exclude_from_loading = ["${PART}", "$${x}"]' in text
+    assert 'flavor = "${SIZE}"' in text
+    assert 'exclude_from_loading = ["${PART}", "$${x}"]' in text
 
 
 @pytest.mark.parametrize(
@@ -328,4 +329,5 @@ def test_wrong_arguments_are_errors(words, key, code):
     with pytest.raises(ConfigError) as caught:
         migrate_arguments(words)
     (problem,) = caught.value.problems
-    assert problem.key == key and code in (None, problem.code)
+    assert problem.key == key
+    assert code in (None, problem.code)

@@ -112,9 +112,8 @@ def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exi
 def test_every_other_name_is_one_of_a_key_and_each_conversion_has_a_row():
     rows = {written.partition(" = ")[0] for written, *_ in ROWS}
     assert {name for name, alias in ALIASES.items() if alias.convert} <= rows
-    assert {alias.key for alias in ALIASES.values()} <= set(keys()) and not set(ALIASES) & set(
-        keys()
-    )
+    assert {alias.key for alias in ALIASES.values()} <= set(keys())
+    assert not set(ALIASES) & set(keys())
 
 
 def written(tmp_path: Path, text: str, *flags: str) -> LoadedConfig:

@@ -48,11 +48,14 @@ HEADERS = [
 @st.composite
 def documents(draw: st.DrawFn) -> tuple[str, dict[str, int]]:
     """Return a random valid document, and the line of each of its keys."""
-    text, table, lines = "", "", dict[str, int]()
+    text = ""
+    table = ""
+    lines = dict[str, int]()
     for number, (part, *inside, names) in enumerate(
         draw(st.lists(st.sampled_from([*PAIRS, *HEADERS]), max_size=12))
     ):
-        first, fresh = text.count("\n") + 1, f"k{number}"
+        first = text.count("\n") + 1
+        fresh = f"k{number}"
         table = f"{inside[0].replace('@', fresh)}." if inside else table
         above = "" if inside else table
         lines |= {above + name.replace("@", fresh): first + below for name, below in names.items()}

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.config.aliases import ALIASES
 from titanlite.config.keys import keys
 from titanlite.config.toml import loads
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.tools.commands.config_pages import json_schema, schema_text
 
-ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 SCHEMA = json_schema()
 
@@ -46,17 +45,18 @@ def test_every_key_has_its_meaning_and_default():
     for key in keys().values():
         if key.name != "job.config_file":
             entry = find(key.name)
-            assert entry["description"].startswith(key.description) and "deprecated" not in entry
+            assert entry["description"].startswith(key.description)
+            assert "deprecated" not in entry
             assert entry.get("default") == key.default
 
 
 def test_every_other_name_is_known_and_deprecated():
     for alias in ALIASES.values():
-        assert (
-            find(alias.name)["deprecated"] is True and alias.key in find(alias.name)["description"]
-        )
+        assert find(alias.name)["deprecated"] is True
+        assert alias.key in find(alias.name)["description"]
     for name, (off, _) in UNSUPPORTED.items():
-        assert find(name)["deprecated"] is True and find(name)["enum"] == list(off)
+        assert find(name)["deprecated"] is True
+        assert find(name)["enum"] == list(off)
 
 
 @pytest.mark.parametrize(

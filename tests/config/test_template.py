@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from msgspec.structs import replace
 
+from tests.support.processes import ROOT
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
 from titanlite.config.not_implemented import refused
 from titanlite.start.fit import fitted
 from titanlite.tools.commands.config_pages import markdown, template
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-keys.md"
+PAGE = ROOT / "docs" / "config-keys.md"
 COMMAND = "titanlite config template --markdown > docs/config-keys.md"
 
 

@@ -58,7 +58,8 @@ def test_a_written_out_config_holds_the_values_and_loads_without_the_variables(f
     config = load_file(file)
     monkeypatch.delenv("ROOT")
     again, problems = read_text(config.to_toml(), Path("config.toml"))
-    assert not problems and _values(again) == _values(config)
+    assert not problems
+    assert _values(again) == _values(config)
 
 
 def test_flags_and_extended_files_have_variables_too(file, monkeypatch):
@@ -102,8 +103,10 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
         defer=True,
     )
     text = config.to_toml()
-    assert not problems and 'path = "${ROOT}/a-${PART}.jsonl"' in text.replace("'", '"')
-    assert 'image = "/data"' in text and 'dump_folder = "/data/x"' in text
+    assert not problems
+    assert 'path = "${ROOT}/a-${PART}.jsonl"' in text.replace("'", '"')
+    assert 'image = "/data"' in text
+    assert 'dump_folder = "/data/x"' in text
     monkeypatch.setenv("ROOT", "/there")
     monkeypatch.setenv("PART", "8")
     there, problems = read_text(text, Path("config.toml"))
@@ -113,7 +116,8 @@ def test_a_launcher_leaves_variables_to_the_machines_of_the_job(file, monkeypatc
         ["/there", "output"],
         "/there/a-8.jsonl",
     )
-    assert not problems and _values(there) == values
+    assert not problems
+    assert _values(there) == values
     monkeypatch.delenv("ROOT")
     _, problems = read(["--launch.image=${ROOT}", "--job.dump_folder=${ROOT}/x"], defer=True)
     assert [p.key for p in problems] == ["launch.image", "job.dump_folder"]
@@ -130,9 +134,9 @@ def test_secrets_that_variables_bring_are_not_shown(monkeypatch, capsys):
     config = load(flags)
     show_config(Job(print_config=True), config.to_toml())
     said = capsys.readouterr().out
-    assert (
-        "hidden" in config.to_toml() and "hidden" not in said and "https://(removed)@host" in said
-    )
+    assert "hidden" in config.to_toml()
+    assert "hidden" not in said
+    assert "https://(removed)@host" in said
 
 
 def test_the_first_cause_of_the_last_attempt_is_told_to_sagemaker(monkeypatch, tmp_path):

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.support.shards import write_shards
+from tests.support.texts import make_corpus
 from titanlite.data.corpus import Corpus
-
-
-def make_corpus(lengths: list[int]) -> Corpus:
-    """Documents of these lengths; every token of the corpus has an id of its own, so each can be
-    traced.
-    """
-    total = sum(lengths)
-    return Corpus(
-        tokens=np.arange(1, total + 1, dtype=np.uint16),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        pad_id=0,
-        fingerprint="0" * 64,
-        files=(Path("none"),),
-    )
-
-
-def write_texts(path: Path, texts: list[str], raw: dict[int, str] | None = None) -> Path:
-    """Write records of `texts`; raw: lines by number, from 1, that replace a record."""
-    lines = [
-        (raw or {}).get(n, json.dumps({"text": text})) for n, text in enumerate(texts, start=1)
-    ]
-    path.write_text("".join(line + "\n" for line in lines))
-    return path
 
 
 @pytest.fixture
@@ -44,6 +21,12 @@ def corpus() -> Corpus:
     lengths[-1] += 599 - sum(lengths)
     assert lengths[-1] >= 2
     return make_corpus(lengths)
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> list[str]:
+    """Files of a stream, of 94 documents in all."""
+    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
 
 
 @pytest.fixture

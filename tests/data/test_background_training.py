@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import EIGHT_STEPS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import EIGHT_STEPS
 from titanlite.assembly import build
 from titanlite.checkpoint import manager
 from titanlite.data.prefetch import THREAD
@@ -43,7 +43,10 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     are in stock.
     """
     trainer = Trainer(build(load_config("debug_model.toml", world.size, [*TINY, *flags]), world))
-    released, save, fetch, seen = threading.Event(), manager.dcp.save, trainer.fetch, {}
+    released = threading.Event()
+    save = manager.dcp.save
+    fetch = trainer.fetch
+    seen = {}
 
     def slow_save(*arguments: Any, **more: Any) -> Any:
         assert released.wait(300)
@@ -95,7 +98,9 @@ def test_a_stop_with_a_save_and_steps_under_way_is_resumed_bit_for_bit(
     for seen in pool(2).run(
         _stopped, str(tmp_path), *flags, f"--job.dump_folder={tmp_path / 'stop'}"
     ):
-        assert seen["stock"] > 0 and seen["in_flight"] and seen["stopped"] in (5, 6)
+        assert seen["stock"] > 0
+        assert seen["in_flight"]
+        assert seen["stopped"] in (5, 6)
     shutil.copytree(tmp_path / "stop", tmp_path / "pending")
     for step in (5, 6):
         shutil.rmtree(tmp_path / "pending" / "checkpoint" / f"step-{step}", ignore_errors=True)

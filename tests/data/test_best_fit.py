@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.conftest import make_corpus
-from tests.data.test_stream import encode, first_rows, make, write_shards
+from tests.support.shards import encode, first_rows, make_stream, write_shards
+from tests.support.texts import make_corpus
 from titanlite.data import DataError, EndOfData, best_fit, loader
 from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.corpus import Corpus
@@ -45,12 +45,14 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
     dataset = BestFitDataset(
         corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=2, mask_documents=True
     )
-    size, last = dataset.sequences_per_epoch, ends(corpus)
+    size = dataset.sequences_per_epoch
+    last = ends(corpus)
     assert dataset.total_sequences == 2 * size
     for epoch in (0, 1):
         served: list[int] = []
         for row in rows(dataset, epoch * size, (epoch + 1) * size):
-            assert row.documents is not None and row.documents.dtype == np.int32
+            assert row.documents is not None
+            assert row.documents.dtype == np.int32
             real = row.tokens != corpus.pad_id
             assert (row.labels[~real] == IGNORE).all()
             for token, label in zip(
@@ -60,7 +62,8 @@ def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_do
             served += row.tokens[real].tolist()
             # A document's number changes where the document does, and at the padding.
             steps = np.diff(row.documents)
-            assert set(steps.tolist()) <= {0, 1} and row.documents[0] == 0
+            assert set(steps.tolist()) <= {0, 1}
+            assert row.documents[0] == 0
             new = (np.diff(row.tokens) != 1) | np.isin(row.tokens[:-1], list(last))
             assert (steps[real[1:]] == new[real[1:]]).all()
         assert sorted(served) == list(range(1, 600))
@@ -85,7 +88,9 @@ def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) 
 
 def naive(lengths: list[int], room: int, most: int) -> list[int]:
     """Best-fit decreasing the plain way; among rows of equal room the one that was touched last."""
-    row_of, left, touched = [0] * len(lengths), [], []
+    row_of = [0] * len(lengths)
+    left = []
+    touched = []
     pieces: list[int] = []
     for now, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
         fits = [
@@ -123,9 +128,8 @@ def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -
     assert order(endless) == order(
         BestFitDataset(corpus, seq_len=64, seed=3, epochs=4, mask_documents=True)
     )
-    assert order(endless, 5) != order(endless) and sorted(order(endless, 5)) == sorted(
-        order(endless)
-    )
+    assert order(endless, 5) != order(endless)
+    assert sorted(order(endless, 5)) == sorted(order(endless))
     assert sorted(order(BestFitDataset(corpus, seq_len=64, seed=4))) != sorted(order(endless))
     in_file_order = [
         min(documents) for documents in order(BestFitDataset(corpus, seq_len=64, shuffle=False))
@@ -138,7 +142,8 @@ def test_a_token_that_is_no_target_has_no_label(corpus: Corpus) -> None:
     masked = BestFitDataset(dataclasses.replace(corpus, targets=targets), seq_len=20, epochs=1)
     plain = BestFitDataset(corpus, seq_len=20, epochs=1)
     for i in range(plain.sequences_per_epoch):
-        row, label = masked.sequence(i), plain.sequence(i).labels
+        row = masked.sequence(i)
+        label = plain.sequence(i).labels
         wanted = np.where((label != IGNORE) & targets[label - 1], label, IGNORE)
         assert row.labels.tolist() == wanted.tolist()
         assert row.tokens.tolist() == plain.sequence(i).tokens.tolist()
@@ -150,8 +155,10 @@ def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
     masked = PackedDataset(corpus, seq_len=50, seed=3, epochs=2, mask_documents=True)
     last = list(ends(corpus))
     for i in range(plain.total_sequences or 0):
-        row, expected = masked.sequence(i), plain.sequence(i)
-        assert expected.documents is None and row.documents is not None
+        row = masked.sequence(i)
+        expected = plain.sequence(i)
+        assert expected.documents is None
+        assert row.documents is not None
         assert row.tokens.tolist() == expected.tokens.tolist()
         assert (
             row.labels.tolist()
@@ -174,13 +181,12 @@ def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
     (batch,) = TrainLoader(
         BestFitDataset(corpus, seq_len=64, mask_documents=True), 4, 4
     ).next_step()
-    assert (
-        batch.documents is not None
-        and batch.documents.shape == (4, 64)
-        and batch.documents.dtype == torch.int32
-    )
+    assert batch.documents is not None
+    assert batch.documents.shape == (4, 64)
+    assert batch.documents.dtype == torch.int32
     (plain,) = TrainLoader(BestFitDataset(corpus, seq_len=64), 4, 4).next_step()
-    assert plain.documents is None and torch.equal(plain.tokens, batch.tokens)
+    assert plain.documents is None
+    assert torch.equal(plain.tokens, batch.tokens)
     other = batch._replace(documents=torch.zeros_like(batch.documents))
     assert len({batch_hash([b]) for b in (batch, plain, other)}) == 3
 
@@ -212,7 +218,9 @@ def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(
     tmp_path: Path, shuffle: bool
 ) -> None:
     shards = write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
-    rows = make(shards, seq_len=16, best_fit=True, shuffle=shuffle, buffer=40, mask_documents=True)
+    rows = make_stream(
+        shards, seq_len=16, best_fit=True, shuffle=shuffle, buffer=40, mask_documents=True
+    )
     assert rows.settings["packing"] == "best-fit"
     seen: set[int] = set()
     for lane in range(4):
@@ -234,14 +242,15 @@ def test_a_lane_of_a_stream_serves_its_documents_whole_and_once_per_epoch(
             assert (
                 max(served.values()) - min(served.values()) <= 1
             )  # an epoch ends before the next begins
-        assert min(served.values()) > 1 and not seen & set(served)
+        assert min(served.values()) > 1
+        assert not seen & set(served)
         seen |= set(served)
     assert seen == set(range(94))
 
 
 def test_a_packed_stream_resumes_at_every_step_on_any_ranks(tmp_path: Path) -> None:
     def make_rows(**options: Any) -> StreamRows:
-        return make(shards, **{"seq_len": 11, "best_fit": True, "buffer": 24, **options})
+        return make_stream(shards, **{"seq_len": 11, "best_fit": True, "buffer": 24, **options})
 
     shards = write_shards(tmp_path, [13, 20, 7, 16])
     wanted = first_rows(make_rows(), 96)

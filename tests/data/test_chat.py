@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from tests.support.hf import bundled_as_json
+from tests.support.texts import LLAMA3
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Training
@@ -22,21 +23,10 @@ from titanlite.data.records import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import _Text
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.start.fit import load_config
 from titanlite.tools import cli
 
-ROOT = Path(__file__).resolve().parents[2]
-
-#: Llama 3's template, and ChatML with the marks of `transformers` around the assistant's turns.
-LLAMA3 = (
-    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 "
-    "%}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if "
-    "add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 MARKED = (
     "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ "
     "m.content }}</s>\n"
@@ -63,13 +53,8 @@ CHATS = [
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer as transformers saves it, with the template beside it."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    converter = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER),
-        pattern=SPLIT_PATTERN,
-        extra_special_tokens=list(SPECIAL_TOKENS),
-    )
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    theirs = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), **names)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=bundled_as_json(), **names)
     theirs.chat_template = LLAMA3
     theirs.save_pretrained(folder)
     return folder
@@ -77,7 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("source", [LLAMA3, MARKED])
 def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, source: str) -> None:
-    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = load_tokenizer(str(folder))
     (tmp_path / "own.jinja").write_text(source)
     template = load_template(None if source == LLAMA3 else str(tmp_path / "own.jinja"), ours)
     theirs.chat_template = source
@@ -88,11 +74,9 @@ def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, s
         )
         assert ids.tolist() == expected["input_ids"]
         if source == MARKED:
-            assert (
-                mask.astype(int).tolist() == expected["assistant_masks"]
-                and mask.any()
-                and not mask.all()
-            )
+            assert mask.astype(int).tolist() == expected["assistant_masks"]
+            assert mask.any()
+            assert not mask.all()
             continue
         wanted = []  # each turn is the model's addition to its prompt
         for n, message in enumerate(chat):
@@ -121,7 +105,9 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     from pyarrow import parquet
 
     chats = [[*chat, {"role": "user", "content": str(n)}] for n in range(9) for chat in CHATS]
-    lines, table, out = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "out"
+    lines = tmp_path / "a.jsonl"
+    table = tmp_path / "a.parquet"
+    out = tmp_path / "out"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     parquet.write_table(pyarrow.table({"messages": chats}), table)
     prepare = [
@@ -183,7 +169,8 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
 def test_errors_name_file_and_record(
     folder: Path, tmp_path: Path, messages: Any, source: str, said: str
 ) -> None:
-    path, template = tmp_path / "a.jsonl", tmp_path / "own.jinja"
+    path = tmp_path / "a.jsonl"
+    template = tmp_path / "own.jinja"
     path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (CHATS[0], messages)))
     template.write_text(source)
     line = 1 if messages == CHATS[0] else 2
@@ -202,11 +189,15 @@ def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
     tokenizer = load_tokenizer()
     ids, mask = encode_chat("\ufdd0Good eve\ufdd1\ufdd0ning\ufdd1 to the user", tokenizer)
     after = tokenizer.decode(ids[~mask].tolist())
-    assert len(ids) == len(mask) and mask.any() and after and after in " to the user"
+    assert len(ids) == len(mask)
+    assert mask.any()
+    assert after
+    assert after in " to the user"
 
 
 def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
-    path, tokenizer = tmp_path / "a.jsonl", load_tokenizer()
+    path = tmp_path / "a.jsonl"
+    tokenizer = load_tokenizer()
     path.write_text("{}\n")
     chats = [None, ChatTemplate("a"), ChatTemplate("b")]
     stamps = {
@@ -230,7 +221,8 @@ def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
 def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, template = load_tokenizer(), tmp_path / "own.jinja"
+    tokenizer = load_tokenizer()
+    template = tmp_path / "own.jinja"
     tokenizer.folder = str(tmp_path)
     (tmp_path / "tokenizer_config.json").write_bytes(
         b'\xef\xbb\xbf{"model_max_length": 8, "pad_token": "[P]"}'
@@ -248,7 +240,8 @@ def test_errors_name_the_key_also_beside_a_config_and_a_page_is_no_template(
 
     monkeypatch.setattr("titanlite.data.tokenizer.urls.read_url", read)
     tokenizer.folder = "https://models"
-    assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens) and asked == []
+    assert "pad_token" not in dict(load_template(str(template), tokenizer).tokens)
+    assert asked == []
     with pytest.raises(DataError, match="brings no chat template"):
         load_template(None, tokenizer)
     assert len(asked) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.conftest import write_texts
+from tests.support.texts import write_texts
 from titanlite.data import DataError
 from titanlite.data import corpus as corpus_module
 from titanlite.data.corpus import tokenize
@@ -53,14 +53,10 @@ def test_threads_give_the_same_corpus_as_the_plain_way(
     ]
     monkeypatch.setattr(corpus_module, "_CHUNK", 2000)
     many = tokenize(files, TOKENIZER, TOKENIZER.vocab_size, workers)
-    assert (
-        np.array_equal(many.tokens, one.tokens)
-        and many.tokens.dtype == one.tokens.dtype == np.uint16
-    )
-    assert (
-        np.array_equal(many.offsets, one.offsets)
-        and many.offsets.dtype == one.offsets.dtype == np.int64
-    )
+    assert np.array_equal(many.tokens, one.tokens)
+    assert many.tokens.dtype == one.tokens.dtype == np.uint16
+    assert np.array_equal(many.offsets, one.offsets)
+    assert many.offsets.dtype == one.offsets.dtype == np.int64
     assert (many.fingerprint, many.pad_id, many.files) == (one.fingerprint, one.pad_id, one.files)
     assert tokenizing_threads() == []
 

@@ -14,13 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from tests.data.hub_server import HubServer
-from tests.data.test_chat import LLAMA3
-from tests.data.test_shards import LINES, TEXTS, write_c4
-from tests.processes import python
+from tests.support.hub_server import HubServer
+from tests.support.processes import ROOT, python
+from tests.support.shards import LINES, TEXTS, write_c4
+from tests.support.texts import LLAMA3
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"
+PAGE = ROOT / "docs/data.md"
 PEEK = """
 import sys
 from titanlite.tools.cli import main
@@ -66,6 +66,8 @@ def test_each_example_is_read(tmp_path: Path) -> None:
             )
         done = python("-c", PEEK, *flags, env=hub.environment(tmp_path / "home"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert len(blocks) == 9 and done.stdout.count(", sequence 0, ") == 9
+    assert len(blocks) == 9
+    assert done.stdout.count(", sequence 0, ") == 9
     assert "[[Question: 1\nAnswer:]] 2<|end_of_text|>" in done.stdout
-    assert "Hello?]][[<|eot_id|>" in done.stdout and "]]Good day.<|eot_id|>" in done.stdout
+    assert "Hello?]][[<|eot_id|>" in done.stdout
+    assert "]]Good day.<|eot_id|>" in done.stdout

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import write_texts
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.texts import write_texts
+from tests.support.tiny import TWO_LAYERS
 from titanlite.data.documents import documents_of
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.parallel.dist_env import DistEnv
@@ -67,9 +67,8 @@ def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
         assert cli.main(["data", "at-step", str(row["step"]), str(tmp_path), "--json"]) == 0
         for number, found in json.loads(capsys.readouterr().out)["sequences"].items():
             logged = row["sequences"][number]
-            assert sum(one["tokens"] for one in logged) == 32 and all(
-                one["file"] == str(text) for one in found
-            )
+            assert sum(one["tokens"] for one in logged) == 32
+            assert all(one["file"] == str(text) for one in found)
             assert any(one["text"] for one in found)
             keys = ("source", "name", "tokens")
             assert [[one[key] for key in keys] for one in found] == [
@@ -109,12 +108,12 @@ def test_ranks_log_their_part_of_a_stream(pool: Pools, tmp_path: Path) -> None:
     )
     for first, *same in zip(*parts, strict=True):
         merged = first["sequences"] | same[0]["sequences"]
-        assert len(merged) == 8 and len(first["sequences"]) == 4
+        assert len(merged) == 8
+        assert len(first["sequences"]) == 4
         for number, logged in merged.items():
             assert logged == [one._asdict() for one in documents_of(rows, int(number), "")]
             assert {one["source"] for one in logged} in ({"own"}, {"sft_test"})
             for one in logged:
                 if one["source"] == "own":
-                    assert (
-                        one["name"] == f"{one['file']}:{one['record']}" and 1 <= one["record"] <= 40
-                    )
+                    assert one["name"] == f"{one['file']}:{one['record']}"
+                    assert 1 <= one["record"] <= 40

@@ -16,6 +16,7 @@ import sentencepiece
 import tokenizers
 import transformers
 
+from tests.support.hf import bundled_as_json
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
@@ -147,17 +148,32 @@ def llama_3_json(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
+def llama_3_converted(folder: Path) -> Path:
+    """As `transformers` converts it, without a word on BOS and EOS."""
+    bundled_as_json().save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def llama_3_converted_with_names(folder: Path) -> Path:
+    config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return llama_3_converted(folder)
+
+
 def _copy(source: Path, target: Path) -> Path:
     target.write_bytes(source.read_bytes())
     return target
 
 
+FAMILIES = ("llama", "mistral", "mixtral", "qwen3")
 #: Kind → what makes its file, the families of models that are exported with it, and BOS.
 KINDS: dict[Callable[[Path], Path], tuple[tuple[str, ...], str]] = {
-    llama_2: (("llama", "mistral", "mixtral", "qwen3"), "<s>"),
+    llama_2: (FAMILIES, "<s>"),
     llama_2_with_a_config_without_bos: (("llama",), "<s>"),
-    llama_3: (("llama", "mistral", "mixtral", "qwen3"), "<|begin_of_text|>"),
+    llama_3: (FAMILIES, "<|begin_of_text|>"),
     llama_3_json: (("llama", "qwen3"), "<|begin_of_text|>"),
+    llama_3_converted: (FAMILIES, "<|begin_of_text|>"),
+    llama_3_converted_with_names: (FAMILIES, "<|begin_of_text|>"),
     mistral_1: (("mistral", "mixtral"), "<s>"),
     mistral_3: (("mistral", "mixtral"), "<s>"),
     user_defined: (("llama",), "<s>"),
@@ -194,6 +210,7 @@ def test_auto_tokenizer_reads_the_ids_of_the_run(
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
         theirs = transformers.AutoTokenizer.from_pretrained(folder)
         assert theirs.bos_token == bos
+        assert theirs.eos_token_id == load_tokenizer(str(file)).eos_id
         for text in [*TEXTS, *documents()[:5]]:
             assert theirs(text)["input_ids"] == [theirs.bos_token_id, *expected(text)], (
                 family,
@@ -248,10 +265,8 @@ def test_without_transformers_the_files_are_copied(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found = hf_files(str(llama_2(tmp_path)))
-    assert (
-        found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
-        and "tokenizer.json" not in found
-    )
+    assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
+    assert "tokenizer.json" not in found
 
 
 def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:

@@ -128,16 +128,15 @@ def test_a_killed_process_is_started_again_and_threads_take_turns() -> None:
     worker = chat_process._workers[0].process
     os.kill(worker.pid, signal.SIGINT)  # Ctrl-C reaches all processes of a terminal
     os.kill(worker.pid, signal.SIGTERM)
-    assert (
-        GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
-        and chat_process._workers[0].process is worker
-    )
+    assert GOOD.prompt(CHAT[:1], "here") == "user: Hello?\n"
+    assert chat_process._workers[0].process is worker
 
 
 def test_all_that_render_name_file_and_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, template = tmp_path / "a.jsonl", tmp_path / "own.jinja"
+    text = tmp_path / "a.jsonl"
+    template = tmp_path / "own.jinja"
     text.write_text("\n" + json.dumps({"chat": CHAT}) + "\n")
     template.write_text(BOMBS["a product"])
     keys: dict[str, Any] = {"messages_key": "chat", "chat_template": str(template)}

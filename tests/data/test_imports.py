@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.processes import python
-from tests.tiny import EIGHT_STEPS
+from tests.support.processes import python
+from tests.support.tiny import EIGHT_STEPS
 
 _RUN = """
 import json, sys

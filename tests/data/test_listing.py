@@ -5,14 +5,14 @@ among them.
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.data.hub_server import HubServer
+from tests.support.hub_server import HubServer
+from tests.support.texts import CLONE, write_files
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.config.toml import loads
@@ -30,27 +30,14 @@ from titanlite.data.tokenizer import load_tokenizer
 TOKENIZER = load_tokenizer()
 
 
-def make(folder: Path, *names: str) -> Path:
-    """Write files of one record each, whose text is the name."""
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".parquet"):
-            parquet = pytest.importorskip("pyarrow.parquet")
-            pyarrow = pytest.importorskip("pyarrow")
-            parquet.write_table(pyarrow.table({"text": [name]}), path)
-        else:
-            path.write_text(json.dumps({"text": name}) + "\n" if ".json" in name else name)
-    return folder
-
-
 def read(folder: Path | str, **keys: object) -> list[str]:
     """Return the names below the folder of the files that training reads."""
     source = DataSource(path=str(folder), **keys)  # type: ignore[arg-type]
     rows = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).open(
         source, "data.source[0]", 8, None
     )
-    assert isinstance(rows, PackedDataset) and rows.listing is not None
+    assert isinstance(rows, PackedDataset)
+    assert rows.listing is not None
     places = itertools.pairwise(rows.corpus.offsets.tolist())
     texts = [rows.corpus.read(begin, end)[1:-1].tolist() for begin, end in places]
     return [TOKENIZER.decode(ids) for ids in texts]
@@ -65,26 +52,11 @@ def refused(
     return str(caught.value).splitlines()
 
 
-CLONE = [
-    *(
-        "README.md",
-        "LICENSE.txt",
-        ".git/a.jsonl",
-        ".gitattributes",
-        "dataset_infos.json",
-        "data/_SUCCESS",
-    ),
-    *(
-        "data/train-00000-of-00002.parquet",
-        "data/train-00001-of-00002.parquet",
-        "data/test-00000-of-00001.parquet",
-    ),
-]
 TRAIN = CLONE[-3:-1]
 
 
 def test_a_clone_of_a_data_set_trains_on_the_split_that_is_named(tmp_path: Path) -> None:
-    clone = make(tmp_path / "clone", *CLONE)
+    clone = write_files(tmp_path / "clone", *CLONE)
     lines = refused(clone)
     assert lines[0] == f"training.dataset_path: the folder {clone} holds text of several splits"
     test = f"{clone}/data/test-00000-of-00001.parquet"
@@ -147,13 +119,14 @@ FOLDERS = [
 def test_each_line_of_a_refusal_reads_one_text_and_all_lines_read_all(
     tmp_path: Path, names: list[str], why: str
 ) -> None:
-    folder = make(tmp_path / "a*b's", *names)
+    folder = write_files(tmp_path / "a*b's", *names)
     lines = refused(folder, "data.source[0].path")
     assert lines[0].startswith(f"data.source[0].path: the folder {folder} holds text {why}")
     assert lines[1] == "  one of these lines in [[data.source]], number 1 says which is meant:"
     keys = [loads(line.strip()) for line in lines[2:] if "=" in line]
     found = [read(line["path"]) for line in keys if "path" in line]
-    assert len(found) > 1 and sorted(name for part in found for name in part) == sorted(names)
+    assert len(found) > 1
+    assert sorted(name for part in found for name in part) == sorted(names)
     assert {len({Path(name).suffix for name in part}) for part in found} == {1}
     splits = [
         read(folder, split=line["split"]) for line in keys if line.get("split", "all") != "all"
@@ -197,7 +170,9 @@ def test_files_known_by_name_are_no_text(tmp_path: Path) -> None:
         "requirements.txt",
         "x.csv",
     ]
-    folder = make(tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known)
+    folder = write_files(
+        tmp_path / "a", "history.txt", "notice of death.txt", "testament.txt", *known
+    )
     assert read(folder) == ["history.txt", "notice of death.txt", "testament.txt"]
     assert all(why_no_text(Path(name).name) for name in known if name != "_delta_log/0.json")
     # A file that is named itself, or by a pattern, is text whatever its name.
@@ -239,7 +214,7 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
         ["data/train_sft-00000-of-00001.jsonl", "data/test_gen-00000-of-00001.jsonl"],
         ["training 1.jsonl", "evaluation 1.jsonl"],
     ):
-        folder = make(tmp_path / names[0], *names)
+        folder = write_files(tmp_path / names[0], *names)
         patterns = data_files.get_data_patterns(str(folder))
         found = data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
         expected = {
@@ -248,11 +223,12 @@ def test_splits_are_those_of_datasets(tmp_path: Path) -> None:
         ours = {
             split: sorted(Path(n).name for n in read(folder, split=split)) for split in expected
         }
-        assert ours == expected and len(expected) > 1
+        assert ours == expected
+        assert len(expected) > 1
 
 
 def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_path: Path) -> None:
-    folder = make(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
+    folder = write_files(tmp_path, "train.jsonl", "test.jsonl", "LICENSE.txt")
     listing = list_text(Place(f"{folder}/*.jsonl"))
     assert read(f"{folder}/*.jsonl") == ["test.jsonl", "train.jsonl"]
     assert listing.warning() == (
@@ -264,14 +240,14 @@ def test_a_pattern_reads_what_it_finds_with_a_warning_for_several_splits(tmp_pat
 
 
 def test_a_format_chooses_among_kinds(tmp_path: Path) -> None:
-    folder = make(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
+    folder = write_files(tmp_path, "a.parquet", "sample.jsonl", "notes.md")
     assert read(folder, format="parquet") == ["a.parquet"]
     assert read(folder, format="json") == ["sample.jsonl"]
 
 
 def test_stores_have_the_same_rules(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp")
-    make(tmp_path / "files", *CLONE, "more/train.txt")
+    write_files(tmp_path / "files", *CLONE, "more/train.txt")
     with HubServer(tmp_path) as server:
         url = f"{server.url}/files/data/"
         with pytest.raises(DataError) as caught:
@@ -298,7 +274,7 @@ def test_all_rules_on_names_of_a_store() -> None:
 
 
 def test_a_dead_link_is_an_error(tmp_path: Path) -> None:
-    folder = make(tmp_path, "a.jsonl")
+    folder = write_files(tmp_path, "a.jsonl")
     (folder / "b.jsonl").symlink_to(folder / "nowhere")
     assert "b.jsonl is a link to a file that does not exist" in refused(folder)[0]
 
@@ -306,7 +282,7 @@ def test_a_dead_link_is_an_error(tmp_path: Path) -> None:
 def test_an_unchanged_folder_has_its_old_fingerprint(tmp_path: Path) -> None:
     """Computed by the version before these rules: a resume compares it."""
     folder = tmp_path / "text"
-    make(folder, "a.jsonl", "b.jsonl", "README.md")
+    write_files(folder, "a.jsonl", "b.jsonl", "README.md")
     training = Training(dataset_path=str(folder), seq_len=8)
     whole = build_dataset(training, Data(), TOKENIZER, TOKENIZER.vocab_size)
     stream = build_dataset(training, Data(streaming=True, lanes=1), TOKENIZER, TOKENIZER.vocab_size)

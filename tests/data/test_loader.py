@@ -128,7 +128,8 @@ def test_arithmetic_of_ranges_agrees_with_sets_of_numbers() -> None:
         assert {
             n for first, end in without(apart, merged(b)) for n in range(first, end)
         } == left - right
-        place, number = draw.randrange(45), draw.randrange(1, 20)
+        place = draw.randrange(45)
+        number = draw.randrange(1, 20)
         assert {n for first, end in before(place, apart) for n in range(first, end)} == {
             n for n in left if n < place
         }
@@ -178,10 +179,8 @@ def test_hashes_add_up_over_ranks_and_tell_data_apart(corpus: Corpus) -> None:
             add_hashes(batch_hash(loader.next_step()) for loader in group) for _ in range(3)
         ] == expected
     parts = [step_hash(dataset, 12, 12, part, 5) for part in range(5)]
-    assert (
-        add_hashes(part for part in parts if part) == expected[1]
-        and step_hash(dataset, 38, 12) is None
-    )
+    assert add_hashes(part for part in parts if part) == expected[1]
+    assert step_hash(dataset, 38, 12) is None
     (batch,) = loaders(dataset, 12, 1)[0].next_step()
     changed = batch.labels.clone()
     changed[3, 5] = IGNORE
@@ -205,9 +204,8 @@ def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(
     assert len({len(loader) for loader in group}) == 1
     for _ in range(2):
         batches = [batch for loader in group for batch in loader]
-        assert len(batches) == ranks * len(group[0]) and all(
-            b.tokens.shape == (4, SEQ) for b in batches
-        )
+        assert len(batches) == ranks * len(group[0])
+        assert all(b.tokens.shape == (4, SEQ) for b in batches)
         labels = [
             label for b in batches for label in b.labels.flatten().tolist() if label != IGNORE
         ]
@@ -215,10 +213,8 @@ def test_a_full_validation_pass_has_the_same_targets_on_any_number_of_ranks(
 
 
 def test_validation_steps_take_the_first_sequences(corpus: Corpus) -> None:
-    dataset, endless = (
-        PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1),
-        PackedDataset(corpus, seq_len=SEQ),
-    )
+    dataset = PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1)
+    endless = PackedDataset(corpus, seq_len=SEQ)
     seen = [
         row
         for rank in range(2)
@@ -226,9 +222,7 @@ def test_validation_steps_take_the_first_sequences(corpus: Corpus) -> None:
         for row in rows([batch])
     ]
     assert sorted(seen) == [dataset.sequence(i)[0].tolist() for i in range(16)]
-    assert (
-        len(ValidationLoader(dataset, 4, 1000)) == 10
-        and len(list(ValidationLoader(endless, 4, 30))) == 30
-    )
+    assert len(ValidationLoader(dataset, 4, 1000)) == 10
+    assert len(list(ValidationLoader(endless, 4, 30))) == 30
     with pytest.raises(DataError, match="needs a text with an end"):
         ValidationLoader(endless, 4)

@@ -9,15 +9,14 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.support.sources import Numbers
 from titanlite.config.data_sections import DataPhase
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.phases import Phases
-from titanlite.data.rows import Row, Rows
 from titanlite.data.skip_ranges import take
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
@@ -28,33 +27,6 @@ from titanlite.start.run_text import phases_of
 from titanlite.step import ReplicationFactors
 from titanlite.training.anomalies import AnomalyLog, Fetched, skip_to
 from titanlite.training.resume import load_text
-
-
-class Numbers(Rows):
-    """A source whose row i holds i; a stream notes the lanes that were asked for."""
-
-    seq_len, tokens_per_epoch, fingerprint = 2, None, "ab" * 32
-    total_sequences: int | None = None
-    settings: dict[str, Any] = {"shuffle": True}
-
-    def __init__(self, total: int | None = None, lanes: int | None = None) -> None:
-        self.total_sequences, self.noted_lanes = total, lanes
-        self.asked: set[int] = set()
-
-    def sequence(self, index: int) -> Row:
-        assert self.total_sequences is None or index < self.total_sequences
-        if self.noted_lanes:
-            self.asked.add(index % self.noted_lanes)
-        return Row(np.full(2, index), np.full(2, index))
-
-    def padding(self) -> Row:
-        return Row(np.zeros(2, dtype=np.int64), np.full(2, -100))
-
-    def documents_in(self, index: int) -> list[tuple[int, int]]:
-        return [(index, 2)]
-
-    def describe(self) -> str:
-        return "numbers"
 
 
 def mix(
@@ -79,7 +51,8 @@ def test_shares_are_exact_and_each_source_is_served_without_gaps(slots) -> None:
     assert [round(counts[name] / len(found), 3) for name in "abc"] == [0.7, 0.2, 0.1]
     for name in "abc":
         numbers = [number for source, number in found if source == name]
-        assert len(set(numbers)) == len(numbers) and sorted(numbers) == list(range(len(numbers)))
+        assert len(set(numbers)) == len(numbers)
+        assert sorted(numbers) == list(range(len(numbers)))
     assert rows.served(len(found)) == dict(counts)
     for index in (1, 17, 1000):
         few = Counter(name for name, _ in found[:index])
@@ -95,9 +68,11 @@ def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others() ->
     found = located(rows, 200)
     assert [number for name, number in found if name == "b"] == list(range(10))
     assert [number for name, number in found if name == "c"] == list(range(30))
-    assert {name for name, _ in found[100:]} == {"a"} and rows.total_sequences is None
+    assert {name for name, _ in found[100:]} == {"a"}
+    assert rows.total_sequences is None
     ended = mix({"b": 1, "c": 1}, {"b": 10, "c": 30})
-    assert ended.total_sequences == 40 and Counter(n for n, _ in located(ended, 40)) == {
+    assert ended.total_sequences == 40
+    assert Counter(n for n, _ in located(ended, 40)) == {
         "b": 10,
         "c": 30,
     }
@@ -122,7 +97,8 @@ def test_ranks_serve_the_same_steps_and_read_lanes_of_their_own(degree) -> None:
 def test_phases_change_the_shares_and_the_counts_go_on() -> None:
     rows = mix({"a": 1, "b": 0}, phases={100: {"a": 1, "b": 1}, 301: {"b": 1}}, slots=2)
     found = located(rows, 500)
-    assert {name for name, _ in found[:100]} == {"a"} and {name for name, _ in found[302:]} == {"b"}
+    assert {name for name, _ in found[:100]} == {"a"}
+    assert {name for name, _ in found[302:]} == {"b"}
     assert abs(sum(name == "a" for name, _ in found[100:302]) - 101) <= 2
     for name in "ab":
         numbers = [number for source, number in found if source == name]
@@ -135,7 +111,8 @@ def test_a_phase_begins_at_its_sequence_also_within_one_turn_of_the_lanes() -> N
         {"a": 1, "b": 0}, phases={9: {"a": 1, "b": 1}, 13: {"b": 1}, 30: {"a": 2, "b": 1}}, slots=8
     )
     found = located(rows, 400)
-    assert {name for name, _ in found[:9]} == {"a"} and {name for name, _ in found[13:30]} == {"b"}
+    assert {name for name, _ in found[:9]} == {"a"}
+    assert {name for name, _ in found[13:30]} == {"b"}
     for name in "ab":
         numbers = [
             (number, index) for index, (source, number) in enumerate(found) if source == name
@@ -179,7 +156,8 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
         mix({"a": 1, "c": 1}).load_state_dict(state, 100)
     less = mix({"a": 1, "b": 1}, {"a": 100, "b": 400})
     less.load_state_dict(state, 400)  # 200 of each are served
-    assert {name for name, _ in located(less, 600, 400)} == {"b"} and less.total_sequences == 600
+    assert {name for name, _ in located(less, 600, 400)} == {"b"}
+    assert less.total_sequences == 600
 
 
 def test_the_record_of_a_bad_step_has_the_documents_of_all_ranks(tmp_path) -> None:
@@ -200,7 +178,8 @@ def test_the_record_of_a_bad_last_step_has_no_documents_of_what_fills_it_up(tmp_
         BadStepError(3, 9.0, 9.0, "why"), Fetched([], {"next_sequence": 8}, {"next_sequence": 12})
     )
     (event,) = map(json.loads, (tmp_path / "guard.jsonl").read_text().splitlines())
-    assert rows.total_sequences == 10 and sorted(event["documents"]) == ["8", "9"]
+    assert rows.total_sequences == 10
+    assert sorted(event["documents"]) == ["8", "9"]
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -248,7 +227,8 @@ class Walk:
             {name: Numbers(None, slots) for name in "ab"}, phases.shares(), seed=5, slots=slots
         )
         rate = LearningRate(Schedule(1000, 0, "constant", "titan", 1.0), 1.0, phases=phases.rates())
-        self.loader, self.size = TrainLoader(rows, size, size, skip=skip), size
+        self.loader = TrainLoader(rows, size, size, skip=skip)
+        self.size = size
         parts = SimpleNamespace(
             phases=phases,
             learning_rate=rate,
@@ -262,7 +242,8 @@ class Walk:
         self.numbers: dict[str, list[int]] = {"a": [], "b": []}
 
     def go_on(self, data: dict[str, Any], step: int, tokens: int) -> Walk:
-        self.run.step, self.run.tokens_seen = step, tokens
+        self.run.step = step
+        self.run.tokens_seen = tokens
         load_text(self.run, json.loads(json.dumps(data)))
         return self
 
@@ -347,7 +328,8 @@ def test_weights_and_rate_change_together_after_a_rollback_that_skips_the_bad_te
     again = Walk(BY_STEP, slots).go_on(data, 18, 288)
     again.walk(40)
     run.walk(40)
-    assert first_of_b(run) == 21 and not again.loader.dataset.changed
+    assert first_of_b(run) == 21
+    assert not again.loader.dataset.changed
     assert {step: pair for step, pair in run.served.items() if step > 18} == again.served
     assert again.numbers["b"] == run.numbers["b"][-len(again.numbers["b"]) :]
 
@@ -356,9 +338,11 @@ def test_a_checkpoint_of_a_phase_that_waited_for_the_lanes_begins_it_at_once() -
     """Earlier versions began a phase at the next multiple of the lanes."""
     run = Walk(BY_STEP, 64)
     data = run.walk(21)
-    plan, segments = data["rows"]["plan"], data["rows"]["segments"]
+    plan = data["rows"]["plan"]
+    segments = data["rows"]["segments"]
     assert plan[0][1][0] == segments[1][0] == 160
     del segments[1]  # at 192; the position is 168
     again = Walk(BY_STEP, 64).go_on(data, 21, 336)
     again.walk(40)
-    assert again.loader.dataset.changed and {name for name, _ in again.served.values()} == {"b"}
+    assert again.loader.dataset.changed
+    assert {name for name, _ in again.served.values()} == {"b"}

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import write_texts
+from tests.support.processes import ROOT
+from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData, permutation
@@ -110,13 +111,15 @@ def test_every_token_is_a_target_once_per_epoch(
 def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> None:
     endless = PackedDataset(corpus, seq_len=64, seed=3)
     stream = stream_of(corpus, 12, 3)
-    assert stream[:599] != stream[599:1198] and sorted(stream[:599]) == sorted(stream[599:1198])
+    assert stream[:599] != stream[599:1198]
+    assert sorted(stream[:599]) == sorted(stream[599:1198])
     for i in np.random.default_rng(0).permutation(101).tolist():
         tokens, labels, _ = endless.sequence(i)
         start = endless.window(i) * 64
         assert tokens.tolist() == stream[start : start + 64]
         assert labels.tolist() == stream[start + 1 : start + 65]
-    assert endless._epoch.cache_info().currsize <= 3 and endless._order.cache_info().currsize <= 2
+    assert endless._epoch.cache_info().currsize <= 3
+    assert endless._order.cache_info().currsize <= 2
     other = PackedDataset(corpus, seq_len=64, seed=4)
     assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
 
@@ -185,7 +188,7 @@ def test_sections_reach_the_data() -> None:
 
 
 def test_the_example_in_the_docs_runs() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text()
+    page = (ROOT / "docs" / "data.md").read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["first"].tokens.shape == names["second"].labels.shape == (4, 512)

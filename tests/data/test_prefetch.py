@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import python
+from tests.support.processes import python
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
 from titanlite.data.hashes import add_hashes, batch_hash
@@ -22,7 +22,8 @@ from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset
 from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
 
-SEQ, GLOBAL = 16, 12
+SEQ = 16
+GLOBAL = 12
 
 
 def loader(
@@ -69,13 +70,17 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize(("depth", "skip"), [(0, ()), (3, ()), (3, [(6, 12)])])
 def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, skip: Any) -> None:
-    plain, inner, makers = loader(corpus, skip=skip), loader(corpus, skip=skip), set[str]()
+    plain = loader(corpus, skip=skip)
+    inner = loader(corpus, skip=skip)
+    makers = set[str]()
     changed(inner, lambda: makers.add(threading.current_thread().name))
     with Prefetcher(inner, depth) as batches:
         for _ in range(12):
-            expected, found = plain.next_step(), batches.next_step()
+            expected = plain.next_step()
+            found = batches.next_step()
             for x, y in zip(found, expected, strict=True):
-                assert torch.equal(x.tokens, y.tokens) and torch.equal(x.labels, y.labels)
+                assert torch.equal(x.tokens, y.tokens)
+                assert torch.equal(x.labels, y.labels)
             assert batches.state_dict() == plain.state_dict()
             assert len(threads()) == (depth > 0)
         eventually(lambda: inner.position == plain.position + depth * GLOBAL)
@@ -139,7 +144,9 @@ def test_a_process_does_not_wait_for_a_prefetcher_that_nobody_closes() -> None:
 
 
 def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corpus) -> None:
-    inner, plain, broken = loader(corpus), loader(corpus), True
+    inner = loader(corpus)
+    plain = loader(corpus)
+    broken = True
 
     def fail() -> None:
         if broken and inner.position == 3 * GLOBAL:
@@ -164,7 +171,8 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
 
 @pytest.mark.parametrize("reserve", [0, 2])
 def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus: Corpus, reserve: int) -> None:
-    made, told = itertools.count(1), list[tuple[int, str]]()
+    made = itertools.count(1)
+    told = list[tuple[int, str]]()
 
     def fail() -> None:
         if next(made) == 6:
@@ -179,7 +187,8 @@ def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus: Corpus, reserve:
                 handed += 1
         assert handed == 5  # every step that could be prepared is handed out
     if reserve:
-        assert told[0][0] <= 5 - reserve and told[0][1] == "the source is lost"
+        assert told[0][0] <= 5 - reserve
+        assert told[0][1] == "the source is lost"
 
 
 def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(
@@ -206,7 +215,8 @@ def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(
     assert len(calls) >= 1 + 4  # tokens and labels of two micro-batches
     calls.clear()
     list(ValidationPrefetcher(held_out(corpus), 2, pin=True))
-    assert calls[0] == ("set_device", f"{THREAD}_0", (3,)) and len(calls) == 1 + 2 * 10
+    assert calls[0] == ("set_device", f"{THREAD}_0", (3,))
+    assert len(calls) == 1 + 2 * 10
 
 
 @pytest.mark.parametrize(("depth", "persistent"), [(0, True), (2, False), (2, True)])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWO_LAYERS
 from titanlite.assembly import build
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
@@ -76,19 +76,17 @@ def test_threads_chunks_and_caches_keep_targets(
 
     whole = read()
     firsts = whole.targets[whole.offsets[:-1]]
-    assert (
-        firsts.tolist() == [bool(i % 3) for i in range(60)]
-        and whole.targets[whole.offsets[1:] - 1].all()
-    )
+    assert firsts.tolist() == [bool(i % 3) for i in range(60)]
+    assert whole.targets[whole.offsets[1:] - 1].all()
     monkeypatch.setattr("titanlite.data.corpus._CHUNK", 5)  # some chunks have no prompt at all
     cache = str(tmp_path / "cache")
     for found in (read(workers=2), read(cache), read(cache)):
-        assert np.array_equal(found.targets, whole.targets) and np.array_equal(
-            found.tokens, whole.tokens
-        )
+        assert np.array_equal(found.targets, whole.targets)
+        assert np.array_equal(found.tokens, whole.tokens)
         assert found.fingerprint == whole.fingerprint
     plain = read(cache, columns=None)
-    assert plain.targets is None and plain.fingerprint != whole.fingerprint
+    assert plain.targets is None
+    assert plain.fingerprint != whole.fingerprint
     assert plain.fingerprint == tokenize([path], TOKENIZER, TOKENIZER.vocab_size).fingerprint
     swapped = read(columns=Columns("q", "a"))
     assert swapped.fingerprint != whole.fingerprint

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.hub_server import HubServer
-from tests.processes import python
+from tests.support.hub_server import HubServer
+from tests.support.processes import python
 from titanlite.config.checks import missing_files
 from titanlite.config.load import load
 from titanlite.data import DataError

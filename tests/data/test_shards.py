@@ -8,7 +8,6 @@ import gzip
 import importlib.util
 import json
 import os
-import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.checkpoint.s3 import new_bucket, serving
-from tests.data.hub_server import HubServer
-from tests.processes import python
+from tests.support.hub_server import HubServer
+from tests.support.processes import python
+from tests.support.s3 import new_bucket, serving
+from tests.support.shards import LINES, TEXTS, write_c4
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -31,10 +31,6 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.tools.cli import main
 
 pytest.importorskip("aiohttp")
-_RANDOM = random.Random(1)
-#: They hardly compress: each file has more than 100 KB.
-TEXTS = [f"text {i} {_RANDOM.randbytes(_RANDOM.randrange(300)).hex()}" for i in range(1000)]
-LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
 @pytest.fixture
@@ -100,7 +96,8 @@ def test_of_a_file_that_is_replaced_the_next_records_are_read(
     path.write_bytes(other + b" " * (tag == "X-None"))
     later = list(found)
     at = next(n for n, text in enumerate(later) if text.startswith("TEXT"))
-    assert 0 < at < 900 and [first, *later[:at]] == TEXTS[: at + 1]
+    assert 0 < at < 900
+    assert [first, *later[:at]] == TEXTS[: at + 1]
     assert later[at:] == [text.replace("text", "TEXT") for text in TEXTS[at + 1 :]], (
         "none is lost, none comes twice"
     )
@@ -161,7 +158,8 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
         for name in names:
             server.fail("*/d/*", cut=20_000, times=12)
             server.fail("*/d/*", status=503, times=6)
-            assert list(read(name)) == TEXTS and [fault.times for fault in server.faults[:2]] == [
+            assert list(read(name)) == TEXTS
+            assert [fault.times for fault in server.faults[:2]] == [
                 0,
                 0,
             ]
@@ -187,14 +185,6 @@ def test_an_empty_file_that_is_read_at_the_start_is_named(server: HubServer) -> 
         build_dataset(training, Data(streaming=False), load_tokenizer(), 2304)
 
 
-CARD = """---
-configs:
-- config_name: en
-  data_files:
-  - {split: train, path: "en/c4-train.*.json.gz"}
-  - {split: validation, path: "en/c4-validation.*.json.gz"}
----
-"""
 CLIENT = """
 import json, os
 from titanlite.config.text_names import HubText, hub_text
@@ -222,20 +212,6 @@ print(json.dumps(found))
 """
 
 
-def write_c4(root: Path, shards: int) -> None:
-    """Write `TEXTS` as a repository in the form of allenai/c4."""
-    folder = root / "datasets/allenai/c4/en"
-    folder.mkdir(parents=True)
-    (folder.parent / "README.md").write_text(CARD)
-    lines, size = LINES.splitlines(), len(TEXTS) // shards
-    for k in range(shards):
-        content = gzip.compress(b"\n".join(lines[k * size : (k + 1) * size]))
-        (folder / f"c4-train.{k:05}-of-{shards:05}.json.gz").write_bytes(content)
-    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(
-        gzip.compress(LINES[: LINES.index(b"\n")])
-    )
-
-
 def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     write_c4(tmp_path, 2)
@@ -248,7 +224,8 @@ def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
         done = python("-c", CLIENT, env=hub.environment(tmp_path / "home"))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["train"] == TEXTS and found["validation"] == TEXTS[:1]
+    assert found["train"] == TEXTS
+    assert found["validation"] == TEXTS[:1]
     assert (
         found["error"]
         == "training.dataset: allenai/c4 has no split 'test'; it has train, validation"
@@ -263,7 +240,8 @@ def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
 def test_fetched_files_are_whole_and_a_part_is_continued(
     server: HubServer, tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    folder, out = f"{server.url}/files/", tmp_path / "out"
+    folder = f"{server.url}/files/"
+    out = tmp_path / "out"
     assert url_files(folder, "key") == [
         folder + file for file in ("a.jsonl.gz", "b.jsonl", "c.parquet")
     ]
@@ -273,14 +251,18 @@ def test_fetched_files_are_whole_and_a_part_is_continued(
     monkeypatch.setattr("titanlite.tools.hub.fetch.PATIENCE", 0.1)
     command = ["data", "fetch", folder, "--out", str(out)]
     server.fail("*/b.jsonl", status=503, after=2, times=None)
-    assert main(command) == 2 and "b.jsonl cannot be read at byte 1" in capsys.readouterr().err
+    assert main(command) == 2
+    assert "b.jsonl cannot be read at byte 1" in capsys.readouterr().err
     server.faults.clear()
-    assert main(command) == 0 and "3 files in" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "3 files in" in capsys.readouterr().out
     for file in ("a.jsonl.gz", "b.jsonl", "c.parquet"):
         content = (server.root / "files" / file).read_bytes()
         assert (out / file).read_bytes() == content
         assert sum(r.sent for r in server.of(f"*/{file}") if r.status != 503) == len(content), (
             "each byte came once"
         )
-    assert len(os.listdir(out)) == 3 and main([*command, "--files", "1"]) == 0
-    assert main([*command, "--files", "3"]) == 2 and "0 to 2" in capsys.readouterr().err
+    assert len(os.listdir(out)) == 3
+    assert main([*command, "--files", "1"]) == 0
+    assert main([*command, "--files", "3"]) == 2
+    assert "0 to 2" in capsys.readouterr().err

@@ -241,12 +241,14 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     for name in ("a.jsonl", "a.json.gz"):
         found = refused(write(tmp_path / name, "a", "b", raw=line))
-        assert "line 3: " in found and message in found
+        assert "line 3: " in found
+        assert message in found
 
 
 def test_ids_over_the_models_vocabulary_name_file_line_and_id(tmp_path: Path) -> None:
     path = write(tmp_path / "c4.jsonl", "a")
-    tokenizer, training = load_tokenizer(), Training(dataset_path=str(path), seq_len=8)
+    tokenizer = load_tokenizer()
+    training = Training(dataset_path=str(path), seq_len=8)
     with pytest.raises(
         DataError, match=f"{path}, line 1: token id 2049 is outside the model's vocabulary of 2049"
     ):

@@ -8,13 +8,12 @@ import copy
 import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.test_mixture import Numbers
-from tests.data.test_stream import SEQ, make, write_shards
+from tests.support.shards import SEQ, make_stream
+from tests.support.sources import Numbers
 from titanlite import exit_codes
 from titanlite.data import DataError
 from titanlite.data.loader import TrainLoader
@@ -28,7 +27,7 @@ HOSTILE = (-7, "5-1", None, 1.5, math.nan, 1 << 40, True, [], {})
 def _rows(names: list[str], kind: str) -> Rows:
     if kind == "text":
         return Numbers(10_000)
-    stream = make(names, best_fit=kind == "best-fit")
+    stream = make_stream(names, best_fit=kind == "best-fit")
     if kind != "mixture":
         return stream
     other = Numbers(total=500, lanes=4)
@@ -65,11 +64,6 @@ def _changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
     return changed
 
 
-@pytest.fixture
-def names(tmp_path: Path) -> list[str]:
-    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
-
-
 def _state(names: list[str], kind: str) -> dict[str, Any]:
     loader = _loader(names, kind)
     for _ in range(4):
@@ -83,7 +77,8 @@ def test_every_value_of_a_state_is_used_or_refused_by_its_name(names: list[str],
     """Each value at each place: a row comes, or a DataError; nothing else, such as an
     IndexError.
     """
-    state, refused = _state(names, kind), 0
+    state = _state(names, kind)
+    refused = 0
     assert state["left_out"] == [[8, 16]]
     for path in _paths(state):
         for value in HOSTILE if path else ():

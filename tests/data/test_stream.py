@@ -7,62 +7,16 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.shards import first_rows, make_stream, write_shards
 from titanlite.data import DataError
-from titanlite.data.lanes import StreamText
 from titanlite.data.loader import TrainLoader, gather_state
-from titanlite.data.records import Columns, Record
 from titanlite.data.rows import IGNORE
 from titanlite.data.shards import Shards
-from titanlite.data.stream import StreamRows, default_lanes
-
-SEQ = 8
-
-
-def encode(record: Record) -> tuple[np.ndarray, int]:
-    """BOS 1, five tokens of the document's number, EOS 2: each token tells its document."""
-    number = int(record.text)
-    return np.array([1, *[number + 10] * (number % 5 + 1), 2]), np.zeros(0, dtype=bool)
-
-
-def write_shards(folder: Path, sizes: list[int]) -> list[str]:
-    """Write files of so many documents; their texts count on over all files."""
-    first, names = 0, []
-    for number, size in enumerate(sizes):
-        path = folder / f"part-{number:02}.jsonl.gz"
-        lines = "".join(json.dumps({"text": str(first + i)}) + "\n" for i in range(size))
-        path.write_bytes(gzip.compress(lines.encode()))
-        names.append(str(path))
-        first += size
-    return names
-
-
-def make(names: list[str], **options) -> StreamRows:
-    defaults = {
-        "seq_len": SEQ,
-        "pad_id": 0,
-        "seed": 3,
-        "buffer": 12,
-        "lanes": 4,
-        "description": "test",
-    }
-    given = {**defaults, **options}
-    of_rows = {name: given.pop(name) for name in ("lanes", "ranks", "workers") if name in given}
-    text = StreamText(Shards(tuple(names), Columns()), encode, **given)
-    return StreamRows(text, **of_rows)
-
-
-def first_rows(rows: StreamRows, count: int) -> list[list[int]]:
-    return [rows.sequence(i).tokens.tolist() for i in range(count)]
-
-
-@pytest.fixture
-def names(tmp_path: Path) -> list[str]:
-    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
+from titanlite.data.stream import default_lanes
 
 
 @pytest.mark.parametrize(
@@ -72,10 +26,12 @@ def names(tmp_path: Path) -> list[str]:
 def test_each_lane_serves_each_of_its_documents_once_per_epoch(
     tmp_path, sizes, lanes, shuffle
 ) -> None:
-    rows = make(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
+    rows = make_stream(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
     seen: Counter[int] = Counter()
     for lane in range(lanes):
-        epochs, tokens, count = Counter(), [], 0
+        epochs = Counter()
+        tokens = []
+        count = 0
         while (
             epochs.total() < 3 * sum(sizes) // lanes
         ):  # documents by their BOS; the token after it has the number
@@ -89,19 +45,20 @@ def test_each_lane_serves_each_of_its_documents_once_per_epoch(
 
 
 def test_labels_are_the_next_tokens_over_windows(names) -> None:
-    rows = make(names, lanes=1)
+    rows = make_stream(names, lanes=1)
     pairs = [rows.sequence(i) for i in range(5)]
     joined = np.concatenate([row.tokens for row in pairs])
     assert np.concatenate([row.labels for row in pairs])[:-1].tolist() == joined[1:].tolist()
 
 
 #: Sequences of a step, and steps of a run.
-SIZE, STEPS = 24, 8
+SIZE = 24
+STEPS = 8
 
 
 def steps_of(names: list[str]) -> list[list[list[int]]]:
     """The sequences of each step, sorted."""
-    rows = first_rows(make(names), SIZE * STEPS)
+    rows = first_rows(make_stream(names), SIZE * STEPS)
     return [sorted(rows[n * SIZE : (n + 1) * SIZE]) for n in range(STEPS)]
 
 
@@ -116,7 +73,7 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
     wanted = steps_of(names)[:4]
     for degree in (1, 2, 3, 4, 8):
         loaders = [
-            TrainLoader(make(names, workers=workers), SIZE, 1, rank, degree)
+            TrainLoader(make_stream(names, workers=workers), SIZE, 1, rank, degree)
             for rank in range(degree)
         ]
         assert [next_steps(loaders) for _ in wanted] == wanted
@@ -129,7 +86,7 @@ def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 8)])
 def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after) -> None:
     wanted = steps_of(names)
-    loaders = [TrainLoader(make(names), SIZE, 1, rank, before) for rank in range(before)]
+    loaders = [TrainLoader(make_stream(names), SIZE, 1, rank, before) for rank in range(before)]
     for stop in range(STEPS):
         states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
         state = {
@@ -140,7 +97,8 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
             4 if stop else 0
         )  # each lane has a place, whichever rank read it
         resumed = [
-            TrainLoader(make(names, lanes=None), SIZE, 1, rank, after) for rank in range(after)
+            TrainLoader(make_stream(names, lanes=None), SIZE, 1, rank, after)
+            for rank in range(after)
         ]
         for loader in resumed:
             loader.load_state_dict(state)
@@ -149,7 +107,7 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
 
 
 def test_going_back_gives_the_same_rows(names) -> None:
-    rows = make(names)
+    rows = make_stream(names)
     wanted = first_rows(rows, 80)
     rows.close()
     assert first_rows(rows, 80) == wanted
@@ -170,44 +128,46 @@ def opened(monkeypatch) -> list[tuple[int, int]]:
 
 
 def test_a_resume_reads_no_shard_that_is_done(names, opened) -> None:
-    rows = make(names, lanes=1)
+    rows = make_stream(names, lanes=1)
     first_rows(rows, 45)
     state = rows.state_dict()
     opened.clear()
-    resumed = make(names, lanes=1)
+    resumed = make_stream(names, lanes=1)
     resumed.load_state_dict(state)
     resumed.sequence(45)
-    assert state["cursors"][0][3] > 0 and state["cursors"][0][4] in [row for _, row in opened]
+    assert state["cursors"][0][3] > 0
+    assert state["cursors"][0][4] in [row for _, row in opened]
 
 
 def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monkeypatch) -> None:
-    rows = make(names)
+    rows = make_stream(names)
     wanted = [rows.documents_in(i) for i in range(SIZE * STEPS)]
     reads = sorted(opened)
     opened.clear()
     monkeypatch.setattr("titanlite.data.stream._KEPT_BYTES", 1)
-    late, found = make(names), []
+    late = make_stream(names)
+    found = []
     for step in range(STEPS):  # a step is logged while those after it are prepared
         for i in range(SIZE * (step + 3 if step else 0), SIZE * min(step + 4, STEPS)):
             late.sequence(i)
         found += [late.documents_in(i) for i in range(SIZE * step, SIZE * (step + 1))]
-    assert found == wanted and sorted(opened) == reads
+    assert found == wanted
+    assert sorted(opened) == reads
 
 
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
-    row = make(names, mask_documents=True).sequence(0)
-    assert (
-        row.documents is not None
-        and row.documents[0] == 0
-        and set(np.diff(row.documents)) == {0, 1}
-    )
+    row = make_stream(names, mask_documents=True).sequence(0)
+    assert row.documents is not None
+    assert row.documents[0] == 0
+    assert set(np.diff(row.documents)) == {0, 1}
     borders = np.flatnonzero(np.diff(row.documents))
-    assert all(row.labels[borders] == IGNORE) and all(row.tokens[borders] == 2)
+    assert all(row.labels[borders] == IGNORE)
+    assert all(row.tokens[borders] == 2)
 
 
 def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names) -> None:
-    state = make(names, lanes=4).state_dict()
-    other = make(names, lanes=None, ranks=6)
+    state = make_stream(names, lanes=4).state_dict()
+    other = make_stream(names, lanes=None, ranks=6)
     other.load_state_dict(state)
     assert (other.lanes, default_lanes(6, 7), default_lanes(1, 1000), default_lanes(16, 8)) == (
         4,
@@ -216,17 +176,17 @@ def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names)
         16,
     )
     with pytest.raises(DataError, match="has 4 lanes, not 5"):
-        make(names, lanes=5).load_state_dict(state)
+        make_stream(names, lanes=5).load_state_dict(state)
 
 
 def test_bad_text_is_named_and_a_lane_without_text_too(tmp_path) -> None:
     names = write_shards(tmp_path, [3, 0])
     with pytest.raises(DataError, match="part-01.*a lane of the stream is empty"):
-        first_rows(make(names, lanes=2), 4)
+        first_rows(make_stream(names, lanes=2), 4)
     (tmp_path / "part-01.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n{"txt": 2}\n'))
     with pytest.raises(DataError, match="part-01.jsonl.gz, line 2"):
-        first_rows(make(names, lanes=2), 4)
+        first_rows(make_stream(names, lanes=2), 4)
 
 
 def test_a_state_without_rows_is_left_alone(names) -> None:
-    assert gather_state({"next_sequence": 5}, make(names)) == {"next_sequence": 5}
+    assert gather_state({"next_sequence": 5}, make_stream(names)) == {"next_sequence": 5}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.conftest import write_texts
-from tests.data.hub_server import HubServer
+from tests.support.hub_server import HubServer
+from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError
@@ -58,7 +58,8 @@ def test_streamed_and_whole_text_have_the_same_documents(folder: Path) -> None:
             training = Training(dataset_path=path, seq_len=32)
             streamed = read(Data(streaming="auto" if "http" in path else True, lanes=1), training)
             whole = read(Data(streaming=False), training)
-            assert isinstance(streamed, StreamRows) and isinstance(whole, PackedDataset)
+            assert isinstance(streamed, StreamRows)
+            assert isinstance(whole, PackedDataset)
             assert set(texts_of(streamed, 2 * whole.sequences_per_epoch + 4)) == set(expected)
             tokens = [
                 token for text in expected for token in TOKENIZER.encode_document(text).tolist()
@@ -72,8 +73,10 @@ def test_a_mixture_of_a_stream_and_whole_text_is_the_same_on_all_ranks(folder: P
         DataSource(name="one", path=str(folder / "1.jsonl"), epochs=1),
     ]
     mixed = read(Data(source=sources), Training(seq_len=32))
-    assert isinstance(mixed, MixedRows) and mixed.slots == 1
-    assert isinstance(mixed.rows[1], PackedDataset) and mixed.rows[1].epochs == 1
+    assert isinstance(mixed, MixedRows)
+    assert mixed.slots == 1
+    assert isinstance(mixed.rows[1], PackedDataset)
+    assert mixed.rows[1].epochs == 1
     with pytest.raises(DataError, match="a stream, whose length is not known"):
         read(Data(source=sources, streaming=True), Training(seq_len=32))
     # The order of a source does not depend on the others.
@@ -94,7 +97,8 @@ def test_only_one_rank_lists_files_and_the_others_read_the_same(folder: Path) ->
     first = read(Data(streaming=True), training, share=share)
     write_texts(folder / "9.jsonl", ["too late"])
     second = read(Data(streaming=True), training, share=share)
-    assert first.text.shards.names == second.text.shards.names and len(shared) == 1
+    assert first.text.shards.names == second.text.shards.names
+    assert len(shared) == 1
     assert read(Data(streaming=True), training).fingerprint != first.fingerprint
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.conftest import write_texts
+from tests.support.texts import write_texts
 from titanlite.config.data_sections import Data, Validation
 from titanlite.config.sections import Training
 from titanlite.data import DataError, token_cache
@@ -78,7 +78,8 @@ def test_a_second_start_reads_no_text(text: Path, cache: Path, counted: list[int
     plain = tokenize([text], TOKENIZER, TOKENIZER.vocab_size)
     for _ in range(3):
         found = load(text, cache)
-        assert same(found, plain) and is_mapped(found)
+        assert same(found, plain)
+        assert is_mapped(found)
         assert counted == [0]
     assert names(cache) == [".tokens"]
     with pytest.raises(ValueError, match="read-only"):
@@ -96,7 +97,8 @@ def test_another_text_vocabulary_or_time_is_another_file(
     found = load(text, cache)
     assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size))
     assert load(text, cache, 128_256).tokens.dtype == np.uint32
-    assert len(counted) == 3 and names(cache) == [".tokens"] * 3
+    assert len(counted) == 3
+    assert names(cache) == [".tokens"] * 3
     with pytest.raises(DataError, match=r"text.jsonl, line 1: token id \d+ is outside"):
         load(text, cache, 300)
     with pytest.raises(DataError, match="gone.jsonl: cannot be read"):
@@ -146,14 +148,16 @@ def test_paths_start_at_the_home_or_at_the_working_directory(
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert is_mapped(load(text, "~/tokens")) and names(tmp_path / "home" / "tokens") == [".tokens"]
-    assert is_mapped(load(text, "here/tokens")) and names(Path("here/tokens")) == [".tokens"]
+    assert is_mapped(load(text, "~/tokens"))
+    assert names(tmp_path / "home" / "tokens") == [".tokens"]
+    assert is_mapped(load(text, "here/tokens"))
+    assert names(Path("here/tokens")) == [".tokens"]
     for unusable in ("~no-such-user/tokens", str(text / "below-a-file")):
         found = load(text, unusable)
-        assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size)) and not is_mapped(
-            found
-        )
-        assert "data.token_cache:" in logged() and unusable in logged()
+        assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size))
+        assert not is_mapped(found)
+        assert "data.token_cache:" in logged()
+        assert unusable in logged()
     assert os.listdir() == ["here"]
 
 
@@ -169,21 +173,20 @@ def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     for setting in ("off", "auto"):
         assert not is_mapped(load(text, setting))
-    assert (
-        list(temporary.iterdir()) == [] and not Path("off").exists() and not Path("auto").exists()
-    )
+    assert list(temporary.iterdir()) == []
+    assert not Path("off").exists()
+    assert not Path("auto").exists()
     monkeypatch.setattr(token_cache, "AUTO_BYTES", text.stat().st_size)
     for _ in range(2):
         assert is_mapped(load(text, "auto"))
     (folder,) = temporary.iterdir()
-    assert (
-        folder.name == f"titanlite-tokens-{os.getuid()}"
-        and stat.S_IMODE(folder.stat().st_mode) == 0o700
-    )
+    assert folder.name == f"titanlite-tokens-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(counted) == 3
     theirs = folder.rename(tmp_path / "theirs")
     folder.symlink_to(theirs)  # others may put a link into a shared folder
-    assert not is_mapped(load(text, "auto")) and "belongs to another user" in logged()
+    assert not is_mapped(load(text, "auto"))
+    assert "belongs to another user" in logged()
 
 
 def test_files_that_nobody_uses_are_removed_and_a_run_keeps_what_it_has_mapped(
@@ -240,7 +243,8 @@ def test_threads_follow_cores_and_ranks(
 
 
 def test_sections_reach_the_cache(text: Path, cache: Path, counted: list[int]) -> None:
-    data, size = Data(num_workers=2, token_cache=str(cache)), TOKENIZER.vocab_size
+    data = Data(num_workers=2, token_cache=str(cache))
+    size = TOKENIZER.vocab_size
     assert is_mapped(
         build_dataset(Training(dataset_path=str(text), seq_len=4), data, TOKENIZER, size).corpus
     )
@@ -281,13 +285,17 @@ def test_processes_that_wait_fill_the_disk_or_are_killed(text: Path, cache: Path
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     out, _ = start("full").communicate(timeout=600)
-    assert "tokens cannot be saved" in out and "File too large" in out and "NoneType" in out
+    assert "tokens cannot be saved" in out
+    assert "File too large" in out
+    assert "NoneType" in out
     assert names(cache) == []
     with start("hang") as process:
-        assert process.stdout is not None and process.stdout.readline() == "tokenizing\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "tokenizing\n"
         process.send_signal(signal.SIGKILL)
     assert names(cache) == [".lock"]  # it holds nobody up
     printed = [process.communicate(timeout=600)[0] for process in [start("slow"), start("slow")]]
     total = int(tokenize([text], TOKENIZER, TOKENIZER.vocab_size).tokens.sum())
     assert all(f"sum {total} memmap" in out for out in printed)
-    assert sum("tokenizing" in out for out in printed) == 1 and names(cache) == [".tokens"]
+    assert sum("tokenizing" in out for out in printed) == 1
+    assert names(cache) == [".tokens"]

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_token_files import TOKENIZER, write_megatron, write_prepared
-from tests.processes import python
+from tests.support.processes import python
+from tests.support.token_folders import TOKENIZER, write_megatron, write_prepared
 from titanlite.checkpoint.manifest import file_digest
 from titanlite.data import DataError, token_checks
 from titanlite.data.packing import PackedDataset
@@ -43,10 +43,8 @@ def prepared(folder: Path, masked: int = 2) -> Path:
 
 def flip(file: Path, place: int = 20) -> None:
     """Change a byte, and nothing else that a file system tells quickly."""
-    content, times = (
-        bytearray(file.read_bytes()),
-        (file.stat().st_atime_ns, file.stat().st_mtime_ns),
-    )
+    content = bytearray(file.read_bytes())
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
     content[place] ^= 1
     file.write_bytes(content)
     os.utime(file, ns=times)
@@ -105,14 +103,17 @@ def test_a_flipped_byte_ends_the_run_when_its_part_is_read(tmp_path: Path, suffi
 def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
     tmp_path: Path, read: list[str]
 ) -> None:
-    folder, records = prepared(tmp_path / "a", masked=0), tmp_path / "records"
+    folder = prepared(tmp_path / "a", masked=0)
+    records = tmp_path / "records"
     records.mkdir()
     files = opened(folder, records)
     assert read == []
     files.read(10, 20)
-    assert settled(files) == 0 and sorted(read) == ["part-0.offsets", "part-0.tokens"]
+    assert settled(files) == 0
+    assert sorted(read) == ["part-0.offsets", "part-0.tokens"]
     files.read(0, 300)
-    assert settled(files) == 0 and len(read) == 6
+    assert settled(files) == 0
+    assert len(read) == 6
     again = opened(folder, records)
     again.read(0, 300)
     assert settled(again) == 0 and len(read) == 6, "the records tell"
@@ -126,7 +127,8 @@ def test_a_part_is_checked_when_it_is_read_and_once_on_a_machine(
         os.utime(record, (0, 0))
     old = opened(folder, records)
     old.read(0, 10)
-    assert settled(old) == 0 and read[7:] == ["part-0.tokens", "part-0.offsets"]
+    assert settled(old) == 0
+    assert read[7:] == ["part-0.tokens", "part-0.offsets"]
 
 
 def test_without_a_folder_for_records_each_process_checks(tmp_path: Path, read: list[str]) -> None:
@@ -144,7 +146,8 @@ def test_a_process_waits_for_another_one_that_reads_the_part(
 ) -> None:
     import fcntl
 
-    folder, records = prepared(tmp_path / "a", masked=0), tmp_path / "records"
+    folder = prepared(tmp_path / "a", masked=0)
+    records = tmp_path / "records"
     files = opened(folder, records)
     assert files.check is not None
     part = files.check._parts[0]
@@ -154,9 +157,11 @@ def test_a_process_waits_for_another_one_that_reads_the_part(
     with open(record, "ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         files.read(0, 10)
-        assert files.check.settle(0.3) == 1 and read == []
+        assert files.check.settle(0.3) == 1
+        assert read == []
         part.note()
-        assert settled(files) == 0 and read == []
+        assert settled(files) == 0
+        assert read == []
 
 
 def test_offsets_and_sizes_are_checked_at_the_start(tmp_path: Path) -> None:
@@ -214,7 +219,8 @@ def test_a_save_waits_for_the_parts_that_were_read(
     folder = prepared(tmp_path / "a")
     flip(folder / "part-0.tokens", 5)
     rows = PackedDataset(opened(folder, None), seq_len=8, shuffle=False)  # type: ignore[arg-type]
-    assert isinstance(rows.corpus, TokenFiles) and rows.corpus.check is not None
+    assert isinstance(rows.corpus, TokenFiles)
+    assert rows.corpus.check is not None
     callback = TokenHashes([rows.corpus.check])
 
     trainer: Any = SimpleNamespace(stop=StopSignal())
@@ -228,7 +234,8 @@ def test_a_save_waits_for_the_parts_that_were_read(
 
 @pytest.mark.slow
 def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> None:
-    folder, out = prepared(tmp_path / "a", masked=0), tmp_path / "run"
+    folder = prepared(tmp_path / "a", masked=0)
+    out = tmp_path / "run"
     flip(folder / "part-1.tokens", 5)
     words = [
         "debug_model.toml",
@@ -250,10 +257,8 @@ def test_a_run_ends_before_a_checkpoint_holds_damaged_tokens(tmp_path: Path) -> 
     ]
     words += ["--data.token_cache", str(tmp_path / "cache")]
     done = python("-m", "titanlite", "train", *words)
-    assert (
-        done.returncode == 2
-        and "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
-    )
+    assert done.returncode == 2
+    assert "part-1.tokens is damaged: its content does not fit its hash" in done.stderr
     assert not list(out.glob("checkpoint/step-*/manifest.json"))
     flip(folder / "part-1.tokens", 5)
     done = python("-m", "titanlite", "train", *words)
@@ -269,20 +274,21 @@ def test_verify_names_all_that_is_damaged(
 ) -> None:
     folder = prepared(tmp_path / "a")
     assert main(["data", "verify", str(folder)]) == 0
-    assert (
-        "3 parts, 300 tokens, 735 B" in (said := capsys.readouterr().out)
-        and "hashes of all parts are right" in said
-    )
+    assert "3 parts, 300 tokens, 735 B" in (said := capsys.readouterr().out)
+    assert "hashes of all parts are right" in said
     flip(folder / "part-0.tokens")
     flip(folder / "part-2.targets", 3)
     assert main(["data", "verify", str(folder)]) == 1
     said = capsys.readouterr().out
-    assert f"DAMAGED: {folder}/part-0.tokens: its content" in said and "part-2.targets" in said
-    assert "2 of 3 parts are damaged; `titanlite data prepare`" in said and "part-1" not in said
+    assert f"DAMAGED: {folder}/part-0.tokens: its content" in said
+    assert "part-2.targets" in said
+    assert "2 of 3 parts are damaged; `titanlite data prepare`" in said
+    assert "part-1" not in said
     (folder / "part-1.offsets").unlink()
     assert main(["data", "verify", str(folder), "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert list(found["problems"]) == ["part-0", "part-1", "part-2"] and found["hashes_fit"] == 0
+    assert list(found["problems"]) == ["part-0", "part-1", "part-2"]
+    assert found["hashes_fit"] == 0
     assert "No such file" in found["problems"]["part-1"]
 
 
@@ -323,7 +329,5 @@ def test_verify_compares_each_sequence_of_megatron(
     index.write_bytes(content)
     opened(tmp_path / "c4", None)
     assert main(["data", "verify", str(file)]) == 1
-    assert (
-        "DAMAGED: " in (said := capsys.readouterr().out)
-        and "c4.idx: the sequences do not lie end to end" in said
-    )
+    assert "DAMAGED: " in (said := capsys.readouterr().out)
+    assert "c4.idx: the sequences do not lie end to end" in said

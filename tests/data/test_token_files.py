@@ -5,108 +5,29 @@ target once.
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.token_folders import LENGTHS, SIZE, TOKENIZER, write_megatron, write_prepared
 from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
-from titanlite.data.prepared_tokens import fingerprint_of
 from titanlite.data.rows import IGNORE, FilePlace
 from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_files import open_tokens
-from titanlite.data.token_paths import INDEX, KIND, is_tokens
+from titanlite.data.token_paths import INDEX, is_tokens
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
-TOKENIZER = load_tokenizer()
-SIZE = TOKENIZER.vocab_size
-LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
 TOTAL = sum(map(sum, LENGTHS))
-
-
-def write_prepared(
-    folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0, **changes: Any
-) -> Path:
-    """Write a folder by the format's definition; token t of the corpus has id t + 1.
-
-    masked: of each document.
-    """
-    folder.mkdir()
-    parts, at = [], 0
-    for number, documents in enumerate(lengths):
-        offsets = np.cumsum([0, *documents], dtype="<i8")
-        content = {
-            "tokens": np.arange(at + 1, at + 1 + offsets[-1], dtype="<u2").tobytes(),
-            "offsets": offsets.tobytes(),
-        }
-        if masked:
-            targets = np.ones(offsets[-1], dtype=bool)
-            for begin in offsets[:-1]:
-                targets[begin : begin + masked] = False
-            content["targets"] = np.packbits(targets, bitorder="little").tobytes()
-        for suffix, data in content.items():
-            (folder / f"part-{number}.{suffix}").write_bytes(data)
-        about = {
-            "tokens": int(offsets[-1]),
-            "documents": len(documents),
-            "checksums": {},
-            "name": f"part-{number}",
-        }
-        parts.append(
-            {
-                **about,
-                "bytes": {s: len(data) for s, data in content.items()},
-                "sources": [[number, 0, 5]],
-            }
-        )
-        at += int(offsets[-1])
-    index = {
-        "format": KIND,
-        "version": 1,
-        "dtype": "<u2",
-        "tokenizer": TOKENIZER.fingerprint,
-        "max_id": at,
-    }
-    index |= {
-        "tokenizer_path": None,
-        "vocab_size": SIZE,
-        "options": {"text_key": "text"},
-        "parts": parts,
-    }
-    index |= {"files": [f"{n}.jsonl" for n in range(len(lengths))], **changes}
-    (folder / INDEX).write_text(json.dumps({**index, "fingerprint": fingerprint_of(index)}))
-    return folder
 
 
 def numbers_in(rows: PackedDataset, index: int) -> list[int]:
     return [number for number, _ in rows.documents_in(index)]
-
-
-def write_megatron(
-    stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2"
-) -> Path:
-    """Write `.bin` and `.idx` as Megatron-LM's IndexedDatasetBuilder does; documents: lengths of
-    their sequences.
-    """
-    lengths = np.array([n for document in documents for n in document], dtype="<i4")
-    tokens = np.arange(1, lengths.sum() + 1).astype(dtype)
-    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * tokens.dtype.itemsize
-    bounds = np.cumsum([0, *map(len, documents)], dtype="<i8")
-    head = (
-        b"MMIDIDX\x00\x00"
-        + struct.pack("<QB", 1, code)
-        + struct.pack("<QQ", len(lengths), len(bounds))
-    )
-    stem.with_suffix(".bin").write_bytes(tokens.tobytes())
-    arrays = lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes()
-    stem.with_suffix(".idx").write_bytes(head + arrays)
-    return stem.with_suffix(".bin")
 
 
 def rows_of(path: Path, **settings: Any) -> PackedDataset:
@@ -188,10 +109,8 @@ def test_every_token_is_a_target_once_per_epoch(
     inputs: list[int] = []
     targets: list[int] = []
     for row in map(rows.sequence, order):
-        assert (
-            row.tokens.shape == row.labels.shape == (seq_len,)
-            and row.tokens.dtype == row.labels.dtype == np.int64
-        )
+        assert row.tokens.shape == row.labels.shape == (seq_len,)
+        assert row.tokens.dtype == row.labels.dtype == np.int64
         inputs += row.tokens[row.labels != IGNORE].tolist()
         targets += row.labels[row.labels != IGNORE].tolist()
     assert (inputs, targets) == (stream[:-1], stream[1:])
@@ -216,7 +135,8 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
         ]
         assert numbers_in(rows, n) == expected
         numbers = rows.sequence(n).documents
-        assert numbers is not None and numbers.dtype == np.int32
+        assert numbers is not None
+        assert numbers.dtype == np.int32
         changes = np.diff(owner[span][:7]) != 0
         borders = np.diff(owner[span]) != 0
         assert (rows.sequence(n).labels[: len(borders)][borders] == IGNORE).all()
@@ -284,7 +204,8 @@ def test_text_beside_arrays_and_indexes_of_other_programs_stays_text(tmp_path: P
     np.save(tmp_path / "lengths.npy", np.arange(10))
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "a.jsonl.idx").write_bytes(b"")
-    assert not is_tokens(str(tmp_path / "a.jsonl")) and not is_tokens(str(tmp_path))
+    assert not is_tokens(str(tmp_path / "a.jsonl"))
+    assert not is_tokens(str(tmp_path))
     for name in ("a.jsonl", "a.jsonl.idx"):
         (tmp_path / name).unlink()
     assert is_tokens(str(tmp_path))
@@ -305,7 +226,8 @@ def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
         match=r"a.npy, token 1,500 \(from 0\): id -1 is outside the model's vocabulary of 2304",
     ):
         rows_of(tmp_path / "a.npy")
-    ids[1_500], ids[9_000] = 1, SIZE
+    ids[1_500] = 1
+    ids[9_000] = SIZE
     np.save(tmp_path / "a.npy", ids)
     rows = rows_of(tmp_path / "a.npy", shuffle=False)  # the sample at the start has missed it
     with pytest.raises(DataError, match=r"a.npy, token 9,000 \(from 0\): id 2304"):

@@ -26,7 +26,8 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
-TIKTOKEN, SENTENCEPIECE = load_tokenizer(), load_tokenizer(family="llama2")
+TIKTOKEN = load_tokenizer()
+SENTENCEPIECE = load_tokenizer(family="llama2")
 LIBRARY = sentencepiece.SentencePieceProcessor(model_file=str(BUNDLED_SENTENCEPIECE))
 RANKS = parse_ranks(BUNDLED_TOKENIZER.read_bytes(), BUNDLED_TOKENIZER)
 TEXTS = [
@@ -154,7 +155,8 @@ def test_other_and_damaged_files_are_refused(
 
 
 def test_a_sentencepiece_model_that_ends_between_two_pieces_is_refused(tmp_path: Path) -> None:
-    content, end = BUNDLED_SENTENCEPIECE.read_bytes(), 0
+    content = BUNDLED_SENTENCEPIECE.read_bytes()
+    end = 0
     for _ in range(700):  # a piece: a tag, its length in one byte, its content
         end += 2 + content[end + 1]
     (tmp_path / "m").write_bytes(content[:end])
@@ -173,7 +175,8 @@ def test_text_comes_back_and_never_becomes_a_special_token(
     begin, end = tokenizer.bos_id, tokenizer.eos_id
     assert tokenizer.encode(text, bos=True) == [begin, *ids]
     document = tokenizer.encode_document(text)
-    assert document.dtype == np.int64 and document.tolist() == [begin, *ids, end]
+    assert document.dtype == np.int64
+    assert document.tolist() == [begin, *ids, end]
     # A first space goes with each document.
     names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
     assert tokenizer.decode([*document, *document]) == f"{names[begin]}{text}{names[end]}" * 2
@@ -211,7 +214,8 @@ def test_fingerprints_follow_the_ids(tmp_path: Path) -> None:
     by_rank = sorted(RANKS, key=lambda token: RANKS[token])
     swapped = {token: i for i, token in enumerate([*by_rank[:-2], by_rank[-1], by_rank[-2]])}
     assert TiktokenTokenizer(RANKS).fingerprint == TIKTOKEN.fingerprint
-    plain, split = train(tmp_path / "a.model"), train(tmp_path / "b.model", split_digits=True)
+    plain = train(tmp_path / "a.model")
+    split = train(tmp_path / "b.model", split_digits=True)
     others = [TiktokenTokenizer(swapped), TiktokenTokenizer(RANKS, SPECIAL_TOKENS[:-1])]
     others += [load_tokenizer(str(plain)), load_tokenizer(str(split)), TIKTOKEN, SENTENCEPIECE]
     assert len({tokenizer.fingerprint for tokenizer in others}) == 6
@@ -236,7 +240,9 @@ def test_metas_vocabulary_gets_llama3_ids(tmp_path: Path) -> None:
     ]
     published = [128000, 128001, 128002, 128005, 128006, 128007, 128008, 128009, 128255]
     assert [tokenizer.special_tokens[f"<|{name}|>"] for name in names] == published
-    assert len(set(SPECIAL_TOKENS)) == 256 and len(RANKS) == 2048 and TIKTOKEN.vocab_size == 2304
+    assert len(set(SPECIAL_TOKENS)) == 256
+    assert len(RANKS) == 2048
+    assert TIKTOKEN.vocab_size == 2304
 
 
 def test_ids_are_those_of_the_library() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import python
+from tests.support.processes import python
 
 
 @pytest.mark.soak
@@ -24,6 +24,8 @@ def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path: Path) -> None:
     tallies = json.loads((tmp_path / "soak.json").read_text())["tallies"]
     assert [tally["kind"] for tally in tallies] == ["pinned", "store"]
     for tally in tallies:
-        assert tally["kills"] == 2 and tally["runs_finished"] >= 1 and tally["starts"] >= 3
+        assert tally["kills"] == 2
+        assert tally["runs_finished"] >= 1
+        assert tally["starts"] >= 3
         assert tally["corruptions_found"] == tally["corruptions"]
         assert tally["data_lost"] == tally["tensors_unequal"] == 0

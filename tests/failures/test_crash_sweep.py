@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
+from tests.support.train_runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
 from titanlite import exit_codes
 from titanlite.runs.record import read_entries
 from titanlite.tools.drill.faults import PUBLISHED, SAVE_EVENTS, Fault

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tests.checkpoint.runs import RUN, train
-from tests.pool import Pools
+from tests.support.checkpoints import RUN, train
+from tests.support.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 
 
@@ -35,7 +35,8 @@ def _synced(world: DistEnv, folder: str) -> dict[str, int]:
     try:
         train(world, RUN, folder, 1, 1)
     finally:
-        os.fsync, os.replace = fsync, rename
+        os.fsync = fsync
+        os.replace = rename
     return found
 
 
@@ -47,13 +48,10 @@ def test_every_file_is_synced_whole_and_before_the_manifest_gets_its_name(
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert sizes.keys() == {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"}
     synced = {name: size for one in (first, second) for name, size in one.items()}
-    assert (
-        synced["__0_0.distcp"] == sizes["__0_0.distcp"]
-        and synced["__1_0.distcp"] == sizes["__1_0.distcp"]
-    )
+    assert synced["__0_0.distcp"] == sizes["__0_0.distcp"]
+    assert synced["__1_0.distcp"] == sizes["__1_0.distcp"]
     assert synced[".metadata"] == sizes[".metadata"], "it has no other name before"
     assert synced["manifest.json.part"] == sizes["manifest.json"]
     order = [name for name in first if name.startswith(("folder step", "rename to manifest"))]
-    assert (
-        order == ["rename to manifest.json", "folder step-1"] and list(first)[-1] == "folder saves"
-    )
+    assert order == ["rename to manifest.json", "folder step-1"]
+    assert list(first)[-1] == "folder saves"

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.hub_server import HubServer
-from tests.data.test_shards import write_c4
-from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
-from tests.pool import free_port
-from tests.processes import python
+from tests.support.hub_server import HubServer
+from tests.support.pool import free_port
+from tests.support.processes import python
+from tests.support.shards import write_c4
+from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.data.sources import BUNDLED
 from titanlite.tools.drill.faults import Fault
@@ -52,7 +52,8 @@ def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 def test_a_hub_with_faults_gives_the_run_that_local_files_give(
     hub: HubServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local, remote = tmp_path / "local", tmp_path / "remote"
+    local = tmp_path / "local"
+    remote = tmp_path / "remote"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
     codes, console = train(flags(local, *STREAM, text), 2, tmp_path / "console")
     assert codes == [0, 0], console
@@ -65,7 +66,8 @@ def test_a_hub_with_faults_gives_the_run_that_local_files_give(
     )
     assert codes == [0, 0] and "40 files at revision" in console, console
     assert [fault.times for fault in hub.faults] == [0, 0, 0]
-    assert rows(remote) == rows(local) and global_batches(remote, 2) == global_batches(local, 2)
+    assert rows(remote) == rows(local)
+    assert global_batches(remote, 2) == global_batches(local, 2)
     assert len(hub.of("*/tree/*")) <= 5, "one rank lists the files"
 
 
@@ -73,7 +75,8 @@ def test_a_hub_with_faults_gives_the_run_that_local_files_give(
 def test_a_killed_stream_resumes_exactly_and_on_other_ranks(
     repository: Path, tmp_path: Path
 ) -> None:
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight = tmp_path / "straight"
+    killed = tmp_path / "killed"
     text = f"--training.dataset_path={repository / 'datasets/me/small'}"
     for folder, fault in ((straight, None), (killed, Fault("kill", "step", 6, 1))):
         codes, console = train(
@@ -90,7 +93,8 @@ def test_a_killed_stream_resumes_exactly_and_on_other_ranks(
         assert global_batches(other, ranks) == {step: wanted[step] for step in range(5, STEPS + 1)}
     codes, console = train(flags(killed, *STREAM, text), 2, tmp_path / "console")
     assert codes == [0, 0] and "resume verified" in console, console
-    assert rows(killed)[-4:] == rows(straight)[-4:] and unequal(straight, killed) == []
+    assert rows(killed)[-4:] == rows(straight)[-4:]
+    assert unequal(straight, killed) == []
 
 
 @pytest.mark.slow
@@ -103,7 +107,8 @@ def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other
         "--data.phase=[{step=6,weights={c4_validation=1},lr_factor=0.5}]",
         *STREAM[:2],
     ]
-    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    straight = tmp_path / "straight"
+    moved = tmp_path / "moved"
     codes, console = train(flags(straight, *mixture), 2, tmp_path / "console")
     assert codes == [0, 0] and "sequences by source: " in console, console
     for ranks, steps in ((4, 4), (2, STEPS)):
@@ -111,7 +116,8 @@ def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other
             flags(moved, *mixture, f"--training.steps={steps}"), ranks, tmp_path / "console"
         )
         assert codes == [0] * ranks, console
-    wanted, found = global_batches(straight, 2), global_batches(moved, 2)
+    wanted = global_batches(straight, 2)
+    found = global_batches(moved, 2)
     assert {step: found[step] for step in range(5, STEPS + 1)} == {
         step: wanted[step] for step in range(5, STEPS + 1)
     }
@@ -122,18 +128,21 @@ def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other
 @pytest.mark.slow
 def test_a_mixture_with_an_end_keeps_the_length_of_the_run_after_a_resume(tmp_path: Path) -> None:
     mixture = ['--data.source=[{name="c4_test",epochs=1},{name="c4_validation",epochs=1}]']
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight = tmp_path / "straight"
+    resumed = tmp_path / "resumed"
     assert train(flags(straight, *mixture), 1, tmp_path / "console")[0] == [0]
     for steps in (4, STEPS):
         codes, console = train(
             flags(resumed, *mixture, f"--training.steps={steps}"), 1, tmp_path / "console"
         )
         assert codes == [0], console
-    assert rows(resumed) == rows(straight) and len(rows(straight)) == STEPS
+    assert rows(resumed) == rows(straight)
+    assert len(rows(straight)) == STEPS
     codes, console = train(
         flags(resumed, *mixture, "--training.steps=90000"), 1, tmp_path / "console"
     )
-    assert codes == [exit_codes.CONFIG] and "the epochs of all sources end after step" in console
+    assert codes == [exit_codes.CONFIG]
+    assert "the epochs of all sources end after step" in console
 
 
 @pytest.mark.slow
@@ -162,7 +171,8 @@ def test_two_agents_train_on_c4_as_one_agent_with_two_ranks(tmp_path: Path) -> N
     runs: dict[int, list[tuple[Any, ...]]] = {}
     with HubServer(tmp_path / "hub") as hub:
         for agents in (1, 2):
-            folder, port = tmp_path / str(agents), free_port()
+            folder = tmp_path / str(agents)
+            port = free_port()
             rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]
             agent = [
                 f"--nnodes={agents}",
@@ -183,4 +193,5 @@ def test_two_agents_train_on_c4_as_one_agent_with_two_ranks(tmp_path: Path) -> N
                 done = list(pool.map(lambda _: python(*words, env=variables), range(agents)))  # noqa: B023
             assert [one.returncode for one in done] == [0] * agents, done[0].stderr
             runs[agents] = rows(folder)
-    assert runs[1] == runs[2] and len(runs[1]) == STEPS
+    assert runs[1] == runs[2]
+    assert len(runs[1]) == STEPS

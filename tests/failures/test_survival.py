@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
+from tests.support.train_runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
 from titanlite.runs.record import read_entries
@@ -52,10 +52,8 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(
         step_folder(tmp_path / "four" / "checkpoint", STEPS).rmdir()
     codes, text = train(flags(tmp_path / "four"), 3, tmp_path / "console")
     assert codes == [exit_codes.CONFIG] * 3, text
-    assert (
-        "not a multiple of batch_size 1 * 3 data-parallel ranks" in text
-        and "one of 1, 2, 4 data-parallel ranks" in text
-    )
+    assert "not a multiple of batch_size 1 * 3 data-parallel ranks" in text
+    assert "one of 1, 2, 4 data-parallel ranks" in text
     assert "parameters" not in text, "before the model is built"
 
 
@@ -70,14 +68,14 @@ def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int
     )
     assert codes == [0, 0], text
     (told,) = re.findall(r".*NO CHECKPOINT WAS WRITTEN.*", text)
-    assert (
-        "step 4: " in told
-        and f"rank {rank}: [Errno 27] File too large: '{tmp_path}" in told
-        and "step-4" in told
-    )
-    assert f"__{rank}_0.distcp" in told and "Training goes on" in told
+    assert "step 4: " in told
+    assert f"rank {rank}: [Errno 27] File too large: '{tmp_path}" in told
+    assert "step-4" in told
+    assert f"__{rank}_0.distcp" in told
+    assert "Training goes on" in told
     assert saved(tmp_path) == ["step-2", "step-6", "step-8"]
-    assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
+    assert rows(tmp_path) == rows(straight)
+    assert unequal(tmp_path, straight) == []
 
 
 @pytest.mark.slow
@@ -93,8 +91,10 @@ def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path,
     ), text
     assert saved(tmp_path) == ["step-2", "step-4", "step-6"], "what was half-written takes no space"
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
-    assert codes == [0, 0] and "resumed from step 6" in text
-    assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
+    assert codes == [0, 0]
+    assert "resumed from step 6" in text
+    assert rows(tmp_path) == rows(straight)
+    assert unequal(tmp_path, straight) == []
 
 
 FEATURES = [
@@ -115,10 +115,8 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(
     """One step at a learning rate of zero after the load: its checkpoint holds the weights that
     were loaded.
     """
-    length, switched = (
-        ["--training.batch_size=2", "--optimizer.weight_decay=0"],
-        {"on": FEATURES, "off": []},
-    )
+    length = ["--training.batch_size=2", "--optimizer.weight_decay=0"]
+    switched = {"on": FEATURES, "off": []}
     then = "off" if first == "on" else "on"
     two = [*length, "--training.steps=2", *switched[first]]
     codes, text = train(flags(tmp_path, *two), 2, tmp_path / "console")
@@ -129,7 +127,8 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(
     before, after = (Contents(step_folder(tmp_path / "checkpoint", step)) for step in (2, 3))
     assert before.manifest.tensors == after.manifest.tensors, "the same names, types and shapes"
     weights = [name for name in before.manifest.tensors if name.startswith("model.")]
-    assert len(weights) > 8 and "model.layers.0.attention.wq.weight" in weights
+    assert len(weights) > 8
+    assert "model.layers.0.attention.wq.weight" in weights
     for name in weights:
         assert torch.equal(before.read(name), after.read(name)), name
 
@@ -145,21 +144,21 @@ def test_a_rank_out_of_memory_says_what_to_change_and_the_run_resumes(
     assert codes == [exit_codes.LOST_PEER, exit_codes.OUT_OF_MEMORY], text
     report = text[text.index("error: [rank 1] out of memory") :]
     assert "in backward of step 6: CUDA out of memory. Tried to allocate 2.00 GiB.\n" in report
-    assert re.search(r"\nplanned for rank 1, .*\nparameters .*\n", report) and re.search(
-        r"request +2.0 GiB\n", report
-    )
+    assert re.search(r"\nplanned for rank 1, .*\nparameters .*\n", report)
+    assert re.search(r"request +2.0 GiB\n", report)
     assert re.search(r"\n  [a-z_.]+ = .* saves [\d.]+ .?.?B", report), report
     newest = re.search(
         rf"With one of these keys the run resumes from step (\d) in {tmp_path}/checkpoint", report
     )
     assert newest is not None and int(newest[1]) in (2, 4), "a save in flight is not waited for"
     assert "_run_out" in (tmp_path / "logs" / "rank_1.log").read_text(), "the traceback"
-    assert (end := read_entries(tmp_path)[-1])[
-        "exit_code"
-    ] == exit_codes.LOST_PEER and "rank 1" in end["reason"]
+    assert (end := read_entries(tmp_path)[-1])["exit_code"] == exit_codes.LOST_PEER
+    assert "rank 1" in end["reason"]
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
-    assert codes == [0, 0] and f"resumed from step {newest[1]}" in text
-    assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
+    assert codes == [0, 0]
+    assert f"resumed from step {newest[1]}" in text
+    assert rows(tmp_path) == rows(straight)
+    assert unequal(tmp_path, straight) == []
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.compare import DOCUMENTS, LABELS, TOKENS, WARM
-from tests.training.harness import Run, alone, train, train_afresh
+from tests.support.compare import DOCUMENTS, LABELS, TOKENS, WARM
+from tests.support.harness import Run, alone, train, train_afresh
 from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.features.context.attention import ContextAttention
 from titanlite.features.context.ranks import CPRank
@@ -21,7 +21,8 @@ from titanlite.models.document_attention import document_mask
 from titanlite.models.layers import SdpaAttention
 from titanlite.parallel.dist_env import DistEnv
 
-SEQ, DEGREE = 1024, 4
+SEQ = 1024
+DEGREE = 4
 
 
 @dataclass
@@ -63,7 +64,8 @@ def attend_in_parts(
     expected = SdpaAttention()(*exact, None)
     expected.backward(upstream.float())
     ours = [t.clone().requires_grad_() for t in (q, k, v)]
-    errors, seen = [], Seen()
+    errors = []
+    seen = Seen()
     for rank in range(DEGREE):
         share = AllRanks(rank, DEGREE, None, SEQ)  # type: ignore[arg-type]
         share.whole = torch.stack(ours[1:])
@@ -95,7 +97,8 @@ def relative_error(a: Any, b: Any) -> float:
 def test_context_kernels_know_the_mask(dtype: torch.dtype, kv_heads: int, within: float) -> None:
     error, seen = attend_in_parts("cuda", dtype, kv_heads, compiled=False)
     assert error < within
-    assert len(seen.attention) == 2 * DEGREE and not seen.boolean
+    assert len(seen.attention) == 2 * DEGREE
+    assert not seen.boolean
     # A chunk that starts the sequence is the plain causal case, for which torch has more kernels.
     plain = {
         f"_scaled_dot_product_{kernel}_attention" for kernel in ("flash", "efficient", "cudnn")

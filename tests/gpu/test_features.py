@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN as SAVED
-from tests.metrics.runs import ANY, at_step
-from tests.parallel import float8_runs
-from tests.parallel.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
-from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import (
+from tests.support import float8_runs
+from tests.support.checkpoints import RUN as SAVED
+from tests.support.compare import LABELS, TOKENS, WARM
+from tests.support.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
+from tests.support.harness import (
     MODES,
     TINY,
     Run,
@@ -28,6 +27,7 @@ from tests.training.harness import (
     train,
     train_afresh,
 )
+from tests.support.stand_ins import ANY, at_step
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
@@ -93,12 +93,14 @@ def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
         TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256
     )
     tokens, labels = batches(1, 8, 512, 192)
-    peaks, gradients = {}, {}
+    peaks = {}
+    gradients = {}
     offload = ActivationCheckpoint(mode="none", offload=True)
     for name, plan in {**MODES, "none, offload": offload}.items():
         run = Run(tokens, labels, [1e-3], args=args, training=BF16, activations=plan)
         peaks[name], gradients[name] = peak_and_gradients(world, run)
-    assert peaks["full"] < peaks["every"] < peaks["none"] and peaks["op"] < peaks["none"]
+    assert peaks["full"] < peaks["every"] < peaks["none"]
+    assert peaks["op"] < peaks["none"]
     assert peaks["none, offload"] < peaks["none"]
     for name, ours in gradients.items():
         for parameter, gradient in gradients["none"].items():
@@ -154,10 +156,12 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(
 
 @pytest.mark.numbers
 def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
-    vocab, chunks = 32768, 8
+    vocab = 32768
+    chunks = 8
     tokens, labels = batches(2, 8, 512, vocab)
     args = replace(TINY, vocab_size=vocab, max_seq_len=512)
-    losses, peaks = [], []
+    losses = []
+    peaks = []
     for count in (1, chunks):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.words import listening
+from tests.support.words import listening
 from titanlite.assembly import build
 from titanlite.exit_codes import OUT_OF_MEMORY, code_of
 from titanlite.parallel.dist_env import DistEnv

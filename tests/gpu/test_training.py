@@ -14,22 +14,23 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.runs import RUN as SAVED
-from tests.checkpoint.runs import train as train_and_save
-from tests.steps import train_step
-from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import (
+from tests.support.checkpoints import RUN as SAVED
+from tests.support.checkpoints import train as train_and_save
+from tests.support.compare import LABELS, TOKENS, WARM, relative
+from tests.support.harness import (
     Run,
     batches,
     build_tiny,
+    equal_states,
     full_precision,
     initial_weights,
     micro_batches,
+    state_of,
     stepper,
     train,
 )
-from tests.training.reference import train_reference
-from tests.training.test_guard import _equal, _state
+from tests.support.reference import train_reference
+from tests.support.steps import train_step
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard
@@ -39,7 +40,8 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import ROWS, fill
 from titanlite.tools.hub.tensors import Contents, compare
 
-SHAPE, KINDS = (2 * ROWS + 5, 1000), ("normal", "trunc_normal", "uniform")
+SHAPE = (2 * ROWS + 5, 1000)
+KINDS = ("normal", "trunc_normal", "uniform")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,18 +65,21 @@ def test_weights_are_drawn_without_a_wait_in_pieces_that_any_gpu_holds(
             fill(whole, (0, 0), SHAPE, "w", Init(kind, std=0.02, bound=0.06), seed=3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum(sizes) == whole.numel() and max(sizes) <= 2**15
+    assert sum(sizes) == whole.numel()
+    assert max(sizes) <= 2**15
 
 
 @pytest.mark.numbers
 @pytest.mark.parametrize(("kind", "std"), list(zip(KINDS, (0.02, 0.0197, 0.0346), strict=True)))
 def test_a_part_is_a_cut_of_the_whole(world: DistEnv, kind: Any, std: float) -> None:
     init = Init(kind, std=0.02, bound=0.06)
-    whole, part = torch.empty(SHAPE, device=world.device), torch.empty(80, 400, device=world.device)
+    whole = torch.empty(SHAPE, device=world.device)
+    part = torch.empty(80, 400, device=world.device)
     fill(whole, (0, 0), SHAPE, "w", init, seed=3)
     fill(part, (100, 50), SHAPE, "w", init, seed=3)
     assert torch.equal(part, whole[100:180, 50:450])
-    assert whole.std().item() == pytest.approx(std, rel=0.01) and abs(whole.mean().item()) < 2e-4
+    assert whole.std().item() == pytest.approx(std, rel=0.01)
+    assert abs(whole.mean().item()) < 2e-4
     assert (whole.abs().max() <= 0.06) == (kind != "normal")
 
 
@@ -198,7 +203,8 @@ def test_state_is_on_the_host_and_computation_on_the_device(world: DistEnv) -> N
     take(1)
     parameters = _locals(list(model.parameters()))
     state = [t for entry in optimizer.state.values() for t in entry.values()]
-    assert len(gradients) == len(parameters) and len(state) == 3 * len(parameters)
+    assert len(gradients) == len(parameters)
+    assert len(state) == 3 * len(parameters)
     assert {t.device.type for t in (*parameters, *_locals(gradients), *_locals(state))} == {"cpu"}
     assert all(t.is_pinned() for t in parameters)
     assert {b.device.type for b in model.buffers()} == {"cuda"}
@@ -215,7 +221,9 @@ def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
     model, optimizer, take = stepper(world, GUARDED, guard=guard)
     poison = False
     model.register_forward_hook(lambda module, inputs, out: out * float("nan") if poison else out)
-    states, told, stopped = [], [], []
+    states = []
+    told = []
+    stopped = []
     for step in range(1, 6):
         poison = step == BAD
         take(step, 3e-3, step - 1)
@@ -224,12 +232,14 @@ def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
         except BadStepError as error:
             stopped.append((step, error.step))
         told += [(step, bad.step) for bad in guard.skipped()]
-        states.append(_state(model, optimizer))
-    assert _equal(states[BAD - 1], states[BAD - 2])
+        states.append(state_of(model, optimizer))
+    assert equal_states(states[BAD - 1], states[BAD - 2])
     if policy == "skip":
-        assert told == [(BAD + 1, BAD)] and not stopped
-        assert not _equal(states[BAD], states[BAD - 1])
+        assert told == [(BAD + 1, BAD)]
+        assert not stopped
+        assert not equal_states(states[BAD], states[BAD - 1])
         guard.sync()
         assert len(guard.state_dict()["losses"]) == 4
     else:
-        assert stopped[0] == (BAD + 1, BAD) and _equal(states[4], states[BAD - 1])
+        assert stopped[0] == (BAD + 1, BAD)
+        assert equal_states(states[4], states[BAD - 1])

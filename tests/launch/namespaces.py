@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import environment
+from tests.support.processes import environment
 
 # Each program runs in its own mount namespace: `ip netns exec` makes it.
 _ENTER = (
@@ -49,8 +49,8 @@ class Host:
 
         It ends with the hosts at the latest.
 
-        env: variables beside those of `tests.processes.environment`. mounts: path on this host ->
-        folder that it shows.
+        env: variables beside those of `tests.support.processes.environment`. mounts: path on this
+        host -> folder that it shows.
         """
         binds = [word for path, folder in (mounts or {}).items() for word in (folder, path)]
         enter = [
@@ -110,7 +110,8 @@ def hosts(count: int, name: str = "host") -> Iterator[list[Host]]:
             _ip("-n", switch, "link", "add", "switch", "type", "bridge")
             _ip("-n", switch, "link", "set", "switch", "up")
             for i, one in enumerate(machines):
-                port, inside = f"port{i}", ("-n", one.namespace)
+                port = f"port{i}"
+                inside = ("-n", one.namespace)
                 _ip(
                     *inside,
                     "link",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 TOOLKIT = (["sagemaker-training==5.1.4"], ["--no-deps", "sagemaker-pytorch-training==3.0.0"])
 SDK = (

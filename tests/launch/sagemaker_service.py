@@ -19,9 +19,11 @@ from moto import mock_aws  # noqa: E402
 # It simulates policies, which moto does not know.
 sagemaker.train.defaults.resolve_and_validate_role = lambda provided_role, **_: provided_role
 with mock_aws():
-    script, folder = sys.argv[1], Path(sys.argv[2])
+    script = sys.argv[1]
+    folder = Path(sys.argv[2])
     runpy.run_path(script, run_name="__main__")
-    service, s3 = boto3.client("sagemaker"), boto3.client("s3")
+    service = boto3.client("sagemaker")
+    s3 = boto3.client("s3")
     (summary,) = service.list_training_jobs()["TrainingJobSummaries"]
     job = service.describe_training_job(TrainingJobName=summary["TrainingJobName"])
     for channel in job["InputDataConfig"]:

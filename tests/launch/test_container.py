@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.support.processes import ROOT, environment
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.tools.launch.container import sagemaker_job
@@ -79,7 +79,8 @@ def test_sigusr1_reaches_processes_that_listen_and_kills_no_other() -> None:
         "exit 3"
     )
     with _start("sh", "-c", shell) as process:
-        assert process.stdout and process.stdout.readline() == "ready\n"
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
         _signal(process, signal.SIGUSR1)
         assert process.communicate(timeout=300)[0] == "heard\nsleeper was alive\n"
     assert process.returncode == 3
@@ -91,7 +92,8 @@ def test_sigusr1_waits_for_a_process_that_listens() -> None:
         "import signal as s, time; s.signal(s.SIGUSR1, lambda *_: exit('heard')); time.sleep(300)"
     )
     with _start("sh", "-c", f'echo starts; sleep 1; exec python -c "{listener}"') as process:
-        assert process.stdout and process.stdout.readline() == "starts\n"
+        assert process.stdout
+        assert process.stdout.readline() == "starts\n"
         _signal(process, signal.SIGUSR1)
         assert process.communicate(timeout=300)[0] == "heard\n"
     assert process.returncode == 1
@@ -104,19 +106,27 @@ def test_a_sagemaker_job_becomes_a_torchrun_command(
     command, variables = sagemaker_job(_opt_ml(tmp_path, ["algo-1", "algo-2"], "algo-2"))
     rest = command[command.index("--nnodes") :]
     assert rest == [
-        *["--nnodes", "2", "--nproc_per_node", "8", "--node_rank", "1", "--master_addr", "algo-1"],
-        *[
-            "--master_port",
-            "7777",
-            "-m",
-            "titanlite",
-            "train",
-            "--job.config_file=debug_model.toml",
-        ],
-        *["--job.description=two words", "--training.compile=false", "--training.steps=1000"],
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "8",
+        "--node_rank",
+        "1",
+        "--master_addr",
+        "algo-1",
+        "--master_port",
+        "7777",
+        "-m",
+        "titanlite",
+        "train",
+        "--job.config_file=debug_model.toml",
+        "--job.description=two words",
+        "--training.compile=false",
+        "--training.steps=1000",
     ]
     assert variables["SM_CHANNEL_TRAIN"] == f"{tmp_path}/input/data/train"
-    assert variables["NCCL_SOCKET_IFNAME"] == "eth7" and variables["FI_EFA_USE_DEVICE_RDMA"] == "1"
+    assert variables["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert variables["FI_EFA_USE_DEVICE_RDMA"] == "1"
 
 
 def _opt_ml(base: Path, hosts: list[str], here: str, **more: object) -> Path:
@@ -137,7 +147,8 @@ def _saves(process: subprocess.Popen[str], folder: Path, number: int) -> None:
     """Stop a run after its third step: it saves a checkpoint, and the container ends with
     code 5.
     """
-    file, end = folder / "metrics.jsonl", time.monotonic() + 300
+    file = folder / "metrics.jsonl"
+    end = time.monotonic() + 300
     while not file.exists() or not any(row.get("step", 0) >= 3 for row in read_lines(file)):
         assert time.monotonic() < end and process.poll() is None, process.communicate()[0]
         time.sleep(0.05)
@@ -145,7 +156,8 @@ def _saves(process: subprocess.Popen[str], folder: Path, number: int) -> None:
     said = process.communicate(timeout=300)[0]
     assert process.returncode == exit_codes.PREEMPTED, said
     (saved,) = (folder / "checkpoint").glob("step-*")
-    assert read_manifest(saved).step >= 3 and f"{signal.Signals(number).name}: stopping" in said
+    assert read_manifest(saved).step >= 3
+    assert f"{signal.Signals(number).name}: stopping" in said
 
 
 @pytest.mark.slow

@@ -151,7 +151,9 @@ def _job(place: Path, launch: dict[str, Any], dump_folder: str, *flags: str) -> 
 
 def _run(place: Path, script: str, *more: str) -> list[str]:
     """Run a script with the stand-ins; return the words of Python. It must obey nothing else."""
-    file, record, pwned = place / "script", place / "record", place / "pwned"
+    file = place / "script"
+    record = place / "record"
+    pwned = place / "pwned"
     file.write_text(script, encoding="utf-8")
     record.unlink(missing_ok=True)
     path = f"{place / 'programs'}:/usr/bin:/bin"
@@ -182,10 +184,13 @@ def _slurm_options(script: str) -> dict[str, str]:
     """
     found = {}
     for line in (line for line in script.splitlines() if line.startswith("#SBATCH ")):
-        word, quote, escaped = "", "", False
+        word = ""
+        quote = ""
+        escaped = False
         for c in line.removeprefix("#SBATCH "):
             if escaped:
-                word, escaped = word + c, False
+                word = word + c
+                escaped = False
             elif c == "\\":
                 escaped = True
             elif c == quote:
@@ -254,7 +259,8 @@ def test_a_script_for_slurm_has_its_options_and_starts_python_with_the_values(
     launch = {"environment": {"PROBE": value}, "queue": value, "shared_dir": str(place)}
     script = launch_slurm.files(_job(place, launch, str(run)))[launch_slurm.FILE]
     options = _slurm_options(script)
-    assert options["partition"] == value and options["chdir"] == os.getcwd()
+    assert options["partition"] == value
+    assert options["chdir"] == os.getcwd()
     assert options["output"] == str(run).replace("%", "%%") + "/launch/slurm-%j.log"
     words = _run(place, script)
     assert words[:3] == [value, "-m", "titanlite.torchrun"]
@@ -272,9 +278,8 @@ def test_a_script_for_slurm_gives_a_container_its_values(place: Path, value: str
     (place / "run" / "launch").mkdir(parents=True, exist_ok=True)
     _run(place, f"export OPTIONS={place}/options\n{script}")
     options = (place / "options").read_text().splitlines()
-    assert (
-        f"--container-image={value}" in options and f"--container-workdir={os.getcwd()}" in options
-    )
+    assert f"--container-image={value}" in options
+    assert f"--container-workdir={os.getcwd()}" in options
 
 
 def test_slurm_itself_reads_the_options(place: Path) -> None:
@@ -310,7 +315,8 @@ def test_slurm_itself_reads_the_options(place: Path) -> None:
         line.removeprefix("sbatch: ").rstrip("\n").split(" : ", 1) for line in said if " : " in line
     )
     options = {name.strip(): text.strip() for name, text in options.items()}
-    assert options["partition"] == value and options["chdir"] == os.getcwd()
+    assert options["partition"] == value
+    assert options["chdir"] == os.getcwd()
     assert options["output"] == f"{place}/it's %%j # x/launch/slurm-%j.log"
 
 
@@ -337,7 +343,8 @@ def test_manifests_for_kubernetes_have_the_values(
     found, run = manifests(value, folder)
     harmless, _ = manifests("plain", "plain")
     assert _shape(found) == _shape(harmless)
-    assert {*_walk(found, "image")} == {value} and {*_walk(found, "namespace")} == {value}
+    assert {*_walk(found, "image")} == {value}
+    assert {*_walk(found, "namespace")} == {value}
     assert {one.get("kueue.x-k8s.io/queue-name", value) for one in _walk(found, "labels")} == {
         value
     }
@@ -463,4 +470,5 @@ def test_a_file_name_with_a_line_end_adds_no_key_to_the_kept_config(place: Path)
     for name in ("plain.toml", "a\nb = 5  # .toml"):
         (place / name).write_text("[training]\nsteps = 3\n")
         texts.append(loads(load_file(place / name).to_toml()))
-    assert texts[0] == texts[1] and texts[0]["training"]["steps"] == 3
+    assert texts[0] == texts[1]
+    assert texts[0]["training"]["steps"] == 3

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
-from tests.tiny import TWO_LAYERS
+from tests.support.processes import ROOT
+from tests.support.tiny import TWO_LAYERS
 
 #: What only torch.compile needs takes minutes from a slow mirror; pip has to find the rest without
 #: the 3 GB of torch.
@@ -50,7 +50,8 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
         assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
         return done.stdout.strip()
 
-    base, file = tmp_path / "base", tmp_path / "Dockerfile"
+    base = tmp_path / "base"
+    file = tmp_path / "Dockerfile"
     base.mkdir()
     (base / "Dockerfile").write_text(
         "FROM scratch\nADD base.tar /\nCOPY ca.crt /\nENV PIP_CERT=/ca.crt\n"
@@ -72,7 +73,7 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
         start = ["run", "--isolation=chroot", container, "--", "/usr/local/bin/entrypoint.sh"]
         assert buildah(
             *start, "sh", "-c", "id -u; pwd; touch here; command -v titanlite; ls -A /opt/titanlite"
-        ).split() == [*["1000", "/workspace", "/usr/local/bin/titanlite"]]
+        ).split() == ["1000", "/workspace", "/usr/local/bin/titanlite"]
         assert "#SBATCH" in buildah(
             *start,
             "titanlite",
@@ -87,7 +88,8 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
             sys.version_info[:2]
         ):
             torch = find_spec("torch")
-            assert torch and torch.origin
+            assert torch
+            assert torch.origin
             packages = Path(torch.origin).parents[1]
             start[1:1] = [
                 f"--volume={packages}:/packages:ro",
@@ -103,7 +105,8 @@ def test_the_image_is_built_and_trains(tmp_path: Path) -> None:
             said = buildah(
                 *start, "titanlite", "train", *words
             )  # one rank: torchrun misses the host name in a chroot
-            assert "training done at step 2" in said and "/usr/local/lib/" in said
+            assert "training done at step 2" in said
+            assert "/usr/local/lib/" in said
     finally:
         buildah("rm", "--all")
         buildah("rmi", "--all", "--force")

@@ -18,7 +18,7 @@ import yaml
 from msgspec.structs import replace
 
 from tests.launch.examples import EXAMPLES
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.start.fit import check_config
 from titanlite.tools.launch import kubernetes as launch_kubernetes
@@ -135,7 +135,8 @@ def _hyperpod_model() -> Any:
         if str(file).endswith(end)
     )
     described = importlib.util.spec_from_file_location("hyperpod_models", file.locate())
-    assert described and described.loader
+    assert described
+    assert described.loader
     sys.modules["hyperpod_models"] = module = importlib.util.module_from_spec(described)
     described.loader.exec_module(module)
     return module._HyperPodPytorchJob
@@ -200,7 +201,8 @@ def test_every_field_is_one_of_the_operator(kind: str) -> None:
     ]
     text = render("llama3_1_8b", *flags)
     assert problems(text) == []
-    assert "activeDeadlineSeconds: 216000" in text and 'kueue.x-k8s.io/queue-name: "team"' in text
+    assert "activeDeadlineSeconds: 216000" in text
+    assert 'kueue.x-k8s.io/queue-name: "team"' in text
     assert text.count('namespace: "ml"') == text.count("\nkind: ")
     # A misspelt field and a wrong type, near the root and deep in the pod.
     for right, wrong in [
@@ -242,10 +244,13 @@ def test_pods_get_what_the_machines_have() -> None:
     assert limits == {"nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32"}
     plain = _pod(render("llama3_2_1b", "--launch.environment.NCCL_DEBUG=INFO"))["containers"][0]
     names = {one["name"]: one.get("value") for one in plain["env"]}
-    assert plain["resources"]["limits"] == {"nvidia.com/gpu": "1"} and names["NCCL_DEBUG"] == "INFO"
-    assert "FI_PROVIDER" not in names and names["TITANLITE_RESTART_CODE"] == "138"
+    assert plain["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert names["NCCL_DEBUG"] == "INFO"
+    assert "FI_PROVIDER" not in names
+    assert names["TITANLITE_RESTART_CODE"] == "138"
     cpu = _pod(render("llama3_2_1b", "--launch.cpu", "--launch.gpus_per_node=1"))
-    assert "resources" not in cpu["containers"][0] and "tolerations" not in cpu
+    assert "resources" not in cpu["containers"][0]
+    assert "tolerations" not in cpu
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,7 +261,8 @@ def test_pods_ask_for_cpus_and_memory(kind: str) -> None:
     resources = _resources(yaml.safe_load_all(text))
     assert problems(text) == []
     wanted = {"requests": {"cpu": "90", "memory": "1000Gi"}, "limits": {"nvidia.com/gpu": "1"}}
-    assert resources and all(one == wanted for one in resources)
+    assert resources
+    assert all(one == wanted for one in resources)
     on_cpus = render(
         "llama3_2_1b",
         *asked,
@@ -311,7 +317,8 @@ def test_a_train_job_with_a_time_limit_has_the_fields_of_trainer_2_0() -> None:
     (node,) = job_set["replicatedJobs"]
     assert node["template"]["spec"]["activeDeadlineSeconds"] == 216000
     (rule,) = job_set["failurePolicy"]["rules"]
-    assert rule["action"] == "FailJobSet" and "DeadlineExceeded" in rule["onJobFailureReasons"]
+    assert rule["action"] == "FailJobSet"
+    assert "DeadlineExceeded" in rule["onJobFailureReasons"]
     assert "eadline" not in _train_job()
 
 
@@ -327,11 +334,9 @@ def test_names_stay_texts_and_two_run_folders_have_two_jobs() -> None:
         for f in folders
     ]
     names = [{value["metadata"]["name"] for value in values} for values in jobs]
-    assert (
-        len(names[0]) == len(names[1]) == 1
-        and names[0] != names[1]
-        and all(min(n)[:3] == "on-" for n in names)
-    )
+    assert len(names[0]) == len(names[1]) == 1
+    assert names[0] != names[1]
+    assert all(min(n)[:3] == "on-" for n in names)
     job = jobs[0][1]["metadata"]
     assert (job["namespace"], job["labels"]) == ("1234", {"kueue.x-k8s.io/queue-name": "on"})
     container = jobs[0][1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"][
@@ -349,10 +354,12 @@ def test_starts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
     script = _pod(render("llama3_2_1b", *flags))["containers"][0]["args"][:4]
 
     def codes(host: str, count: int) -> list[int]:
-        words, env = [*script, "sh", "-c", "exit 7"], {**os.environ, "HOSTNAME": host}
+        words = [*script, "sh", "-c", "exit 7"]
+        env = {**os.environ, "HOSTNAME": host}
         return [subprocess.run(words, env=env, check=False).returncode for _ in range(count)]
 
-    assert codes("a-worker-1", 4) == [7] * 4 and codes("a-worker-0", 2) == [7, 7]
+    assert codes("a-worker-1", 4) == [7] * 4
+    assert codes("a-worker-0", 2) == [7, 7]
     (tmp_path / "run 1" / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 2}\n{"step": 12, "loss": 2}\n'
     )
@@ -369,7 +376,8 @@ def test_relative_paths_of_data_are_named() -> None:
     job = prepare([*flags, "--training.dataset_path=s3://bucket/text"])
     for system in (launch_kubernetes, launch_sagemaker):
         warnings = system.warnings(job)
-        assert "model.tokenizer_path" in warnings[0] and "dataset_path" not in "".join(warnings)
+        assert "model.tokenizer_path" in warnings[0]
+        assert "dataset_path" not in "".join(warnings)
     assert "launch.environment.A_TOKEN" in warnings[1]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host
-from tests.processes import ROOT
+from tests.support.processes import ROOT
+from tests.support.train_runs import rows, unequal
 from titanlite.tools.launch import kubernetes as launch_kubernetes
 from titanlite.tools.launch.launch import prepare
 from titanlite.utils import read_lines
@@ -48,7 +48,8 @@ class Operator:
         manifests = [yaml.safe_load(text) for text in launch_kubernetes.files(job).values()]
         self.config = folder.parent / "config.toml"
         self.config.write_text(manifests[0]["data"]["config.toml"])
-        self.name, self.spec = manifests[1]["metadata"]["name"], manifests[1]["spec"]
+        self.name = manifests[1]["metadata"]["name"]
+        self.spec = manifests[1]["spec"]
         self.machines = machines
         with machines[0].hosts_file.open("a") as file:
             for i, machine in enumerate(machines):
@@ -81,7 +82,8 @@ class Operator:
 
         disturbances: called one after another until they are true.
         """
-        waiting, end = list(disturbances), time.monotonic() + 900
+        waiting = list(disturbances)
+        end = time.monotonic() + 900
         while True:
             assert time.monotonic() < end, self.log()
             if waiting and waiting[0](self):
@@ -137,11 +139,9 @@ def test_a_killed_rank_and_an_evicted_pod_lead_to_the_undisturbed_weights(
     assert disturbed.run(kill_rank_of_second_pod, evict_first_pod) == "Succeeded", disturbed.log()
     # Each disturbance ends both pods. A new one may also meet the torchrun that is about to end,
     # and is replaced again.
-    assert (
-        set(disturbed.codes) == {138}
-        and len(disturbed.codes) >= 4
-        and "SIGTERM: stopping" in disturbed.log()
-    )
+    assert set(disturbed.codes) == {138}
+    assert len(disturbed.codes) >= 4
+    assert "SIGTERM: stopping" in disturbed.log()
     assert [row[0] for row in rows(disturbed.folder)] == list(range(1, STEPS + 1))
     assert unequal(plain.folder, disturbed.folder, STEPS) == []
 

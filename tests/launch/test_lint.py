@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 #: Linter → its options and its files. SC2015: `a && b || die` is meant so.
 LINTERS = {

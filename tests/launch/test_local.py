@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import rows, unequal
 from tests.launch.namespaces import Host
-from tests.processes import ROOT, environment, python
+from tests.support.processes import ROOT, environment, python
+from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.runs.record import read_entries
 from titanlite.tools.launch import local as launch_local
@@ -45,7 +45,8 @@ class Run:
     """A run on two machines."""
 
     def __init__(self, machines: list[Host], folder: Path, *more: str) -> None:
-        self.machines, self.folder = machines, folder
+        self.machines = machines
+        self.folder = folder
         words = ["launch", "local", *FLAGS, f"--job.dump_folder={folder}", *more]
         done = python("-m", "titanlite", *words)
         assert done.returncode == 0, done.stderr
@@ -61,7 +62,8 @@ class Run:
         return both
 
     def until_step(self, step: int, seconds: float = 600) -> None:
-        end, file = time.monotonic() + seconds, self.folder / "metrics.jsonl"
+        end = time.monotonic() + seconds
+        file = self.folder / "metrics.jsonl"
         while not file.exists() or not any(row.get("step", 0) >= step for row in read_lines(file)):
             assert time.monotonic() < end, f"step {step} does not come: {self.output()}"
             time.sleep(0.05)
@@ -110,15 +112,15 @@ def test_the_third_failure_without_a_new_logged_step_is_the_last(
     count = 'n=$(wc -l <starts); [ $n -gt 3 ] || echo "{\\"step\\": $n}" >>metrics.jsonl'
     _script(tmp_path, monkeypatch, f"{count}\nexit 7")
     done = subprocess.run(["bash", tmp_path / "run.sh"], capture_output=True, text=True)
-    assert (
-        done.returncode == exit_codes.LOST_PEER and "after step 3 for the third time" in done.stderr
-    )
+    assert done.returncode == exit_codes.LOST_PEER
+    assert "after step 3 for the third time" in done.stderr
     assert (folder / "starts").read_text().count("start") == 5
 
 
 def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> Path:
     """Write run.sh for one rank with a stand-in for Python, which runs in the run's folder."""
-    stand_in, folder = tmp_path / "stand-in", tmp_path / "run"
+    stand_in = tmp_path / "stand-in"
+    folder = tmp_path / "run"
     folder.mkdir()
     stand_in.write_text(f"#!/bin/bash\ncd {folder}\necho start >>starts\n{program}\n")
     stand_in.chmod(0o755)
@@ -145,11 +147,9 @@ def test_a_newer_checkpoint_is_progress(tmp_path: Path, monkeypatch: pytest.Monk
     )
     script = _script(tmp_path, monkeypatch, f"{save}\nexit 137")
     done = subprocess.run(["bash", script], capture_output=True, text=True)
-    assert (
-        done.returncode == 137
-        and "restart 5 of" in done.stderr
-        and "for the third time" in done.stderr
-    )
+    assert done.returncode == 137
+    assert "restart 5 of" in done.stderr
+    assert "for the third time" in done.stderr
     assert (tmp_path / "run" / "starts").read_text().count("start") == 6
 
 
@@ -160,7 +160,8 @@ def test_a_signal_to_the_script_stops_the_run_and_its_code_comes_back(
     program = "trap 'exit 5' TERM\necho ready\nfor i in {1..3000}; do sleep 0.1; done"
     script = _script(tmp_path, monkeypatch, program)
     with subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout and process.stdout.readline() == "ready\n"
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.wait(300) == exit_codes.PREEMPTED
     assert (tmp_path / "run" / "starts").read_text() == "start\n"
@@ -177,7 +178,8 @@ def test_a_killed_only_rank_is_started_again(tmp_path: Path) -> None:
         process = subprocess.Popen(
             words, stdout=out, stderr=out, env=environment(STEP_SECONDS="0.5")
         )
-    end, file = time.monotonic() + 600, folder / "metrics.jsonl"
+    end = time.monotonic() + 600
+    file = folder / "metrics.jsonl"
     while not file.exists() or not any(row.get("step", 0) >= 4 for row in read_lines(file)):
         assert time.monotonic() < end and process.poll() is None, (tmp_path / "output").read_text()
         time.sleep(0.05)
@@ -222,7 +224,8 @@ def test_a_cut_link_ends_both_machines_and_the_same_command_goes_on(
         machines[1].join()
     assert "a collective failed" in run.output()
     assert run.end(run.start(0)) == [0, 0], run.output()
-    assert "step 4" in run.output() and unequal(undisturbed, run.folder, STEPS) == []
+    assert "step 4" in run.output()
+    assert unequal(undisturbed, run.folder, STEPS) == []
 
 
 @pytest.mark.soak

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden_run import GoldenRun
-from tests.processes import ROOT
+from tests.support.golden_run import GoldenRun
+from tests.support.processes import ROOT
 from titanlite.config.errors import ConfigError
 from titanlite.metrics.console import aws_fsdp_line
 from titanlite.tools.cli import main
@@ -72,9 +72,8 @@ def test_the_config_of_the_job_keeps_its_variables_and_the_command_its_folders(
     assert str(folder / "sagemaker_job.py") in capsys.readouterr().out
     assert 'dataset_path = "${SM_CHANNEL_TRAIN}"' in (folder / "config.toml").read_text()
     script = (folder / "sagemaker_job.py").read_text()
-    assert (
-        '"--job.dump_folder=/opt/ml/checkpoints"' in script and f'source_dir="{folder}"' in script
-    )
+    assert '"--job.dump_folder=/opt/ml/checkpoints"' in script
+    assert f'source_dir="{folder}"' in script
 
 
 def test_the_regular_expressions_find_the_figures_of_a_real_log(golden: GoldenRun) -> None:
@@ -139,7 +138,8 @@ def test_nothing_is_submitted_without_the_sdk_and_secrets_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config, secret = str(ROOT / "train_configs/llama3_1_8b.toml"), "--launch.environment.A_TOKEN=1"
+    config = str(ROOT / "train_configs/llama3_1_8b.toml")
+    secret = "--launch.environment.A_TOKEN=1"
     assert (
         main(
             [

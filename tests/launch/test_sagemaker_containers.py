@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import rows
 from tests.launch import namespaces
 from tests.launch.sagemaker_container import SDK, TOOLKIT, make_folder, python_with
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
+from tests.support.train_runs import rows
 from titanlite import exit_codes
 from titanlite.config.toml import loads
 from titanlite.runs.record import read_entries
@@ -63,7 +63,8 @@ def test_the_toolkit_starts_train_py_with_its_words(
 ) -> None:
     ml = make_folder(tmp_path / "ml", "algo-1", ["algo-1"], _VALUES)
     assert _start(train, hosts[0], ml).wait(600) == 0, (ml / "log").read_text()
-    assert (ml / "output" / "success").exists() and not (ml / "output" / "failure").exists()
+    assert (ml / "output" / "success").exists()
+    assert not (ml / "output" / "failure").exists()
     config = (ml / "checkpoints" / "config.toml").read_text()
     assert f'dataset_path = "{ml}/input/data/train/text.jsonl"' in config
     assert loads(config)["launch"]["environment"] == {"A_B": "1", "C": "x,y"}
@@ -84,7 +85,8 @@ def test_the_toolkit_starts_train_py_with_its_words(
         env={"PYTHONPATH": str(ROOT), **variables},
     )
     assert done.returncode == 0, done.stderr
-    assert rows(ml / "checkpoints") == rows(tmp_path / "run") and len(rows(tmp_path / "run")) == 4
+    assert rows(ml / "checkpoints") == rows(tmp_path / "run")
+    assert len(rows(tmp_path / "run")) == 4
 
 
 @pytest.mark.soak
@@ -109,7 +111,8 @@ def test_two_processes_of_the_toolkit_resume_and_a_failure_has_its_reason(
 
 @pytest.fixture
 def opt_ml() -> Iterator[str]:
-    folder, new = Path("/opt/ml"), not Path("/opt/ml").exists()
+    folder = Path("/opt/ml")
+    new = not Path("/opt/ml").exists()
     folder.mkdir(exist_ok=True)
     yield str(folder)
     if new:
@@ -127,7 +130,8 @@ def test_two_hosts_need_a_checkpoint_folder_that_both_see(
         folders = [make_folder(tmp_path / name / host, host, names, values) for host in names]
         started = []
         for host, ml in zip(hosts, folders, strict=True):
-            env, log = {"CURRENT_HOST": host.name, **_TORCHRUN}, (ml / "log").open("w")
+            env = {"CURRENT_HOST": host.name, **_TORCHRUN}
+            log = (ml / "log").open("w")
             mounts = {opt_ml: str(ml)}
             started.append(
                 host.popen([train], env=env, mounts=mounts, stdout=log, stderr=subprocess.STDOUT)
@@ -140,7 +144,8 @@ def test_two_hosts_need_a_checkpoint_folder_that_both_see(
 
     first, _ = run("local")
     said = (first / "output" / "failure").read_text()
-    assert "is not shared" in said and "checkpoint.folder to an s3:// URL" in said
+    assert "is not shared" in said
+    assert "checkpoint.folder to an s3:// URL" in said
     shared = {"checkpoint.folder": str(tmp_path / "shared")}
     run("shared", **shared)
     first, second = run("again", **shared, **{"training.steps": 6})
@@ -154,7 +159,8 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
     hosts: list[namespaces.Host], opt_ml: str, tmp_path: Path
 ) -> None:
     sdk = python_with("sagemaker-sdk", *SDK) / "python"
-    names, job = [host.name for host in hosts], tmp_path / "job"
+    names = [host.name for host in hosts]
+    job = tmp_path / "job"
     folders = [
         make_folder(tmp_path / host, host, names, {}, ["train", "code", "sm_drivers"])
         for host in names
@@ -190,10 +196,8 @@ def test_the_job_of_the_sdk_runs_on_two_hosts_and_saves_when_it_is_stopped(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     request = json.loads((tmp_path / "s3" / "job.json").read_text())
-    assert (
-        request["ResourceConfig"]["InstanceCount"] == 2
-        and request["EnableManagedSpotTraining"] is True
-    )
+    assert request["ResourceConfig"]["InstanceCount"] == 2
+    assert request["EnableManagedSpotTraining"] is True
     assert request["StoppingCondition"] == {
         "MaxRuntimeInSeconds": 432000,
         "MaxWaitTimeInSeconds": 518400,

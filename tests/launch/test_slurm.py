@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.failures.runs import rows, unequal
 from tests.launch.examples import EXAMPLES
 from tests.launch.slurm_cluster import Cluster, cluster, missing
-from tests.processes import ROOT, environment, python
-from tests.tiny import TWO_LAYERS
+from tests.support.processes import ROOT, environment, python
+from tests.support.tiny import TWO_LAYERS
+from tests.support.train_runs import rows, unequal
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.runs.record import read_entries
@@ -133,7 +133,8 @@ def test_a_preempted_job_goes_on_later(slurm: Cluster, undisturbed: Path, tmp_pa
     ).strip()
     slurm.wait(other, "COMPLETED")
     _completed(slurm, folder, job, undisturbed)
-    assert "SIGTERM: stopping" in _log(folder, job) and slurm.field(job, "Restarts") == "1"
+    assert "SIGTERM: stopping" in _log(folder, job)
+    assert slurm.field(job, "Restarts") == "1"
 
 
 @pytest.mark.slow
@@ -160,7 +161,8 @@ def test_a_job_near_its_time_limit_saves_and_goes_on(
 ) -> None:
     folder, job = limited
     _completed(slurm, folder, job, undisturbed)
-    assert "SIGUSR1: stopping" in _log(folder, job) and int(slurm.field(job, "Restarts")) >= 1
+    assert "SIGUSR1: stopping" in _log(folder, job)
+    assert int(slurm.field(job, "Restarts")) >= 1
 
 
 def _processes(*variables: str) -> list[int]:
@@ -178,7 +180,8 @@ def test_what_would_fail_again_is_not_started_again(slurm: Cluster, tmp_path: Pa
     folder = tmp_path / "run"
     job = _submit(slurm, folder, "--training.dataset_path=/nowhere/text.jsonl")
     assert slurm.wait(job, *ENDS) == "FAILED"
-    assert f"code {exit_codes.CONFIG}" in _log(folder, job) and slurm.field(job, "Restarts") == "0"
+    assert f"code {exit_codes.CONFIG}" in _log(folder, job)
+    assert slurm.field(job, "Restarts") == "0"
 
 
 @pytest.mark.slow
@@ -229,11 +232,10 @@ def test_another_allocation_than_the_job_was_written_for_is_refused_at_once(
     finally:
         del slurm.environment["SLURM_GPUS_ON_NODE"], slurm.environment["SLURM_NTASKS"]
     for job, said in jobs.items():
-        assert slurm.wait(job, *ENDS) == "FAILED" and said in _log(folder, job)
-        assert (
-            slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0"
-            and slurm.field(job, "Restarts") == "0"
-        )
+        assert slurm.wait(job, *ENDS) == "FAILED"
+        assert said in _log(folder, job)
+        assert slurm.field(job, "ExitCode") == f"{exit_codes.CONFIG}:0"
+        assert slurm.field(job, "Restarts") == "0"
         assert "srun" not in _log(folder, job)
 
 
@@ -253,16 +255,13 @@ def test_three_notices_before_the_first_step_end_the_job(slurm: Cluster, tmp_pat
         time.sleep(delay)
         slurm.run("scancel", "--batch", "--signal=USR1", job)
         slurm.wait(job, "PENDING", *ENDS)
-    assert (
-        slurm.wait(job, *ENDS) == "FAILED"
-        and slurm.field(job, "ExitCode") == f"{exit_codes.PREEMPTED}:0"
-    )
+    assert slurm.wait(job, *ENDS) == "FAILED"
+    assert slurm.field(job, "ExitCode") == f"{exit_codes.PREEMPTED}:0"
     log = _log(folder, job)
-    assert (
-        slurm.field(job, "Restarts") == "2"
-        and log.count("with code 5") + log.count("before the ranks") == 3
-    )
-    assert "after no step, for the third time" in log and "launch.notice_seconds" in log
+    assert slurm.field(job, "Restarts") == "2"
+    assert log.count("with code 5") + log.count("before the ranks") == 3
+    assert "after no step, for the third time" in log
+    assert "launch.notice_seconds" in log
     assert not (folder / "metrics.jsonl").exists()
 
 
@@ -284,7 +283,8 @@ def test_a_killed_only_rank_leads_to_a_new_start_and_only_the_user_can_read_the_
     (rank,) = _processes(f"SLURM_JOB_ID={job}", "RANK=0", "LOCAL_RANK=0")
     os.kill(rank, signal.SIGKILL)
     assert slurm.wait(job, *ENDS) == "COMPLETED", _log(folder, job)
-    assert slurm.field(job, "Restarts") == "1" and "ended with code 137" in _log(folder, job)
+    assert slurm.field(job, "Restarts") == "1"
+    assert "ended with code 137" in _log(folder, job)
     assert [row[0] for row in rows(folder)] == list(range(1, STEPS + 1))
     launch = folder / "launch"
     modes = {file.name: file.stat().st_mode & 0o777 for file in [launch, *launch.iterdir()]}
@@ -299,12 +299,14 @@ def test_a_stopped_and_a_cancelled_job_save_and_stay_so(slurm: Cluster, tmp_path
     _until_step(folder, 3)
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0")
     slurm.run("scancel", "--batch", "--signal=USR1", job)
-    assert slurm.wait(job, *ENDS) == "FAILED" and slurm.field(job, "ExitCode") == "5:0"
+    assert slurm.wait(job, *ENDS) == "FAILED"
+    assert slurm.field(job, "ExitCode") == "5:0"
     stopped = rows(folder)[-1][0]
     again = slurm.run("sbatch", "--parsable", str(folder / "launch" / "job.sbatch")).strip()
     _until_step(folder, stopped + 1)
     slurm.run("scancel", again)
-    assert slurm.wait(again, *ENDS) == "CANCELLED" and slurm.field(job, "Restarts") == "0"
+    assert slurm.wait(again, *ENDS) == "CANCELLED"
+    assert slurm.field(job, "Restarts") == "0"
     end = time.monotonic() + 300
     while len(ends := [e["exit_code"] for e in read_entries(folder) if e["event"] == "end"]) < 2:
         assert time.monotonic() < end, "the cancelled run was not saved"
@@ -348,18 +350,19 @@ def test_a_container_mounts_the_shared_folder_and_starts_python_of_its_own() -> 
         *flags, "--launch.image=/fsx/my image.sqsh", "--launch.environment.NCCL_DEBUG=it's on"
     )
     mounts, image, variables = (re.search(f"^{pattern}", text, re.M) for pattern in _CONTAINER)
-    assert (
-        mounts
-        and set(mounts[1].split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"}
-        and image
-        and variables
-    )
-    assert "exec python -m" in text and "export NCCL_DEBUG='it'\"'\"'s on'" in text
+    assert mounts
+    assert set(mounts[1].split(",")) == {"/fsx:/fsx", f"{ROOT}:{ROOT}"}
+    assert image
+    assert variables
+    assert "exec python -m" in text
+    assert "export NCCL_DEBUG='it'\"'\"'s on'" in text
 
 
 _FOLDERS = [
-    *("--launch.gpus_per_node=8", "--launch.shared_dir=/fsx"),
-    *("--job.dump_folder=/fsx/run", "--checkpoint.enable_checkpoint"),
+    "--launch.gpus_per_node=8",
+    "--launch.shared_dir=/fsx",
+    "--job.dump_folder=/fsx/run",
+    "--checkpoint.enable_checkpoint",
 ]
 _IMAGE = "--launch.image=/fsx/my image.sqsh"
 _CONTAINER = (
@@ -421,10 +424,10 @@ def test_a_job_that_cannot_work_is_refused(flags: list[str], key: str, text: str
 def test_variables_of_a_job() -> None:
     flags = ["--job.config_file=llama3_8b.toml", "--launch.instance_type=ml.p5.48xlarge"]
     text = _render(*flags, "--launch.environment.TORCH_ELASTIC_SHUTDOWN_TIMEOUT=60")
-    assert re.findall("SHUTDOWN_TIMEOUT=(.*)", text) == ["60"] and "export FI_" not in text
-    assert "gpus-per-node=8" in text and "export FI_EFA_USE_DEVICE_RDMA=1" in _render(
-        *flags, "--launch.nodes=2"
-    )
+    assert re.findall("SHUTDOWN_TIMEOUT=(.*)", text) == ["60"]
+    assert "export FI_" not in text
+    assert "gpus-per-node=8" in text
+    assert "export FI_EFA_USE_DEVICE_RDMA=1" in _render(*flags, "--launch.nodes=2")
 
 
 def test_a_time_limit_is_read_as_slurm_does() -> None:
@@ -444,7 +447,8 @@ def test_a_dry_run_prints_the_job_and_writes_nothing(
     ]
     assert cli.main(["launch", "slurm", *flags, "--dry-run"]) == exit_codes.DONE
     said = capsys.readouterr()
-    assert "#SBATCH --nodes=2\n" in said.out and not (tmp_path / "run").exists()
+    assert "#SBATCH --nodes=2\n" in said.out
+    assert not (tmp_path / "run").exists()
     assert said.err == ""
     launch = tmp_path / "run" / "launch"
     launch.mkdir(parents=True, mode=0o755)

@@ -26,9 +26,16 @@ _PATIENCE = 300.0
 
 def figures(step: int, steps: int = 60) -> dict[str, float]:
     return {
-        **{"step": step, "loss": 7 - step / 100, "grad_norm": 1.5, "lr": 3e-4, "tps": 5123.4},
-        **{"memory_gib": 0.43, "memory_percent": 12.3, "tokens_seen": step * 1024},
-        **{"seconds_left": (steps - step) * 2.0, "waits_percent": 0.0},
+        "step": step,
+        "loss": 7 - step / 100,
+        "grad_norm": 1.5,
+        "lr": 3e-4,
+        "tps": 5123.4,
+        "memory_gib": 0.43,
+        "memory_percent": 12.3,
+        "tokens_seen": step * 1024,
+        "seconds_left": (steps - step) * 2.0,
+        "waits_percent": 0.0,
     }
 
 

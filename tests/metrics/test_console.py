@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.metrics import terminal as pseudo
-from tests.processes import python
-from tests.training.test_run import _trainer
+from tests.support.processes import python
+from tests.support.whole_runs import make_trainer
 from titanlite.metrics.console import FIELD_COLORS, aws_fsdp_line, folded, setup_console, titan_line
 from titanlite.metrics.live import _COLUMNS
 from titanlite.parallel.dist_env import DistEnv
@@ -24,19 +24,20 @@ from titanlite.tools import cli
 from titanlite.utils import Table, logger, render
 
 FIGURES = {
-    **{"step": 1990, "loss": 3.437, "grad_norm": 1.23456, "lr": 3e-4, "tps": 6785.2, "mfu": 39.73},
-    **{
-        "reserved_gib": 68.57,
-        "reserved_percent": 86.69,
-        "memory_gib": 60.0,
-        "memory_percent": 75.0,
-    },
-    **{
-        "tokens_seen": 12_345_678,
-        "seconds_left": 5025.4,
-        "samples_per_second": 9.41,
-        "waits_percent": 5.0,
-    },
+    "step": 1990,
+    "loss": 3.437,
+    "grad_norm": 1.23456,
+    "lr": 3e-4,
+    "tps": 6785.2,
+    "mfu": 39.73,
+    "reserved_gib": 68.57,
+    "reserved_percent": 86.69,
+    "memory_gib": 60.0,
+    "memory_percent": 75.0,
+    "tokens_seen": 12_345_678,
+    "seconds_left": 5025.4,
+    "samples_per_second": 9.41,
+    "waits_percent": 5.0,
 }
 ANSI = re.compile(r"\033\[\d+m")
 
@@ -49,9 +50,12 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def console() -> Iterator[logging.Logger]:
     """The logger, put back afterwards."""
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    handlers = logger.handlers[:]
+    level = logger.level
+    propagate = logger.propagate
     yield logger
-    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
     logger.setLevel(level)
 
 
@@ -76,7 +80,7 @@ def test_step_lines_are_those_that_other_tools_read() -> None:
 
 def _said(world: DistEnv, folder: str, *flags: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        _trainer(world, folder, *flags).train()
+        make_trainer(world, folder, *flags).train()
     return out.getvalue()
 
 
@@ -137,7 +141,8 @@ def test_colours_only_where_wanted(
     if "TERM" in variables:
         monkeypatch.setattr(sys, "stdout", stream)
         assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
-        assert "training.steps" in stream.getvalue() and "\033" not in stream.getvalue()
+        assert "training.steps" in stream.getvalue()
+        assert "\033" not in stream.getvalue()
 
 
 #: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may
@@ -158,16 +163,15 @@ def test_the_log_holds_no_control_characters_but_our_colours(
         console.info(titan_line(FIGURES), extra={"figures": FIGURES})
     shown = stream.getvalue()
     painted = f"\033[31mERROR: {HARMLESS}\033[0m" if color else f"ERROR: {HARMLESS}"
-    assert f"reading {HARMLESS}\n" in shown and f"{painted}\n" in shown
+    assert f"reading {HARMLESS}\n" in shown
+    assert f"{painted}\n" in shown
     assert len(ANSI.findall(shown)) == (20 if color else 0), (
         "the error's and the nine fields', on and off"
     )
     log = (tmp_path / "logs" / "rank_0.log").read_bytes().decode()
-    assert (
-        HARMLESS.replace("\\x1b[31m", "") in log
-        and titan_line(FIGURES) in log
-        and "\x1b" not in log
-    )
+    assert HARMLESS.replace("\\x1b[31m", "") in log
+    assert titan_line(FIGURES) in log
+    assert "\x1b" not in log
 
 
 def test_commands_show_foreign_names_without_control_characters(
@@ -175,16 +179,20 @@ def test_commands_show_foreign_names_without_control_characters(
 ) -> None:
     for terminal in (True, False):
         drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"), terminal)
-        assert "x\\x1b[2Jy" in drawn and "a\\x1b]0;owned\\x07b" in drawn and "t\\x07" in drawn
+        assert "x\\x1b[2Jy" in drawn
+        assert "a\\x1b]0;owned\\x07b" in drawn
+        assert "t\\x07" in drawn
         assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x07", drawn)
     file = tmp_path / "a\x1b]0;owned\x07.toml"
     assert cli.main(["checkpoint", "inspect", str(file)]) == 4
     told = capsys.readouterr().err
-    assert "a\\x1b]0;owned\\x07.toml" in told and "\x1b" not in told
+    assert "a\\x1b]0;owned\\x07.toml" in told
+    assert "\x1b" not in told
     file.write_text("")
     monkeypatch.setattr(sys, "stdout", out := Terminal())
     assert cli.main(["config", "check", str(file)]) == 0
-    assert "a\\x1b]0;owned\\x07.toml" in out.getvalue() and "\x1b]" not in out.getvalue()
+    assert "a\\x1b]0;owned\\x07.toml" in out.getvalue()
+    assert "\x1b]" not in out.getvalue()
     assert "\x1b[" in out.getvalue(), "our colours stay"
 
 
@@ -209,9 +217,8 @@ def test_lines_fold_between_words_below_their_own_text() -> None:
     path = f"2026-11-24 02:40:39 {'x' * 90} is a path"
     assert folded(path, 20, 80).split() == path.split(), "a long word stays whole"
     narrow = folded(line, 20, 30).splitlines()
-    assert (
-        " ".join(" ".join(narrow).split()) == " ".join(line.split()) and max(map(len, narrow)) <= 30
-    )
+    assert " ".join(" ".join(narrow).split()) == " ".join(line.split())
+    assert max(map(len, narrow)) <= 30
 
 
 @pytest.mark.parametrize("columns", [80, 60])
@@ -237,7 +244,8 @@ def test_a_terminal_shows_no_cut_words(console: logging.Logger, columns: int) ->
 
 
 def test_the_step_is_not_red() -> None:
-    assert FIELD_COLORS["step"] == "1" and _COLUMNS["step"][0] == "bold"
+    assert FIELD_COLORS["step"] == "1"
+    assert _COLUMNS["step"][0] == "bold"
 
 
 LIBRARY = """

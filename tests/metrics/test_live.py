@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tests.metrics.terminal import Terminal, log_step, step_lines, texts
-from tests.processes import ROOT, TORCHRUN, environment
-from tests.tiny import TWO_LAYERS
+from tests.support.processes import ROOT, TORCHRUN, environment
+from tests.support.tiny import TWO_LAYERS
 from titanlite.metrics import live
 from titanlite.metrics.console import console_handler, setup_console, start_view
 from titanlite.metrics.jsonl import read_metrics
@@ -25,7 +25,8 @@ from titanlite.metrics.live import ROWS, LiveView
 from titanlite.utils import logger
 
 TITLES = ["step", "loss", "grad norm", "lr", "tokens/s", "memory"]
-COLUMNS, LINES = 200, 40
+COLUMNS = 200
+LINES = 40
 
 
 @pytest.fixture
@@ -37,12 +38,15 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     for name in ("NO_COLOR", "FORCE_COLOR", "CI", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "stdout", sys.stdout)
-    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    handlers = logger.handlers[:]
+    level = logger.level
+    propagate = logger.propagate
     terminal = Terminal(COLUMNS, LINES)
     yield terminal
     if (handler := console_handler()) and handler.view:
         handler.view.close()
-    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
     logger.setLevel(level)
     terminal.close()
 
@@ -69,9 +73,8 @@ def test_lines_scroll_above_a_table_and_a_progress_line(
     rows = texts(terminal.rows())
     assert rows[:6] == [*step_lines(1, 2, 3, 4), "WARNING: careful", "a library's line"]
     assert re.split(r"\s{2,}", rows[6].strip()) == TITLES
-    assert [row.split()[0] for row in rows[7:15]] == [
-        str(step) for step in range(5, 13)
-    ] and ROWS == 8
+    assert [row.split()[0] for row in rows[7:15]] == [str(step) for step in range(5, 13)]
+    assert ROWS == 8
     assert rows[14].split() == [
         "12",
         "6.8800",
@@ -82,18 +85,17 @@ def test_lines_scroll_above_a_table_and_a_progress_line(
         "GiB",
         "(12%)",
     ]
-    assert (
-        rows[15].startswith("14/15")
-        and "93%" in rows[15]
-        and rows[15].endswith("left 32.0s")
-        and len(rows) == 16
-    )
+    assert rows[15].startswith("14/15")
+    assert "93%" in rows[15]
+    assert rows[15].endswith("left 32.0s")
+    assert len(rows) == 16
     view.tick(15)
     view.close()
     logger.info("training done")
     log_step(15)
     rows = texts(terminal.rows())
-    assert rows[15].startswith("15/15 ") and " took " in rows[15]
+    assert rows[15].startswith("15/15 ")
+    assert " took " in rows[15]
     assert rows[16:] == ["training done", *step_lines(15)], (
         "after the view, step lines are lines again"
     )
@@ -189,11 +191,9 @@ def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -
         pattern = r"I \[train.py:103\] Batch \d+ Loss" if "fsdp" in flag else r"step: +\d+  loss: "
         assert sum(bool(re.search(pattern, row)) for row in rows) == 7
         return
-    assert (
-        rows[-1] == "training done at step 12"
-        and rows[-2].startswith("12/12 ")
-        and " took " in rows[-2]
-    )
+    assert rows[-1] == "training done at step 12"
+    assert rows[-2].startswith("12/12 ")
+    assert " took " in rows[-2]
     assert [int(row.split()[0]) for row in rows[-9:-2]] == [1, 2, 4, 6, 8, 10, 12]
     for kept in ("a fresh run", "validation at 6: loss", "validation at 12: loss", "model "):
         assert sum(row.startswith(kept) for row in rows) == 1, kept

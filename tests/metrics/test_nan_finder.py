@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
-from tests.training.test_run import _trainer
+from tests.support.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
+from tests.support.pool import Pools
+from tests.support.whole_runs import make_trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
@@ -26,7 +26,8 @@ TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
 FEED_FORWARD = "layers.1.feed_forward"
 W2 = f"{FEED_FORWARD}.w2"
-INFINITY, NAN = float("inf"), float("nan")
+INFINITY = float("inf")
+NAN = float("nan")
 
 
 class Scale(torch.autograd.Function):
@@ -53,7 +54,8 @@ def _poison(model: torch.nn.Module, where: str) -> None:
         count[0] += 1
 
     model.register_forward_pre_hook(begin)
-    w2, attention = model.get_submodule(W2), model.get_submodule("layers.0.attention")
+    w2 = model.get_submodule(W2)
+    attention = model.get_submodule("layers.0.attention")
     if where == "output":
         w2.register_forward_hook(lambda module, args, out: out / 0 if second() else out)
     elif where == "inside":
@@ -112,7 +114,8 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
     (first, text), (second, _) = pool(2).run(_find, RUN, where)
     assert first == second == EXPECTED[where]
     if first.module:
-        assert first.module in text and "rank 1, micro-batch 2" in text
+        assert first.module in text
+        assert "rank 1, micro-batch 2" in text
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,9 @@ def _sums_overflow(world: DistEnv) -> Finding:
 
 def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
     first, second = pool(2).run(_sums_overflow)
-    assert first == second and first.stage == "reduction" and first.parameters
+    assert first == second
+    assert first.stage == "reduction"
+    assert first.parameters
 
 
 def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
@@ -166,7 +171,8 @@ def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
     on without them.
     """
     model, _, take = stepper(world, run)
-    first, kept = take(1).loss.item(), {}
+    first = take(1).loss.item()
+    kept = {}
     for name in ("w1", "w3"):
         weight: Any = model.get_submodule(FEED_FORWARD).get_parameter(f"{name}.weight")
         kept[weight] = weight.detach().clone()
@@ -194,7 +200,7 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 
 def _stopped(world: DistEnv, folder: str) -> str:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out
@@ -210,7 +216,8 @@ def _stopped(world: DistEnv, folder: str) -> str:
 def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -> None:
     first, second = pool(2).run(_stopped, str(tmp_path))
     assert first == second
-    assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
+    assert first.startswith("step 3: loss nan")
+    assert "not finite on rank 1" in first
     assert (
         f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)"
         in first

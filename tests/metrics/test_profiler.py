@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.golden_run import GoldenRun
-from tests.metrics.runs import ANY, at_step
-from tests.words import listening
+from tests.support.golden_run import GoldenRun
+from tests.support.stand_ins import ANY, at_step
+from tests.support.words import listening
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
@@ -86,7 +86,8 @@ def test_a_trace_that_torch_could_not_write_is_told_as_missing(
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", without_folder)
     (line,) = _said_of_one_cycle(tmp_path)
-    assert "could not be written: torch wrote no file" in line and "written to" not in line
+    assert "could not be written: torch wrote no file" in line
+    assert "written to" not in line
 
 
 def test_a_trace_that_the_disk_cut_short_is_told_and_removed(tmp_path: Path) -> None:

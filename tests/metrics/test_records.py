@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.words import listening
+from tests.support.processes import ROOT
+from tests.support.whole_runs import scalars
+from tests.support.words import listening
 from titanlite.metrics.boards import TAGS, TensorBoard, tags
 from titanlite.metrics.jsonl import MetricsLog, read_metrics
 
@@ -64,11 +66,13 @@ def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path: Path) ->
     path.write_bytes(b'{"step": 1}\nnonsense\n{"step": 2}\n')
     with listening() as said:
         assert read_metrics(path) == [{"step": 1}, {"step": 2}]
-    assert len(said) == 1 and f"{path}:2: no JSON" in said[0]
+    assert len(said) == 1
+    assert f"{path}:2: no JSON" in said[0]
 
 
 def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Path) -> None:
-    full, gone = tmp_path / "full.jsonl", tmp_path / "gone" / "metrics.jsonl"
+    full = tmp_path / "full.jsonl"
+    gone = tmp_path / "gone" / "metrics.jsonl"
     full.symlink_to("/dev/full")
     with listening() as said:
         for path in (full, gone):
@@ -78,23 +82,11 @@ def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Pa
         log.truncate_after(3)
         gone.parent.mkdir()
         log.write({"step": 5})
-    assert (
-        len(said) == 2
-        and str(full) in said[0]
-        and "No space left" in said[0]
-        and str(gone) in said[1]
-    )
+    assert len(said) == 2
+    assert str(full) in said[0]
+    assert "No space left" in said[0]
+    assert str(gone) in said[1]
     assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {
-        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
 
 
 def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list() -> None:
@@ -111,7 +103,7 @@ def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list()
         "grad_norm": 5.0,
         "grad_norm/layers.7": 6.0,
     }
-    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     cells = [
         [cell.strip() for cell in line.split(" | ")]
         for line in page.splitlines()
@@ -162,4 +154,5 @@ def test_an_error_of_tensorboard_costs_one_warning(
         board.close()
         board.close()
     (warning,) = said
-    assert "TensorBoard" in warning and "metrics.jsonl" in warning
+    assert "TensorBoard" in warning
+    assert "metrics.jsonl" in warning

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWO_LAYERS
 from titanlite.assembly import build
 from titanlite.data.loader import Batch
 from titanlite.data.mixture import MixedRows
@@ -21,7 +21,8 @@ from titanlite.metrics.figures import RowLosses
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.start.fit import load_config
 
-BATCH, STEPS = 12, 4
+BATCH = 12
+STEPS = 4
 FLAGS = [
     *TWO_LAYERS,
     # prompts: rows differ in their targets
@@ -45,7 +46,8 @@ def _by_hand(world: DistEnv) -> dict[str, float]:
     parts = build(load_config("debug_model.toml", world.size, FLAGS), world)
     rows = parts.datasets.train
     assert isinstance(rows, MixedRows)
-    total, tokens = Counter[str](), Counter[str]()
+    total = Counter[str]()
+    tokens = Counter[str]()
     for index in range(BATCH, STEPS * BATCH):
         row = rows.sequence(index)
         batch = Batch(torch.from_numpy(row.tokens)[None], torch.from_numpy(row.labels)[None])
@@ -84,8 +86,10 @@ def test_it_is_the_mean_over_its_own_targets(
 ) -> None:
     first, last = pool(2).run(_run, str(tmp_path), *flags)[0]
     found = {key: value for key, value in last.items() if key.startswith("loss/")}
-    assert found == pytest.approx(by_hand, rel=1e-5) and (first["step"], last["step"]) == (1, STEPS)
-    assert abs(by_hand["loss/c4_test"] - by_hand["loss/sft_test"]) > 1e-3 and len(found) == 2
+    assert found == pytest.approx(by_hand, rel=1e-5)
+    assert (first["step"], last["step"]) == (1, STEPS)
+    assert abs(by_hand["loss/c4_test"] - by_hand["loss/sft_test"]) > 1e-3
+    assert len(found) == 2
 
 
 def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(
@@ -107,7 +111,8 @@ def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(
     losses = RowLosses(lambda x, y: (x * y).sum(), 4)
     x = torch.arange(24.0).view(3, 8, 1).requires_grad_()
     y = torch.ones(3, 8, 1)
-    assert losses(x, y).item() == 276 and len(losses.rows) == 6
+    assert losses(x, y).item() == 276
+    assert len(losses.rows) == 6
     with torch.no_grad():
         losses(x, y)
     assert [row.item() for row in losses.rows] == [6, 22, 38, 54, 70, 86]

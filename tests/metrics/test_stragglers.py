@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.runs import burn
-from tests.pool import Pools
-from tests.training.test_run import _trainer
+from tests.support.pool import Pools
+from tests.support.stand_ins import burn
+from tests.support.whole_runs import make_trainer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.throughput import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
@@ -24,7 +24,7 @@ SLOW = 0.3
 
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 
@@ -73,21 +73,22 @@ def test_ranks_are_compared_with_the_median() -> None:
 def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:
     detector = StragglerDetector(torch.device("cuda", 0))
     figures, _ = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)  # own: 1.2, 1.2, 1.7
-    assert figures["slowest_rank"] == 2 and figures["lag_seconds"] == pytest.approx(0.5)
+    assert figures["slowest_rank"] == 2
+    assert figures["lag_seconds"] == pytest.approx(0.5)
     # Without a head (a pipeline stage has none) only the data tell.
     figures, _ = detector.compare([0.0, 0.0], [0.1, 0.4], 1.1)
-    assert figures["slowest_rank"] == 1 and figures["lag_seconds"] == pytest.approx(0.3)
+    assert figures["slowest_rank"] == 1
+    assert figures["lag_seconds"] == pytest.approx(0.3)
 
 
 def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
     detector = StragglerDetector(CPU)
-    behind, other, fine = (
-        ([1.0, 1.3], [0.0, 0.1]),
-        ([1.3, 1.0], [0.0, 0.0]),
-        ([1.1, 1.0], [0.0, 0.0]),
-    )
+    behind = ([1.0, 1.3], [0.0, 0.1])
+    other = ([1.3, 1.0], [0.0, 0.0])
+    fine = ([1.1, 1.0], [0.0, 0.0])
     said = [detector.compare(*behind, 2.0)[1] for _ in range(LOGS_IN_A_ROW + 100)]
     assert [number for number, text in enumerate(said, 1) if text] == [5, 55, 105]
-    assert "rank 1 is behind" in said[4] and "40 % more" in said[4]
+    assert "rank 1 is behind" in said[4]
+    assert "40 % more" in said[4]
     # Now one, now the other: nobody is consistently behind.
     assert not any(detector.compare(*ranks, 2.0)[1] for ranks in (fine, other, behind) * 10)

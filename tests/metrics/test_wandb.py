@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.training.test_run import TINY
-from tests.words import listening
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.metrics import boards as background_writer
@@ -38,7 +38,8 @@ def _chunks(data: bytes) -> Iterator[bytes]:
     """The records of wandb's file of an offline run: in blocks of 32 KiB, as LevelDB logs
     are made.
     """
-    record, at = b"", 7
+    record = b""
+    at = 7
     while at + 7 <= len(data):
         left = 32768 - at % 32768
         length, kind = struct.unpack("<HB", data[at + 4 : at + 7]) if left >= 7 else (0, 0)
@@ -81,7 +82,7 @@ def offline(folder: Path) -> dict[str, Any]:
 def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
-    flags = [*TINY, f"--training.steps={steps}", "--metrics.enable_wandb"]
+    flags = [*TWENTY_STEPS, f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += [
         "--validation.freq=2",
         "--metrics.log_freq=2",
@@ -110,13 +111,12 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
     assert {"loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm/layers.1"} <= set(
         shown[4]
     )
-    assert (
-        run["config"]["training"]["steps"] == 4
-        and run["config"]["model"]["overrides"]["n_layers"] == 2
-    )
+    assert run["config"]["training"]["steps"] == 4
+    assert run["config"]["model"]["overrides"]["n_layers"] == 2
     written = loads((folder / "config.toml").read_text())
     assert {name: run["config"][name] for name in written} == written
-    assert run["display_name"] == "my run" and run["notes"] == "a test"
+    assert run["display_name"] == "my run"
+    assert run["notes"] == "a test"
     assert run["project"] == "llamas", "the environment goes before"
     assert run["exit"] == 0
     assert (folder / ID_FILE).read_text().strip() == run["run_id"]
@@ -137,7 +137,8 @@ class Backend(types.ModuleType):
         backend = self
 
         class Run:
-            url, dir = "https://example.com/run", "somewhere"
+            url = "https://example.com/run"
+            dir = "somewhere"
 
             def log(self, values: dict[str, float], step: int) -> None:
                 log(values, step)
@@ -151,7 +152,9 @@ class Backend(types.ModuleType):
             backend.begun.append(given)
             return Run()
 
-        self.init, self.setup, self.Settings = begin, lambda settings: None, types.SimpleNamespace
+        self.init = begin
+        self.setup = lambda settings: None
+        self.Settings = types.SimpleNamespace
 
 
 def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(
@@ -162,22 +165,23 @@ def test_a_resumed_run_goes_on_under_its_id_and_the_environment_goes_before(
         WandbWriter(tmp_path, {"a": {"b": 1}}, "words", first_step).close()
     first, resumed, fresh = backend.begun
     assert first["id"] == resumed["id"] != fresh["id"]
-    assert resumed["resume"] == "allow" and "resume" not in first and "resume" not in fresh
+    assert resumed["resume"] == "allow"
+    assert "resume" not in first
+    assert "resume" not in fresh
     assert (tmp_path / ID_FILE).read_text().strip() == fresh["id"]
-    assert (
-        first["config"] == {"a": {"b": 1}}
-        and first["notes"] == "words"
-        and first["name"] == tmp_path.name
-    )
-    assert first["project"] == "titanlite" and first["dir"] == str(tmp_path)
-    assert first["settings"].silent and first["settings"].console == "off"
+    assert first["config"] == {"a": {"b": 1}}
+    assert first["notes"] == "words"
+    assert first["name"] == tmp_path.name
+    assert first["project"] == "titanlite"
+    assert first["dir"] == str(tmp_path)
+    assert first["settings"].silent
+    assert first["settings"].console == "off"
     for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     WandbWriter(tmp_path, {}, first_step=11).close()
     given = backend.begun[-1]
-    assert given["id"] == "theirs" and not {"project", "name", "notes", "dir", "resume"} & set(
-        given
-    )
+    assert given["id"] == "theirs"
+    assert not {"project", "name", "notes", "dir", "resume"} & set(given)
     assert (tmp_path / ID_FILE).read_text().strip() == "theirs"
 
 
@@ -199,14 +203,17 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
         board.close()
         closed = time.perf_counter()
     # The back end itself would hold it up for ten minutes.
-    assert wrote - began < 200 and 0.2 <= closed - wrote < 200
+    assert wrote - began < 200
+    assert 0.2 <= closed - wrote < 200
     behind, late = [text for text in said if "https:" not in text][-2:]
-    assert "does not keep up: 50 rows wait" in behind and "did not end within 0.2 s" in late
+    assert "does not keep up: 50 rows wait" in behind
+    assert "did not end within 0.2 s" in late
     board.write(10_001, {"loss": 1.0})
     release.set()
     board._thread.join(300)
     assert not board._thread.is_alive(), "what is left goes on, and ends"
-    assert len(backend.rows) <= 51 and backend.exits == [0]
+    assert len(backend.rows) <= 51
+    assert backend.exits == [0]
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["missing", "a folder of its name"])

@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.pool import Pools
-from tests.processes import TORCHRUN, python
-from tests.training.test_run import TINY, _trainer
-from tests.words import listening
+from tests.support.pool import Pools
+from tests.support.processes import TORCHRUN, python
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.whole_runs import make_trainer
+from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.guard import BadStepError
@@ -141,7 +142,8 @@ def test_reading_a_stack_keeps_no_object_of_it_alive() -> None:
         pass
 
     made: list[weakref.ref[Batch]] = []
-    ready, done = threading.Event(), threading.Event()
+    ready = threading.Event()
+    done = threading.Event()
 
     def train() -> None:
         batch = Batch()
@@ -158,7 +160,8 @@ def test_reading_a_stack_keeps_no_object_of_it_alive() -> None:
         places, _ = _stack(thread.ident)
         done.set()
         thread.join()
-        assert any(place.endswith(" train") for place in places) and made[0]() is None
+        assert any(place.endswith(" train") for place in places)
+        assert made[0]() is None
     finally:
         gc.enable()
 
@@ -251,24 +254,22 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     head, columns, zero, one, sentence = report.splitlines()
     assert re.fullmatch(r"no progress for \d+ s:", head)
     assert columns.split() == ["rank", "host", "step", "phase", "seconds", "at"]
-    assert (
-        zero.split()[:4] == ["0", host, "2", "forward"]
-        and "distributed_c10d.py" in zero
-        and "all_reduce < " in zero
-    )
+    assert zero.split()[:4] == ["0", host, "2", "forward"]
+    assert "distributed_c10d.py" in zero
+    assert "all_reduce < " in zero
     assert zero.endswith(" _loop"), "where our code is, not torch's"
-    assert (
-        one.split()[:4] == ["1", host, "2", "data"]
-        and "test_watchdog.py" in one
-        and "read_shard" in one
-    )
-    assert float(zero.split()[4]) >= 1.0 and float(one.split()[4]) >= 1.0
+    assert one.split()[:4] == ["1", host, "2", "data"]
+    assert "test_watchdog.py" in one
+    assert "read_shard" in one
+    assert float(zero.split()[4]) >= 1.0
+    assert float(one.split()[4]) >= 1.0
     assert re.match(
         rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ",
         sentence,
     )
     assert sentence.endswith(": the others wait")
-    assert any(text.startswith("rank 0 goes on") for text in said) and not others
+    assert any(text.startswith("rank 0 goes on") for text in said)
+    assert not others
 
 
 def _stop(world: DistEnv) -> list[str]:
@@ -369,10 +370,11 @@ def test_an_error_of_one_rank_is_reported_on_rank_0(pool: Pools) -> None:
     )
     assert first.endswith("read_shard: all ranks end. Its traceback is in runs/logs/rank_1.log")
     assert last == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
-    assert (
-        len(peers) == 1 and peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (") and took < LONG
-    )
-    assert not silent and not none
+    assert len(peers) == 1
+    assert peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (")
+    assert took < LONG
+    assert not silent
+    assert not none
 
 
 def _raise_together(
@@ -404,7 +406,7 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 
 def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     (dog,) = (
         callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog)
     )
@@ -432,10 +434,8 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
     step = "data forward forward backward forward backward optimizer log"
     late = f"{step} {step} validate save"
     assert phases == same == f"{late} {late} end"
-    assert (
-        "rank 1 (" in reports[-1]
-        and "has been in data of step 3 for" in reports[-1].splitlines()[-1]
-    )
+    assert "rank 1 (" in reports[-1]
+    assert "has been in data of step 3 for" in reports[-1].splitlines()[-1]
 
 
 # Whole runs under torchrun
@@ -477,12 +477,13 @@ def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[st
 
     Return also the seconds from then to the end.
     """
-    script, struck = tmp_path / "faulty.py", tmp_path / "struck"
+    script = tmp_path / "faulty.py"
+    struck = tmp_path / "struck"
     script.write_text(_FAULTY)
     launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
     flags = [
         "--job.config_file=debug_model.toml",
-        *TINY,
+        *TWENTY_STEPS,
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=9",
     ]
@@ -498,10 +499,13 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
     """Rank 0 is where nothing tells it of the other's end, as in a collective of NCCL."""
     done, seconds = _torchrun(tmp_path, "raise")
     assert done.returncode == exit_codes.ERROR
-    host, error = socket.gethostname(), "OSError: [Errno 5] Input/output error: '/data/shard-3'"
+    host = socket.gethostname()
+    error = "OSError: [Errno 5] Input/output error: '/data/shard-3'"
     said, last = done.stdout.splitlines()[-2:]
     named = rf"ERROR: rank 1 \({re.escape(host)}, process \d+\) raised in data of step 3"
-    assert last == error and re.search(named, said) and "read_shard: all ranks end." in said
+    assert last == error
+    assert re.search(named, said)
+    assert "read_shard: all ranks end." in said
     assert "in read_shard" in (tmp_path / "run" / "logs" / "rank_1.log").read_text()
     assert done.stderr.splitlines()[-1] == f"error: rank 1 on {host}: {error}"
     root = done.stderr.partition("Root Cause (first observed failure)")[2]
@@ -513,7 +517,8 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
         exit_codes.LOST_PEER,
         2,
     )
-    assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
+    assert end["reason"].startswith("rank 1 (")
+    assert end["reason"].endswith(error)
     # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's
     # patience takes ten minutes.
     assert seconds < LONG
@@ -522,7 +527,8 @@ def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path
 @pytest.mark.soak
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     done, seconds = _torchrun(tmp_path, "kill")
-    assert done.returncode == exit_codes.LOST_PEER and seconds < LONG
+    assert done.returncode == exit_codes.LOST_PEER
+    assert seconds < LONG
     log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     culprit = r"rank 1 \(\S+, process \d+\) does not answer, last seen in "
     assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), (
@@ -532,8 +538,10 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     report = log[log.index("a collective failed:\n") :].splitlines()
     assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"]
     assert report[2].endswith("lost its peers")
-    assert report[3].split()[0] == "1" and report[3].endswith("no answer")
-    assert re.match(culprit, report[4]) and report[4] in done.stdout
+    assert report[3].split()[0] == "1"
+    assert report[3].endswith("no answer")
+    assert re.match(culprit, report[4])
+    assert report[4] in done.stdout
 
 
 def test_a_watchdog_that_only_logs_announces_no_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ from titanlite.models.counts import count_active_parameters
 from titanlite.utils import human_count
 
 ROOT = Path(__file__).parents[2]
-MODELS, WALK = ROOT / "docs" / "models.md", ROOT / "docs" / "add-a-model.md"
+MODELS = ROOT / "docs" / "models.md"
+WALK = ROOT / "docs" / "add-a-model.md"
 SHOWN = ROOT / "titanlite" / "models" / "qwen3.py"
 #: Repositories of Hugging Face's hub with the published weights.
 WEIGHTS = {
@@ -92,7 +93,8 @@ def size_table() -> str:
         if args.vocab_size is None:
             continue
         spec = SPECS[family]
-        count, active = spec.count_parameters(args), count_active_parameters(args)
+        count = spec.count_parameters(args)
+        active = count_active_parameters(args)
         files = next(
             (f"`{WEIGHTS[family][name]}`" for name in names if name in WEIGHTS.get(family, {})), ""
         )
@@ -143,7 +145,8 @@ def test_the_examples_run() -> None:
 
 def test_a_family_is_one_file_that_a_path_can_name() -> None:
     spec = get_spec(f"{SHOWN}:SPEC")
-    assert spec.name == "qwen3" and spec.flavors.keys() == SPECS["qwen3"].flavors.keys()
+    assert spec.name == "qwen3"
+    assert spec.flavors.keys() == SPECS["qwen3"].flavors.keys()
     assert {
         human_count(spec.count_parameters(a)) for a in spec.flavors.values() if a.vocab_size
     } == {

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests.models.test_llama import VARIANTS, built, relative, tokens_of
-from tests.parallel.watch import Watch
+from tests.support.llamas import VARIANTS, built, relative, tokens_of
+from tests.support.processes import ROOT
+from tests.support.watch import Watch
 from titanlite.config.data_sections import Data
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
@@ -73,7 +73,8 @@ def test_a_packed_row_equals_its_documents_alone(
     variant: str, apply: Callable[[nn.Module], None] | None
 ) -> None:
     args = VARIANTS[variant]
-    alone, packed = built(args), built(args)
+    alone = built(args)
+    packed = built(args)
     if apply is not None:
         apply(packed)
     tokens = tokens_of(args, batch=3, seq=48)
@@ -90,7 +91,8 @@ def test_a_packed_row_equals_its_documents_alone(
 
 
 def test_other_documents_need_no_other_graph() -> None:
-    model, count = built(VARIANTS["gqa"]), 0
+    model = built(VARIANTS["gqa"])
+    count = 0
 
     def backend(module: Any, inputs: Any) -> Any:
         nonlocal count
@@ -150,10 +152,8 @@ def test_windows_and_documents_equal_plain_attention(
             ours, exact = (
                 [t.to(d).requires_grad_() for t in (q, k, v)] for d in (dtype, torch.float32)
             )
-            y, expected = (
-                attention(*ours, attention.prepare(doc_ids)),
-                plain_attention(*exact, doc_ids, window),
-            )
+            y = attention(*ours, attention.prepare(doc_ids))
+            expected = plain_attention(*exact, doc_ids, window)
             pairs = [
                 (y, expected),
                 *zip(
@@ -176,11 +176,10 @@ def test_positions_begin_again_with_each_document() -> None:
 
 
 def test_a_model_without_documents_is_refused() -> None:
-    spec = get_spec(f"{Path(__file__).resolve().parents[2]}/examples/tiny_gpt.py:SPEC")
+    spec = get_spec(f"{ROOT}/examples/tiny_gpt.py:SPEC")
     args = replace(next(iter(spec.flavors.values())), vocab_size=64)
     (problem,) = mask_problems(spec, args, Data(mask_documents=True))
-    assert (
-        problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
-    )
+    assert problem.key == "data.mask_documents"
+    assert "its forward takes no doc_ids" in problem.message
     assert not list(mask_problems(spec, args, Data()))
     assert not list(mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True)))

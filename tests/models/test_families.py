@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.test_llama import SCALED, relative, tokens_of
-from tests.models.test_llama import VARIANTS as LLAMAS
+from tests.support.llamas import SCALED, relative, tokens_of
+from tests.support.llamas import VARIANTS as LLAMAS
 from titanlite.models import SPECS, LlamaArgs
 from titanlite.models.args import as_record, from_record
 from titanlite.models.mistral import MistralArgs
@@ -26,7 +26,8 @@ SMALL: dict[str, Any] = {
     "vocab_size": 96,
     "max_seq_len": 128,
 }
-MISTRAL, QWEN3 = MistralArgs(**SMALL, window=24), Qwen3Args(**SMALL, head_dim=16)
+MISTRAL = MistralArgs(**SMALL, window=24)
+QWEN3 = Qwen3Args(**SMALL, head_dim=16)
 #: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim /
 #: heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
@@ -62,7 +63,8 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
     """
     family, args = VARIANTS[variant]
     torch.manual_seed(0)
-    ours, theirs = SPECS[family].build(args), theirs_of(family, args)
+    ours = SPECS[family].build(args)
+    theirs = theirs_of(family, args)
     with torch.no_grad():
         for name, p in ours.named_parameters():
             p.copy_(
@@ -78,11 +80,13 @@ def pair(variant: str) -> tuple[nn.Module, Any, str, LlamaArgs]:
 def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> None:
     ours, theirs, family, args = pair(variant)
     tokens = tokens_of(args)
-    logits, expected = ours(tokens), theirs(tokens).logits
+    logits = ours(tokens)
+    expected = theirs(tokens).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     for out in (logits, expected):
         nn.functional.cross_entropy(out.flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
-    by_name, names = dict(theirs.named_parameters()), SPECS[family].hf_names(args)
+    by_name = dict(theirs.named_parameters())
+    names = SPECS[family].hf_names(args)
     for name, p in ours.named_parameters():
         q = by_name[names[name]]
         assert p.grad is not None and relative(p.grad, q.grad) < 1e-5, name
@@ -104,7 +108,8 @@ def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     ours, theirs, _, args = pair(variant)
     start = tokens_of(args, batch=1, seq=20)
     found = greedy(ours, start, 64)
-    assert found == greedy(theirs, start, 64) and len(set(found)) > 5
+    assert found == greedy(theirs, start, 64)
+    assert len(set(found)) > 5
 
 
 @pytest.mark.parametrize(
@@ -118,7 +123,8 @@ def test_each_flavor_has_as_many_parameters_as_in_transformers_and_its_config_js
         # Blocks are alike; PUBLISHED counts whole models.
         args = replace(published, vocab_size=published.vocab_size or 512, n_layers=3)
         with torch.device("meta"):
-            model, theirs = spec.build(args), theirs_of(family, args)
+            model = spec.build(args)
+            theirs = theirs_of(family, args)
         count = sum(p.numel() for p in model.parameters())
         assert (
             count == sum(p.numel() for p in theirs.parameters()) == spec.count_parameters(args)
@@ -154,7 +160,8 @@ def test_published_counts() -> None:
 
 
 def test_attention_outside_the_window_costs_nothing() -> None:
-    flops, flavors = SPECS["mistral"].flops_per_token, SPECS["mistral"].flavors
+    flops = SPECS["mistral"].flops_per_token
+    flavors = SPECS["mistral"].flavors
     windowed = flavors["mathstral-7B"]
     assert flops(windowed, 4096) == flops(flavors["7B"], 4096)
     assert flops(flavors["7B"], 8192) - flops(windowed, 8192) == 32 * 12 * 4096 * 4096

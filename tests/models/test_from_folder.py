@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pool import Pools
-from tests.refusals import refusal
-from tests.tiny import KEPT_TOKENS
+from tests.support.pool import Pools
+from tests.support.refusals import refusal
+from tests.support.tiny import KEPT_TOKENS
 from titanlite import build
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
@@ -108,10 +108,8 @@ def _first_step(world: DistEnv, out: str, *flags: str) -> dict[str, Any]:
     """Load the weights and take one step; the batch, the logits before it and its loss."""
     run = check_config([*flags, f"--job.dump_folder={out}"], world.size)[1]
     parts = build(run, world)
-    assert (
-        parts.checkpointer is not None
-        and parts.checkpointer.load(parts.model, parts.optimizer) is not None
-    )
+    assert parts.checkpointer is not None
+    assert parts.checkpointer.load(parts.model, parts.optimizer) is not None
     batches = parts.loader.next_step()
     (batch,) = batches
     with torch.no_grad():
@@ -146,7 +144,8 @@ def test_a_checkpoint_needs_the_folder_no_more(pool: Pools, tmp_path: Path) -> N
     has the shape.
     """
     published(tmp_path / "source", "qwen3")
-    out, flags = tmp_path / "out", of("qwen3", tmp_path / "source")
+    out = tmp_path / "out"
+    flags = of("qwen3", tmp_path / "source")
     assert pool(1).run(_train, str(out), *flags, "--training.steps=1")[0] == 1
     shutil.rmtree(tmp_path / "source")
     manifest = read_manifest(out / "checkpoint" / "step-1")
@@ -170,7 +169,8 @@ def test_a_checkpoint_needs_the_folder_no_more(pool: Pools, tmp_path: Path) -> N
 def test_the_check_takes_the_shape_and_needs_no_weights(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path / "source", name)
     config, run = check_config(of(name, folder), 1)
-    args, expected = run.model_args(), run.spec.args_from_hf({**SMALL, **FAMILIES[name]})
+    args = run.model_args()
+    expected = run.spec.args_from_hf({**SMALL, **FAMILIES[name]})
     assert {**args.deciding(), "max_seq_len": 0} == {**expected.deciding(), "max_seq_len": 0}
     assert args.max_seq_len == 32, "sequences have the length of the run's"
     # What a run keeps says it all by itself, also when it is read with the same flags again.
@@ -238,7 +238,8 @@ def test_a_folder_that_gives_no_shape(
     tmp_path: Path, flags: list[str], key: str, words: str
 ) -> None:
     found = refusal([*of("mixtral", written(tmp_path / "source", "mixtral")), *flags])
-    assert found.key == key and words in f"{found.message} {found.hint}"
+    assert found.key == key
+    assert words in f"{found.message} {found.hint}"
 
 
 @pytest.mark.parametrize(
@@ -272,8 +273,10 @@ def test_another_model_is_named_by_our_keys_before_anything_is_read(
     given = of(name, folder, *(f"--model.overrides.{flag}" for flag in flags))
     found = refusal(given)
     assert (found.key, found.code) == ("checkpoint.initial_load_path", "model")
-    assert "its config.json:" in found.message and {*found.message.split("\n  ")[1:]} == lines
-    assert 'model.flavor = "from_folder"' in found.hint and "download" not in str(found)
+    assert "its config.json:" in found.message
+    assert {*found.message.split("\n  ")[1:]} == lines
+    assert 'model.flavor = "from_folder"' in found.hint
+    assert "download" not in str(found)
     with pytest.raises(ConfigError):
         check_config(given, 1, training=False)
     check_config([*given, "--checkpoint.allow_changes=model"], 1)
@@ -354,7 +357,8 @@ WRONG: tuple[Any, ...] = (
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_entry_of_a_wrong_type_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
     """Of each entry, also in the table of the rotary positions: a model, or an error in words."""
-    spec, whole = get_spec(name), {**SMALL, **FAMILIES[name]}
+    spec = get_spec(name)
+    whole = {**SMALL, **FAMILIES[name]}
     more = (
         "rope_scaling",
         "rope_theta",

@@ -47,9 +47,11 @@ def test_64_greedy_tokens_equal_full_passes_and_transformers(tied: bool) -> None
     from transformers import LlamaConfig, LlamaForCausalLM
 
     args = replace(ARGS, tied=tied)
-    model, spec = _model(args), get_spec("llama3")
+    model = _model(args)
+    spec = get_spec("llama3")
     found = _rows(model)
-    assert len(set(found[0])) > 10 and [len(row) for row in found] == [64] * 3
+    assert len(set(found[0])) > 10
+    assert [len(row) for row in found] == [64] * 3
     assert found == _rows(model, cached=False)
     assert found == _rows(model, multiple=4), "padded for ranks that share a sequence"
     assert found == [_rows(model, [prompt])[0] for prompt in PROMPTS], (
@@ -65,9 +67,8 @@ def test_64_greedy_tokens_equal_full_passes_and_transformers(tied: bool) -> None
             torch.tensor([prompt]), do_sample=False, max_new_tokens=64, eos_token_id=None
         )
         assert ids[0, len(prompt) :].tolist() == row
-    assert model.training and not any(
-        type(module).__name__ == "CachedAttention" for module in model.modules()
-    )
+    assert model.training
+    assert not any(type(module).__name__ == "CachedAttention" for module in model.modules())
 
 
 def test_a_window_hides_earlier_tokens_as_full_passes_with_it_do() -> None:
@@ -96,10 +97,8 @@ def test_rows_end_at_stop_ids_and_at_the_limit() -> None:
     whole = _rows(model)
     stop = whole[0][5]
     ended = _rows(model, stop_ids={stop})
-    assert (
-        ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-        and ended[0] == whole[0][:6]
-    )
+    assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
+    assert ended[0] == whole[0][:6]
     assert [len(row) for row in _rows(model, limit=20)] == [14, 19, 17]
     assert max(max(row) for row in _rows(model, vocab=40)) < 40
     for prompts in ([[]], [[1] * 80]):
@@ -123,9 +122,8 @@ def test_distributions_equal_those_of_transformers(
     scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
     scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
     found = probabilities(LOGITS, Sampling(temperature, top_k, top_p))
-    assert torch.allclose(found, scores.softmax(-1), atol=1e-7) and (found > 0).equal(
-        scores > -torch.inf
-    )
+    assert torch.allclose(found, scores.softmax(-1), atol=1e-7)
+    assert (found > 0).equal(scores > -torch.inf)
 
 
 def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None:
@@ -148,10 +146,10 @@ def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None
     wanted = probabilities(LOGITS, sampling)[0]
     found = torch.tensor(rows).flatten().bincount(minlength=6) / 8000
     error = (wanted * (1 - wanted) / 8000).sqrt()
-    assert ((found - wanted).abs() <= 4 * error).all() and (found[wanted == 0] == 0).all()
-    assert (
-        rows[:8] == _rows(Fixed(), [[0]] * 8, **options) and len({tuple(row) for row in rows}) == 80
-    )
+    assert ((found - wanted).abs() <= 4 * error).all()
+    assert (found[wanted == 0] == 0).all()
+    assert rows[:8] == _rows(Fixed(), [[0]] * 8, **options)
+    assert len({tuple(row) for row in rows}) == 80
     assert rows[3:4] == _rows(Fixed(), [[0]], first_row=3, **options)
     assert rows[:1] != _rows(Fixed(), [[0]], **{**options, "sampling": sampling._replace(seed=4)})
 
@@ -159,9 +157,11 @@ def test_tokens_are_drawn_with_these_probabilities_and_seeds_reproduce() -> None
 @pytest.mark.parametrize("path", [BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE])
 def test_streamed_pieces_are_whole_characters_and_add_up(path: object) -> None:
     tokenizer = load_tokenizer(str(path))
-    before, text = "A text,", " naïve 日本語 🦙🦙 and  so\n\n on – to its end"
+    before = "A text,"
+    text = " naïve 日本語 🦙🦙 and  so\n\n on – to its end"
     first = tokenizer.encode(before, bos=True)
     ids = tokenizer.encode(before + text)[len(first) - 1 :]
     stream = TextStream(tokenizer, first)
     pieces = [stream.add([one]) for one in ids] + [stream.add([], whole=True)]
-    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)

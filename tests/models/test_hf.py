@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.models.test_llama import VARIANTS, built, tokens_of
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import KEPT_TOKENS
+from tests.support.hf import FAMILIES, TOML, config_flags, content, train_losses, written
+from tests.support.llamas import VARIANTS, built, tokens_of
+from tests.support.pool import Pools
 from titanlite import build, load_config
 from titanlite.config.errors import ConfigError
 from titanlite.loss import cross_entropy_sum
@@ -28,70 +27,7 @@ from titanlite.parallel.init import materialize
 from titanlite.start.fit import check_config
 
 SPEC = get_spec("hf")
-TOML = str(Path(__file__).parents[2] / "train_configs" / "hf_debug.toml")
-#: Of all families but GPT-2. No dropout, so that two models can be compared.
-SMALL: dict[str, Any] = {
-    **{
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    **{
-        "intermediate_size": 96,
-        "vocab_size": 2304,
-        "max_position_embeddings": 256,
-        "pad_token_id": None,
-    },
-    **{"bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0, "attention_dropout": 0.0},
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**SMALL, "tie_word_embeddings": False},
-    "qwen2": {**SMALL, "tie_word_embeddings": True, "initializer_range": 0.05},
-    "gemma": {**SMALL, "head_dim": 16},
-    "opt": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
-    "phi": {**SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "gpt2": {
-        **{
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 256,
-            "vocab_size": 2304,
-            "bos_token_id": 1,
-        },
-        **{"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    },
-}
 TIED = {"qwen2", "gemma", "opt", "gpt2"}
-FLAGS = [
-    *[
-        "--training.seq_len=32",
-        "--training.batch_size=2",
-        "--training.global_batch_size=4",
-        "--metrics.log_freq=1",
-    ],
-    *[
-        "--training.warmup_steps=1",
-        "--lr_scheduler.total_steps=4",
-        "--no-validation.enable",
-        KEPT_TOKENS,
-    ],
-]
-
-
-def content(family: str) -> dict[str, Any]:
-    return {"model_type": family, **FAMILIES[family]}
-
-
-def written(folder: Path, family: str) -> str:
-    """The flag that names a family's config.json, in `folder`."""
-    (folder / "config.json").write_text(json.dumps(content(family)))
-    return f"--model.hf_config={folder}"
-
-
-def config_flags(folder: Path, *flags: str) -> list[str]:
-    return [f"--job.dump_folder={folder}/run", *FLAGS, *flags]
 
 
 def reference(family: str, weights: dict[str, torch.Tensor]) -> Any:
@@ -123,7 +59,8 @@ def _compare(
     weights = {name: _whole(p) for name, p in parts.model.named_parameters()}
     theirs = reference(family, weights)
     tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(1))
-    found, expected = parts.model(tokens), theirs(tokens).logits
+    found = parts.model(tokens)
+    expected = theirs(tokens).logits
     for logits in (found, expected):
         cross_entropy_sum(logits, tokens.roll(-1, 1)).div(64).backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
@@ -152,9 +89,11 @@ def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
 ) -> None:
     flags = config_flags(tmp_path, written(tmp_path, family))
     for logits, gradients, weights, shards in pool(2).run(_compare, flags, family):
-        assert logits < 1e-5 and gradients < 2e-5
+        assert logits < 1e-5
+        assert gradients < 2e-5
         args = args_from_hf(content(family))
-        assert set(weights) == set(SPEC.hf_names(args)) and shards == len(weights)
+        assert set(weights) == set(SPEC.hf_names(args))
+        assert shards == len(weights)
         assert sum(w.size for w in weights.values()) == SPEC.count_parameters(args)
         assert bool(SPEC.tied(args)) == (family in TIED)
         for name, weight in weights.items():
@@ -167,22 +106,12 @@ def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(
             )
 
 
-def _train(world: DistEnv, flags: list[str]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step, also of those before a resume."""
-    folder = [flag.partition("=")[2] for flag in flags if flag.startswith("--job.dump_folder=")][-1]
-    return [
-        (row["loss"], row["grad_norm"])
-        for row in train_rows(world, folder, *flags, config=TOML)
-        if "loss" in row
-    ]
-
-
 @pytest.fixture(scope="module")
 def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Four steps of a tied Qwen2 on 2 ranks."""
     folder = tmp_path_factory.mktemp("straight")
     return pool(2).run(
-        _train, config_flags(folder, written(folder, "qwen2"), "--training.steps=4")
+        train_losses, config_flags(folder, written(folder, "qwen2"), "--training.steps=4")
     )[0]
 
 
@@ -191,14 +120,14 @@ def test_a_resume_is_exact_and_one_rank_trains_as_two(
 ) -> None:
     assert min(straight)[0] < straight[0][0] - 0.1
     flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
-    assert pool(2).run(_train, [*flags, "--training.steps=2"])[0] == straight[:2]
+    assert pool(2).run(train_losses, [*flags, "--training.steps=2"])[0] == straight[:2]
     assert (
-        pool(2).run(_train, [*flags, "--training.steps=4", "--checkpoint.start=resume"])[0]
+        pool(2).run(train_losses, [*flags, "--training.steps=4", "--checkpoint.start=resume"])[0]
         == straight
     )
     (tmp_path / "alone").mkdir()
     alone = config_flags(tmp_path / "alone", written(tmp_path, "qwen2"), "--training.steps=4")
-    rows = pool(1).run(_train, alone)[0]
+    rows = pool(1).run(train_losses, alone)[0]
     assert [x for row in rows for x in row] == pytest.approx(
         [x for row in straight for x in row], rel=2e-5
     )
@@ -227,7 +156,7 @@ def test_features_work_on_its_blocks(
     pool: Pools, straight: Any, tmp_path: Path, flags: list[str], tolerance: float
 ) -> None:
     given = config_flags(tmp_path, written(tmp_path, "qwen2"), "--training.steps=2", *flags)
-    rows = pool(2).run(_train, given)[0]
+    rows = pool(2).run(train_losses, given)[0]
     assert [row[0] for row in rows] == pytest.approx(
         [row[0] for row in straight[:2]], rel=tolerance
     )
@@ -244,14 +173,15 @@ def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) 
             "--training.steps=2",
             f"--activation_checkpoint.mode={mode}",
         ]
-        rows.append(pool(1).run(_train, config_flags(tmp_path / mode, *flags))[0])
+        rows.append(pool(1).run(train_losses, config_flags(tmp_path / mode, *flags))[0])
     assert rows[1] == rows[0]
 
 
 @pytest.mark.parametrize("variant", ["gqa", "tied", "all"])
 def test_a_llama_is_the_same_model_by_both_names(variant: str) -> None:
     args = VARIANTS[variant]
-    ours, llama = built(args), get_spec("llama3")
+    ours = built(args)
+    llama = get_spec("llama3")
     theirs = args_from_hf(llama.hf_config(args))
     model = SPEC.build(theirs)
     model.load_state_dict(llama.to_hf(ours.state_dict(), args), strict=not args.tied)
@@ -277,9 +207,8 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
         ).max_seq_len
         == 2048
     )
-    assert (
-        SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
-    )
+    assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"]
+    assert again.vocab_size == 2304
     assert (
         args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules
         == args.skeleton.rules
@@ -357,7 +286,8 @@ def test_config_check_names_what_is_wrong(
     with pytest.raises(ConfigError) as caught:
         check_config([f"--job.config_file={TOML}", *flags], 2, training=False)
     (problem,) = caught.value.problems
-    assert problem.key == key and words in f"{problem.message}; {problem.hint}"
+    assert problem.key == key
+    assert words in f"{problem.message}; {problem.hint}"
 
 
 def test_an_encoder_is_refused_and_a_decoder_of_its_kind_sees_no_later_token() -> None:

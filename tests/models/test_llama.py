@@ -7,59 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.llamas import SMALL, VARIANTS, built, tokens_of
 from titanlite.models import LlamaArgs, RopeScaling
 from titanlite.models import llama_hf as hf
 from titanlite.models.layers import Llama
 from titanlite.models.llama import NORM_TYPES
 from titanlite.models.rope import Rope, Rotation, _Rotate
-
-SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
-SCALED = RopeScaling(factor=8.0, original_context=32)
-VARIANTS = {
-    "plain": SMALL,
-    "gqa": LlamaArgs(64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, max_seq_len=128),
-    "tied": LlamaArgs(64, 2, 4, vocab_size=96, tied=True, max_seq_len=128),
-    # 128 positions, four times the original context.
-    "scaled": LlamaArgs(
-        64, 2, 4, vocab_size=96, rope_theta=5e3, rope_scaling=SCALED, max_seq_len=128
-    ),
-    "all": LlamaArgs(
-        64,
-        2,
-        8,
-        n_kv_heads=2,
-        vocab_size=96,
-        rope_theta=5e5,
-        rope_scaling=SCALED,
-        tied=True,
-        max_seq_len=128,
-    ),
-}
-
-
-def built(args: LlamaArgs, seed: int = 0) -> Llama:
-    """A model whose every parameter, norms too, is random and large enough to matter."""
-    torch.manual_seed(seed)
-    model = Llama(args)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(
-                1 + 0.2 * torch.randn_like(p)
-                if "norm" in name
-                else torch.randn_like(p) * p.size(-1) ** -0.5
-            )
-    return model
-
-
-def tokens_of(args: LlamaArgs, batch: int = 2, seq: int | None = None) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(args.n_vocab, (batch, seq or args.max_seq_len), generator=generator)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a.detach() - b.detach()).norm() / b.detach().norm())
 
 
 @pytest.mark.parametrize("scaling", [None, RopeScaling(8.0), RopeScaling(32.0)])

@@ -78,7 +78,8 @@ def reference(args: MixtralArgs, weights: dict[str, Tensor]) -> Any:
 def test_logits_and_gradients_are_those_of_transformers(args: MixtralArgs) -> None:
     ours = make(args)
     theirs = reference(args, ours.state_dict())
-    inputs, labels = LABELS[:, :-1], LABELS[:, 1:].flatten()
+    inputs = LABELS[:, :-1]
+    labels = LABELS[:, 1:].flatten()
     expected = theirs(inputs, output_router_logits=bool(args.aux_loss))
     logits = ours(inputs)
     torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
@@ -106,7 +107,8 @@ def test_z_loss_and_record() -> None:
     moe(x)
     with torch.no_grad():
         moe(x)
-    assert moe.record[:4].sum() == 2 * 16 and moe.record[4] == 16
+    assert moe.record[:4].sum() == 2 * 16
+    assert moe.record[4] == 16
     assert moe.record[6].item() == pytest.approx(16 * z.item(), rel=1e-5)
 
 
@@ -116,13 +118,12 @@ def test_files_of_transformers_there_and_back(tmp_path: Path) -> None:
     state = make(ARGS).state_dict()
     reference(ARGS, state).save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
-    exported, back = SPEC.to_hf(state, ARGS), SPEC.from_hf(files, ARGS)
-    assert files.keys() == exported.keys() and all(
-        torch.equal(files[name], exported[name]) for name in files
-    )
-    assert state.keys() == back.keys() and all(
-        torch.equal(state[name], back[name]) for name in state
-    )
+    exported = SPEC.to_hf(state, ARGS)
+    back = SPEC.from_hf(files, ARGS)
+    assert files.keys() == exported.keys()
+    assert all(torch.equal(files[name], exported[name]) for name in files)
+    assert state.keys() == back.keys()
+    assert all(torch.equal(state[name], back[name]) for name in state)
 
 
 def test_counts_and_flops_of_the_published_models() -> None:
@@ -199,14 +200,15 @@ def test_experts_are_drawn_one_by_one() -> None:
     from titanlite.parallel.init import fill
 
     init = SPEC.init_rule("layers.1.feed_forward.experts.w2", ARGS)
-    assert (
-        init.std == pytest.approx(0.02 / 2)
-        and SPEC.init_rule("layers.1.feed_forward.experts.w1", ARGS).std == 0.02
-    )
-    whole, experts, rows = torch.empty(4, 200, 6), torch.empty(2, 200, 6), torch.empty(4, 50, 6)
+    assert init.std == pytest.approx(0.02 / 2)
+    assert SPEC.init_rule("layers.1.feed_forward.experts.w1", ARGS).std == 0.02
+    whole = torch.empty(4, 200, 6)
+    experts = torch.empty(2, 200, 6)
+    rows = torch.empty(4, 50, 6)
     for part, offset in ((whole, (0, 0, 0)), (experts, (2, 0, 0)), (rows, (0, 150, 0))):
         fill(part, offset, (4, 200, 6), "w", init, 5)
-    assert torch.equal(experts, whole[2:]) and torch.equal(rows, whole[:, 150:])
+    assert torch.equal(experts, whole[2:])
+    assert torch.equal(rows, whole[:, 150:])
     assert len(whole.unique()) > 4700
 
 
@@ -245,22 +247,26 @@ def gradients(moe: MoE, x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 def test_equals_a_loop_over_tokens() -> None:
-    moe, x = make_moe(), inputs(2, 9, 16)
-    y, expected = moe(x), by_token(moe, x)
+    moe = make_moe()
+    x = inputs(2, 9, 16)
+    y = moe(x)
+    expected = by_token(moe, x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(gradients(moe, x, y), gradients(moe, x, expected), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_an_expert_without_a_token_and_ties() -> None:
-    moe, x = make_moe(), inputs(1, 6, 16)
+    moe = make_moe()
+    x = inputs(1, 6, 16)
     with torch.no_grad():
         moe.gate.weight.zero_()  # all experts are equal: top-k takes two of them
     y = moe(x)
     torch.testing.assert_close(y, by_token(moe, x), rtol=1e-5, atol=1e-6)
     _, _, of_w1, *_ = gradients(moe, x, y)
     used = of_w1.flatten(1).norm(dim=1) > 0
-    assert used.sum() == 2 and torch.isfinite(of_w1).all()
+    assert used.sum() == 2
+    assert torch.isfinite(of_w1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

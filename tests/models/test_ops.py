@@ -49,7 +49,8 @@ def norms(dtype: torch.dtype) -> tuple[nn.RMSNorm, nn.RMSNorm]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul_is_silu_times(dtype: torch.dtype) -> None:
     gate, x = (torch.randn(3, 7, 48).to(dtype) * 3 for _ in range(2))
-    ours, theirs = gradients(silu_mul, gate, x), gradients(lambda g, t: F.silu(g) * t, gate, x)
+    ours = gradients(silu_mul, gate, x)
+    theirs = gradients(lambda g, t: F.silu(g) * t, gate, x)
     for mine, expected in zip(ours, theirs, strict=True):
         assert torch.equal(mine, expected)
 
@@ -62,12 +63,15 @@ def test_the_norm_is_torchs(dtype: torch.dtype) -> None:
     assert torch.equal(out, expected)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
     for mine, other in ((grad, expected_grad), (ours.weight.grad, theirs.weight.grad)):
-        assert mine is not None and other is not None and mine.dtype == dtype
+        assert mine is not None
+        assert other is not None
+        assert mine.dtype == dtype
         assert (mine.float() - other.float()).norm() / other.float().norm() < tolerance
 
 
 def test_both_keep_their_inputs_alone() -> None:
-    gate, x = torch.randn(4, 96), torch.randn(4, 96)
+    gate = torch.randn(4, 96)
+    x = torch.randn(4, 96)
     assert kept_bytes(silu_mul, gate, x) == 0
     assert kept_bytes(lambda g, t: F.silu(g) * t, gate, x) == gate.nbytes
     ours, theirs = norms(torch.bfloat16)

@@ -8,18 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.hf import unpermute
 from titanlite.models import Init, LlamaArgs, get_spec, resolve_args
 from titanlite.models import llama_hf as hf
 from titanlite.models.layers import Llama
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
 TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
-
-
-def unpermute(weight: Tensor, n_heads: int) -> Tensor:
-    """Undo `hf.permute`."""
-    heads = weight.unflatten(0, (n_heads, 2, -1))
-    return heads.transpose(1, 2).flatten(0, 2)
 
 
 def test_initial_distribution_of_every_kind_of_parameter() -> None:
@@ -104,8 +99,13 @@ def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
 
 def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> None:
     torch.manual_seed(0)
-    n_heads, head_dim, dim, seq = 4, 16, 64, 10
-    x, wq, wk = torch.randn(seq, dim), torch.randn(dim, dim), torch.randn(dim, dim)
+    n_heads = 4
+    head_dim = 16
+    dim = 64
+    seq = 10
+    x = torch.randn(seq, dim)
+    wq = torch.randn(dim, dim)
+    wk = torch.randn(dim, dim)
     rotation = Llama(ARGS).rope(seq)
 
     def ours(weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.config.load import load_file
 from titanlite.config.not_implemented import not_implemented
 from titanlite.models import LlamaArgs
@@ -15,7 +16,7 @@ from titanlite.plan.plan import kept_at_once
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import fitted
 
-FOLDER = Path(__file__).parents[2] / "train_configs"
+FOLDER = ROOT / "train_configs"
 SIZES = {
     "llama2_7b": ("llama2", "7B"),
     "llama2_13b": ("llama2", "13B"),
@@ -85,5 +86,7 @@ def test_a_large_model_keeps_few_checkpoints(name: str) -> None:
     if not section.enable_checkpoint:
         return
     kept = kept_at_once(section, steps, 1.0, validated=False)
-    assert kept is not None and section.keep_latest_k == 3 and kept <= 15
+    assert kept is not None
+    assert section.keep_latest_k == 3
+    assert kept <= 15
     assert not section.keep_every or section.keep_every % section.interval == 0

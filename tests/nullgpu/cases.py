@@ -52,12 +52,14 @@ PLAIN = (
 )
 
 
-COMPILE, FULL = "training.compile ", "activation_checkpoint.mode=full "
+COMPILE = "training.compile "
+FULL = "activation_checkpoint.mode=full "
 EVERY = "activation_checkpoint.mode=selective activation_checkpoint.selective_ac_option="
 OP = f"{EVERY}op "
 FLOAT8 = COMPILE + "float8.enable_float8_linear "
 GATHERED = FLOAT8 + "float8.enable_fsdp_float8_all_gather "
-TP_2, TP_8 = "training.tensor_parallel_degree=2 ", "training.tensor_parallel_degree=8 "
+TP_2 = "training.tensor_parallel_degree=2 "
+TP_8 = "training.tensor_parallel_degree=8 "
 PIPELINE = (
     "training.gradient_sync=last training.batch_size=4 experimental.pipeline_parallel_degree=2 "
 )
@@ -174,7 +176,8 @@ def figures(found: Mapping[str, Any]) -> dict[str, int]:
     """Return the counts of a step that are to be zero: waits of the host, slow copies, calls that
     stop the device.
     """
-    calls, copies = found["calls"], found["copies"]
+    calls = found["calls"]
+    copies = found["copies"]
     return {
         "syncs": found["syncs"].get("compute", 0),
         "devsync": calls["devsync"],

@@ -39,7 +39,9 @@ class Counting:
     """
 
     def __init__(self, log: Path, steps: int, traffic: bool = False) -> None:
-        self.log, self.steps, self.traffic = log, steps, traffic
+        self.log = log
+        self.steps = steps
+        self.traffic = traffic
         self._counted = contextlib.ExitStack()
         self.found: dict[str, Any] = {}
         self._times: list[list[float]] = []
@@ -70,7 +72,8 @@ class Counting:
             }
             CUDA.nullgpu_mark(b"end")
             CUDA.nullgpu_log(0)
-            memory, own = torch.cuda.memory_stats(), torch.cuda.current_device()
+            memory = torch.cuda.memory_stats()
+            own = torch.cuda.current_device()
             self.found = {"calls": counts, **read_log(self.log)}
             for name in ("allocated", "reserved"):
                 self.found[f"peak_{name}_gib"] = round(memory[f"{name}_bytes.all.peak"] / GIB, 3)
@@ -105,7 +108,8 @@ def set_ranks(rank: int, ranks: int, log: Path, device: int | None = None) -> No
     Call it before anything uses CUDA.
     """
     log.unlink(missing_ok=True)
-    here, local = min(ranks, 8), rank % 8 if device is None else device
+    here = min(ranks, 8)
+    local = rank % 8 if device is None else device
     launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": here}
     # One root of NCCL's start for all ranks: beyond 128 torch asks others, which do not exist.
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCH_NCCL_RANKS_PER_ROOT": ranks}
@@ -130,7 +134,8 @@ def nobody_else() -> Iterator[None]:
     )
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    ranks = int(os.environ["WORLD_SIZE"])
     init, group = dist.init_process_group, dist.new_group
 
     def init_fake(backend: str, **more: Any) -> None:
@@ -185,15 +190,22 @@ def read_log(log: Path) -> dict[str, Any]:
     matrix product can run (see `Streams`); shapes: "m n k type" → products; sent: "ranks bytes" →
     collectives and those exposed, bytes that each rank receives.
     """
-    kernels, gemm, streams = 0, 0, Streams()
-    nccl, copies, syncs, shapes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    kernels = 0
+    gemm = 0
+    streams = Streams()
+    nccl = Counter[str]()
+    copies = Counter[str]()
+    syncs = Counter[str]()
+    shapes = Counter[str]()
     with open(log) as lines:
         for line in lines:
             words = line.split()
             if words[0] == "MARK":
                 if words[1] == "end":
                     break
-                kernels, gemm, streams = 0, 0, Streams()
+                kernels = 0
+                gemm = 0
+                streams = Streams()
                 nccl.clear(), copies.clear(), syncs.clear(), shapes.clear()
             elif words[0] == "KERNEL":
                 name = words[3]
@@ -264,7 +276,8 @@ class Streams:
         self._at: dict[str, tuple[int, frozenset[int]]] = {}
         self._events: dict[str, tuple[int, frozenset[int]]] = {}
         #: Kinds of collectives: all, and the exposed ones.
-        self.sent, self.bare = Counter[str](), Counter[str]()
+        self.sent = Counter[str]()
+        self.bare = Counter[str]()
         #: Collectives that no product waits for yet → products done before they begin, and kind.
         self._open: dict[int, tuple[int, str]] = {}
         self._count = 0

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.nullgpu
 def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_memory(
     nullgpu: Path, name: str
 ) -> None:
-    case, expected = CASES[name], EXPECTED[name]
+    case = CASES[name]
+    expected = EXPECTED[name]
     found = play(nullgpu, case, steps=1)
     too_many = {
         key: count for key, count in figures(found).items() if count > case.allowed.get(key, 0)
@@ -42,9 +43,8 @@ def test_a_step_waits_for_nothing_and_takes_no_more_than_the_stored_kernels_and_
 def test_steps_launch_no_more_kernels_and_collectives_than_torchtitan() -> None:
     for name, theirs in json.loads(THEIRS.read_text()).items():
         if (ours := EXPECTED.get(name.removeprefix("torchtitan 0.2.2, "))) is not None:
-            assert ours["kernels"] <= theirs["kernels"] and sum(ours["nccl"].values()) <= sum(
-                theirs["nccl"].values()
-            )
+            assert ours["kernels"] <= theirs["kernels"]
+            assert sum(ours["nccl"].values()) <= sum(theirs["nccl"].values())
 
 
 def test_the_null_gpu_counts_a_wait_a_pageable_copy_a_context_elsewhere_and_a_blocking_stream(
@@ -84,6 +84,7 @@ print([one(do) for do in (
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_roofline_of_the_log_is_within_15_percent_of_published_runs(name: str) -> None:
-    point, found = PUBLISHED[name], json.loads(THEIRS.read_text())[name]
+    point = PUBLISHED[name]
+    found = json.loads(THEIRS.read_text())[name]
     tokens = 8192 * batch_of(point) / roofline(found, gpu_of(point, SHARES))
     assert tokens == pytest.approx(point.tokens, rel=0.15)

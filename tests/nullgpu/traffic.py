@@ -44,7 +44,8 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.moved, self.attention = 0, 0.0
+        self.moved = 0
+        self.attention = 0.0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -58,7 +59,8 @@ class Traffic(TorchDispatchMode):
             func, HigherOrderOperator
         ):  # it restores random numbers, and runs its first argument
             func, *args = args
-        name, arguments = func._schema.name.rpartition("::")[2], func._schema.arguments
+        name = func._schema.name.rpartition("::")[2]
+        arguments = func._schema.arguments
         if (
             func.namespace not in ("aten", "fsdp")
             or func.is_view

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import unequal
-from tests.pool import Pools
-from tests.tools.test_evaluate import _evaluate
-from tests.training.harness import full
-from tests.training.test_run import _losses, _outcome, _run, _trainer
+from tests.support.checkpoints import unequal
+from tests.support.commands import evaluate_run
+from tests.support.harness import full
+from tests.support.pool import Pools
+from tests.support.whole_runs import losses_of, make_trainer, outcome_of, train_run
 from titanlite import exit_codes
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.manifest import CheckpointError
@@ -50,7 +50,7 @@ class _Weights(Callback):
 
 
 def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     kept = _Weights()
     trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, kept])
 
@@ -58,7 +58,7 @@ def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         return out * float("nan") if trainer.step == 3 and out.requires_grad else out
 
     trainer.parts.model.get_submodule("norm").register_forward_hook(spoil)
-    return {**_outcome(trainer, folder), "seen": kept.seen}
+    return {**outcome_of(trainer, folder), "seen": kept.seen}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
     convert(root, tmp_path / "average.pt", "torch", ema=True)
     assert torch.equal(torch.load(tmp_path / "average.pt")["state_dict"]["output.weight"], expected)
     plain = pool(2).run(_run_kept, str(tmp_path), *EMA, *VALIDATE, "--optimizer.ema_decay=0")[0]
-    assert _losses(plain["rows"]) == _losses(found["rows"])
+    assert losses_of(plain["rows"]) == losses_of(found["rows"])
     assert _validations(plain).keys() == _validations(found).keys() == set(range(1, 7))
     assert _validations(plain)[6] < _validations(found)[6] - 1e-3, "the average lags"
 
@@ -106,7 +106,7 @@ def test_the_last_save_has_the_weights_that_were_validated(
         "--checkpoint.model_weights_only",
         "--checkpoint.export_ema",
     ]
-    found = pool(2).run(_run, str(tmp_path / "a"), *flags)[0]
+    found = pool(2).run(train_run, str(tmp_path / "a"), *flags)[0]
     weights = tmp_path / "a" / "checkpoint" / "step-6"
     with pytest.raises(CheckpointError, match="no average of the weights"):
         convert(weights, tmp_path / "none.pt", "torch", ema=True)
@@ -118,9 +118,10 @@ def test_the_last_save_has_the_weights_that_were_validated(
         "--training.steps=1",
     ]
     assert (
-        _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]
+        _validations(pool(2).run(train_run, str(tmp_path / "b"), *again)[0])[0]
+        == _validations(found)[6]
     )
-    assert pool(2).run(_evaluate, weights)[0].all.loss == _validations(found)[6], (
+    assert pool(2).run(evaluate_run, weights)[0].all.loss == _validations(found)[6], (
         "it holds no other weights"
     )
 
@@ -132,9 +133,9 @@ def test_commands_take_the_average(
     tmp_path: Path,
 ) -> None:
     root, found = straight
-    ours = pool(2).run(_evaluate, root)[0].all.loss
+    ours = pool(2).run(evaluate_run, root)[0].all.loss
     assert ours == _validations(found)[6]
-    assert pool(2).run(_evaluate, root, "--no-validation.ema")[0].all.loss < ours - 1e-3
+    assert pool(2).run(evaluate_run, root, "--no-validation.ema")[0].all.loss < ours - 1e-3
 
     def logits(ema: bool) -> torch.Tensor:
         model = load_model(_arguments(root, ema)).model
@@ -142,9 +143,8 @@ def test_commands_take_the_average(
 
     convert(root, tmp_path / "hf", "hf", ema=True)
     expected = load_model(_arguments(tmp_path / "hf", False)).model(torch.arange(8)[None])
-    assert torch.equal(logits(True), expected) and not torch.allclose(
-        logits(False), expected, atol=1e-4
-    )
+    assert torch.equal(logits(True), expected)
+    assert not torch.allclose(logits(False), expected, atol=1e-4)
     assert (
         main(["sample", str(tmp_path / "hf"), "a", "--ema", "--device=cpu"])
         == exit_codes.CHECKPOINT
@@ -164,26 +164,24 @@ def _arguments(path: Path, ema: bool) -> argparse.Namespace:
 def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(
     pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:
-    flags, folder, root = (
-        [*EMA, "--no-validation.enable"],
-        tmp_path / "run",
-        tmp_path / "run" / "checkpoint",
-    )
+    flags = [*EMA, "--no-validation.enable"]
+    folder = tmp_path / "run"
+    root = tmp_path / "run" / "checkpoint"
     shutil.copytree(straight[0] / "step-3", root / "step-3")
-    pool(2).run(_run, str(folder), *flags)
+    pool(2).run(train_run, str(folder), *flags)
     assert unequal(root / "step-6", straight[0] / "step-6") == []
-    other = pool(1).run(_run, str(folder), *flags, "--training.steps=7")[0]
+    other = pool(1).run(train_run, str(folder), *flags, "--training.steps=7")[0]
     assert other["step"] == 7
     averages = [Contents(root / f"step-{step}").read("ema.output.weight") for step in (6, 7)]
     weights = Contents(root / "step-7").read("model.output.weight")
     assert torch.equal(averages[1], averages[0].lerp(weights, 0.5))
     refused = pool(2).run(
-        _run, str(folder), *flags, "--training.steps=8", "--optimizer.ema_decay=0"
+        train_run, str(folder), *flags, "--training.steps=8", "--optimizer.ema_decay=0"
     )[0]
     assert 'exclude_from_loading = ["ema"]' in refused["error"]
     off = ["--training.steps=8", "--optimizer.ema_decay=0", "--checkpoint.exclude_from_loading=ema"]
-    assert pool(2).run(_run, str(folder), *flags, *off)[0]["step"] == 8
-    on = pool(2).run(_run, str(folder), *flags, "--training.steps=9")[0]
+    assert pool(2).run(train_run, str(folder), *flags, *off)[0]["step"] == 8
+    on = pool(2).run(train_run, str(folder), *flags, "--training.steps=9")[0]
     assert any("but with new averages" in line for line in on["said"])
     before, after = (Contents(root / f"step-{step}").read("model.output.weight") for step in (8, 9))
     assert torch.equal(Contents(root / "step-9").read("ema.output.weight"), before.lerp(after, 0.5))

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import unequal
-from tests.pool import Pools
-from tests.refusals import refusals
-from tests.training.harness import TINY, Run, batches, full, full_precision, stepper
-from tests.training.test_guard_runs import _run as run_poisoned
-from tests.training.test_run import _losses
+from tests.support.checkpoints import unequal
+from tests.support.harness import TINY, Run, batches, full, full_precision, stepper
+from tests.support.pool import Pools
+from tests.support.refusals import refusals
+from tests.support.whole_runs import losses_of
+from tests.support.whole_runs import poisoned_run as run_poisoned
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
@@ -36,7 +36,8 @@ def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
         world, run, max_norm=1e9, loss_function=run.builder(world).loss()
     )
     parameters = list(model.parameters())
-    most, whole = 0, sum(local(p).nbytes for p in parameters)
+    most = 0
+    whole = sum(local(p).nbytes for p in parameters)
 
     def measure(parameter: torch.Tensor) -> None:
         nonlocal most
@@ -80,9 +81,8 @@ def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(
 ) -> None:
     run = replace(RUN, **{"training": full_precision(), **changes})
     usual, early = (pool(2).run(_train, run, early)[0] for early in (False, True))
-    assert early["losses"] == usual["losses"] and early["norms"] == pytest.approx(
-        usual["norms"], rel=1e-5
-    )
+    assert early["losses"] == usual["losses"]
+    assert early["norms"] == pytest.approx(usual["norms"], rel=1e-5)
     assert [n for n, t in usual["tensors"].items() if not torch.equal(t, early["tensors"][n])] == []
     if run.args.n_layers == 6:
         assert usual["share"] == pytest.approx(1.0, abs=0.01) and early["share"] < 0.2, (
@@ -101,11 +101,13 @@ EARLY = [
 def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_path: Path) -> None:
     flags = [*EARLY, "--training.batch_size=4", "--training.steps=6", "--checkpoint.interval=2"]
     stopped = pool(2).run(run_poisoned, str(tmp_path / "stop"), {5: float("nan")}, *flags)[0]
-    assert "step 5" in stopped["error"] and steps_in(tmp_path / "stop" / "checkpoint") == [2, 4]
+    assert "step 5" in stopped["error"]
+    assert steps_in(tmp_path / "stop" / "checkpoint") == [2, 4]
     gone_on = pool(2).run(
         run_poisoned, str(tmp_path / "back"), {5: float("nan")}, *flags, "--guard.policy=rollback"
     )[0]
-    assert gone_on["error"] == "" and steps_in(tmp_path / "back" / "checkpoint") == [2, 4, 6]
+    assert gone_on["error"] == ""
+    assert steps_in(tmp_path / "back" / "checkpoint") == [2, 4, 6]
 
 
 def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> None:
@@ -120,7 +122,8 @@ def test_a_resumed_run_keeps_to_the_schedule(pool: Pools, tmp_path: Path) -> Non
         found = pool(2).run(
             run_poisoned, str(tmp_path / "resumed"), {}, *flags, f"--training.steps={steps}"
         )[0]
-    assert _losses(found["rows"]) == _losses(straight["rows"]) and len(_losses(found["rows"])) == 6
+    assert losses_of(found["rows"]) == losses_of(straight["rows"])
+    assert len(losses_of(found["rows"])) == 6
     folders = (tmp_path / name / "checkpoint" / "step-6" for name in ("straight", "resumed"))
     assert unequal(*folders) == []
 
@@ -131,10 +134,8 @@ def test_a_weight_that_the_optimizer_leaves_out_keeps_its_value_and_no_gradient(
     early = StepInBackward(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
     with early.at(0.1, lambda: None):
         model(torch.ones(2, 4)).sum().backward()
-    assert (
-        all(p.grad is None for p in model.parameters())
-        and early.square_norm(torch.device("cpu")) > 0
-    )
+    assert all(p.grad is None for p in model.parameters())
+    assert early.square_norm(torch.device("cpu")) > 0
     assert [p.equal(b) for p, b in zip(model.parameters(), before, strict=True)] == [
         True,
         True,
@@ -154,10 +155,12 @@ def test_what_needs_all_gradients_is_refused() -> None:
         "--training.enable_cpu_offload",
     ]
     problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
-    assert len(problems) == 5 and {p.key for p in problems} == {"optimizer.early_step_in_backward"}
+    assert len(problems) == 5
+    assert {p.key for p in problems} == {"optimizer.early_step_in_backward"}
     (problem,) = refusals(
         ["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16
     )
     assert "excludes training.tensor_parallel_degree = 16" in str(problem)
     (problem,) = refusals([*early, "--training.batch_size=4", "--training.global_batch_size=16"], 2)
-    assert "a step has 2 micro-batches" in str(problem) and "global_batch_size = 8" in str(problem)
+    assert "a step has 2 micro-batches" in str(problem)
+    assert "global_batch_size = 8" in str(problem)

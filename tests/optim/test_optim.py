@@ -99,7 +99,8 @@ def _aws(
 
     warmup, plateau: shares of the run, as their arguments are.
     """
-    w, p = warmup * total, plateau * total
+    w = warmup * total
+    p = plateau * total
     if step <= w:
         return peak * step / w
     k = min(step, total - w) - w
@@ -173,7 +174,8 @@ def test_gradients_are_scaled_down_to_the_limit_and_never_up(
     )
     clipped = [p.grad for p in parameters if p.grad is not None]
     assert total_norm(clipped).item() == pytest.approx(expected, rel=1e-5)
-    assert clipped[0][1] / clipped[0][0] == pytest.approx(4 / 3) and clipped[1][1] == 0
+    assert clipped[0][1] / clipped[0][0] == pytest.approx(4 / 3)
+    assert clipped[1][1] == 0
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
@@ -185,19 +187,19 @@ def test_a_fused_step_that_clips_is_the_step_of_clipped_gradients(name: str) -> 
     for norm, good in [(4.0, True), (0.5, True), (torch.nan, False), (torch.inf, False)]:
         at = torch.tensor(norm)
         gradient = torch.linspace(1, 2, 64) * norm
-        apart.grad, inside.grad = gradient.clone(), gradient
+        apart.grad = gradient.clone()
+        inside.grad = gradient
         before = inside.detach().clone()
         clip_gradients(
             [apart], at, 1.0
         )  # 4 + 1e-6 is 4 in float32, and a product with 1 / 4 rounds nothing
         gated_step(optimizers[0], torch.tensor(good), 0.01)
         gated_step(optimizers[1], torch.tensor(good), 0.01, clip_divisor(at, 1.0))
-        assert torch.equal(apart, inside) and torch.equal(inside, before) is not good
+        assert torch.equal(apart, inside)
+        assert torch.equal(inside, before) is not good
     states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
-    assert (
-        all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-        and states[0]["step"] == 2
-    )
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert states[0]["step"] == 2
 
 
 def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +212,8 @@ def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[s
     ]
     assert main(["lr", "debug_model.toml", *flags]) == 0
     drawn = capsys.readouterr().out.splitlines()
-    assert drawn[0] == "0.003 │         ▁█████████████████████" and drawn[-8].split() == [
+    assert drawn[0] == "0.003 │         ▁█████████████████████"
+    assert drawn[-8].split() == [
         "step",
         "learning",
         "rate",

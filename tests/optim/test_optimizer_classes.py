@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import assert_equal, unequal
-from tests.checkpoint.runs import train as train_and_save
-from tests.pool import Pools
-from tests.training.harness import Run, batches, full_precision
+from tests.support.checkpoints import assert_equal, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.harness import Run, batches, full_precision
+from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.load import load
@@ -74,7 +74,8 @@ def follow(
 
 
 def test_a_class_gets_the_rate_its_arguments_and_the_groups() -> None:
-    ours, theirs = parameters(), parameters()
+    ours = parameters()
+    theirs = parameters()
     groups = [OptimizerGroup(pattern="norm", lr=5e-3, weight_decay=0.25)]
     settings = Optimizer(
         name="torch.optim:SGD",
@@ -138,9 +139,8 @@ def test_config_check_compares_arguments_with_the_source(tmp_path: Path) -> None
     assert load([sgd, "--optimizer.args.momentum=0.9"]).value("optimizer.name") == "torch.optim:SGD"
     text = problems(sgd, "--optimizer.args.momentun=0.9", "--optimizer.args.lr=1")
     assert "optimizer.args.momentun: 'torch.optim:SGD' has no argument of this name" in text
-    assert (
-        "nearest: momentum" in text and "optimizer.args.lr: titanlite gives this argument" in text
-    )
+    assert "nearest: momentum" in text
+    assert "optimizer.args.lr: titanlite gives this argument" in text
     (tmp_path / "own.py").write_text(OWN + "\nraise SystemExit('imported')\n")
     own = f"--optimizer.name={tmp_path}/own.py"
     assert "needs the argument power" in problems(f"{own}:Decayed")

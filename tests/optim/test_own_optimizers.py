@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import assert_equal, unequal
-from tests.checkpoint.runs import train as train_and_save
-from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, train
+from tests.support.checkpoints import assert_equal, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, train
+from tests.support.pool import Pools
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.models import get_spec
@@ -52,7 +52,8 @@ def follow(ours: Any, theirs: torch.optim.Optimizer, steps: int) -> None:
         if step % 3 == 1:
             mine.grad = torch.full_like(mine, float("nan"))
             gated_step(ours, torch.tensor(False), ours.param_groups[0]["lr"])
-        mine.grad, other.grad = gradient.to(mine.dtype), gradient.to(other.dtype)
+        mine.grad = gradient.to(mine.dtype)
+        other.grad = gradient.to(other.dtype)
         gated_step(ours, torch.tensor(True), ours.param_groups[0]["lr"])
         theirs.step()
     torch.testing.assert_close(mine, other.float(), rtol=1e-6, atol=1e-6)
@@ -74,7 +75,8 @@ def test_any_precision_in_float32_is_adamw() -> None:
 def test_a_gradient_scaler_changes_no_number() -> None:
     mine, other = two((8, 8))
     hyper: dict[str, Any] = {"lr": 1e-2, "eps": 1e-2}  # which the scaled gradients would hide
-    ours, theirs = AnyPrecisionAdamW([mine], **hyper), AnyPrecisionAdamW([other], **hyper)
+    ours = AnyPrecisionAdamW([mine], **hyper)
+    theirs = AnyPrecisionAdamW([other], **hyper)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for factor in (1.0, math.inf, 2.0):
         scaler.scale((mine.square() * factor).sum()).backward()
@@ -89,7 +91,8 @@ def test_a_gradient_scaler_changes_no_number() -> None:
 
 def test_a_state_goes_to_the_device_of_its_parameter_in_its_own_dtype() -> None:
     mine, other = two((8, 8), torch.bfloat16)
-    ours, theirs = AnyPrecisionAdamW([mine]), AnyPrecisionAdamW([nn.Parameter(other.to("meta"))])
+    ours = AnyPrecisionAdamW([mine])
+    theirs = AnyPrecisionAdamW([nn.Parameter(other.to("meta"))])
     mine.grad = torch.ones_like(mine)
     ours.step()
     theirs.load_state_dict(ours.state_dict())
@@ -97,7 +100,8 @@ def test_a_state_goes_to_the_device_of_its_parameter_in_its_own_dtype() -> None:
     assert {(v.device.type, v.dtype) for k, v in state.items() if k != "exp_avg_sq"} == {
         ("meta", torch.float32)
     }
-    assert state["exp_avg_sq"].device.type == "meta" and state["exp_avg_sq"].dtype == torch.bfloat16
+    assert state["exp_avg_sq"].device.type == "meta"
+    assert state["exp_avg_sq"].dtype == torch.bfloat16
 
 
 def test_8_bit_moments_are_torchaos() -> None:
@@ -108,11 +112,13 @@ def test_8_bit_moments_are_torchaos() -> None:
     assert _levels(False, CPU)[0].tolist() == create_dynamic_map(False)
     mine, other = two((4, 2048))  # eight blocks of a row are 256 elements, as torchao's
     hyper: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    ours, theirs = AdamW8bit([mine], **hyper), Theirs([other], **hyper)
+    ours = AdamW8bit([mine], **hyper)
+    theirs = Theirs([other], **hyper)
     with torch.compiler.set_stance("force_eager"):
         follow(ours, theirs, 20)
     for name in ("exp_avg", "exp_avg_sq"):
-        state, scales = ours.state[mine][name], ours.state[mine][f"{name}_scale"]
+        state = ours.state[mine][name]
+        scales = ours.state[mine][f"{name}_scale"]
         expected = theirs.state[other][name]
         assert (state != expected.codes).float().mean() < 1e-3, "codes on a border"
         torch.testing.assert_close(scales.flatten(), expected.scale, rtol=1e-5, atol=0)
@@ -176,7 +182,8 @@ def test_kahan_keeps_updates_that_round_away() -> None:
             weight.grad = torch.ones_like(weight)
             gated_step(optimizer, torch.tensor(True), 1e-5)
         moved[kahan] = 1 - weight.float().mean().item()
-    assert moved[False] == 0.0 and moved[True] == pytest.approx(0.01, rel=0.25)
+    assert moved[False] == 0.0
+    assert moved[True] == pytest.approx(0.01, rel=0.25)
 
 
 def bytes_per_parameter(world: DistEnv, run: Run) -> float:
@@ -234,7 +241,8 @@ def test_pure_bfloat16_stagnates_without_kahan_and_follows_float32_with_it(
         return losses[0] - losses[-1]
 
     exact = falls(full_precision(), Optimizer(weight_decay=0.0))
-    plain, kahan = falls(PURE_BF16, Optimizer(weight_decay=0.0)), falls(PURE_BF16, KAHAN)
+    plain = falls(PURE_BF16, Optimizer(weight_decay=0.0))
+    kahan = falls(PURE_BF16, KAHAN)
     assert exact > 0.1
     assert plain < 0.5 * exact
     assert kahan == pytest.approx(exact, rel=0.1)
@@ -251,7 +259,8 @@ def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, A
     tokens, labels = batches(3, 8, 16, 192)
     args = replace(Run(tokens, labels, []).args, n_kv_heads=4)
     run = Run(tokens, labels, [3e-3] * 3, args=args, settings=MUON, **mesh)
-    curve, alone = pool(4).run(train, run)[0], pool(1).run(train, run.alone())[0]
+    curve = pool(4).run(train, run)[0]
+    alone = pool(1).run(train, run.alone())[0]
     torch.testing.assert_close(curve.losses, alone.losses, rtol=1e-4, atol=1e-4)
     for name, weight in curve.weights.items():
         torch.testing.assert_close(weight, alone.weights[name], rtol=0, atol=5e-4)
@@ -351,7 +360,8 @@ def test_a_group_keeps_its_rate_where_the_others_have_none() -> None:
 
 
 def test_muon_takes_the_matrices_of_blocks() -> None:
-    spec, args = get_spec("llama3"), TINY
+    spec = get_spec("llama3")
+    args = TINY
     parameters = dict(spec.build_on_meta(args).named_parameters())
     groups = parameter_groups(parameters, MUON, spec.block_names(args))
     (matrices,) = [
@@ -365,13 +375,13 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
 def test_patterns_are_checked() -> None:
     settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern="nowhere")])
     (found,) = optimizer_problems(get_spec("llama3"), TINY, settings)
-    assert found.key == "optimizer.groups[1].pattern" and "in no parameter's name" in str(found)
+    assert found.key == "optimizer.groups[1].pattern"
+    assert "in no parameter's name" in str(found)
 
 
 def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one() -> None:
     stack = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(0))
     found = orthogonalize(stack)
-    assert found.shape == stack.shape and torch.equal(
-        found[1, 2], orthogonalize(stack[1, 2][None])[0]
-    )
+    assert found.shape == stack.shape
+    assert torch.equal(found[1, 2], orthogonalize(stack[1, 2][None])[0])
     assert torch.linalg.svdvals(found.float()).sub(1).abs().max() < 0.4

@@ -14,61 +14,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from tests.parallel.block_trace import ActivationStats, trace_block
-from tests.parallel.watch import GATHER, Operators, Watch
-from tests.pool import Pools
-from tests.training.harness import (
-    EVERY_2,
-    FULL,
-    MODES,
-    NONE,
-    OP,
-    TINY,
-    Run,
-    batches,
-    full_precision,
-    train,
-)
-from tests.training.test_step_effects import _count
+from tests.support.harness import EVERY_2, FULL, MODES, NONE, OP, full_precision, train
+from tests.support.pool import Pools
+from tests.support.recompute import BLOCKS, CPU, FOUR, RUN, TOKENS, assert_equal, build, traced
+from tests.support.watch import GATHER, Operators, Watch, count_collectives
 from titanlite.config.sections import ActivationCheckpoint, Training
-from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.activation_checkpoint import (
-    ATTENTION,
-    MATMULS,
-    OTHERS,
-    apply_ac,
-    kind_of,
-)
+from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, apply_ac, kind_of
 from titanlite.parallel.policy_check import check_policy
-
-CPU = torch.device("cpu")
-SPEC = get_spec("llama3")
-FOUR = replace(TINY, n_layers=4)
-BLOCKS = SPEC.block_names(FOUR)
-TOKENS, LABELS = batches(2, 8, 32, 192)
-RUN = Run(TOKENS, LABELS, [1e-3, 1e-3], args=FOUR)
-
-
-def build(settings: ActivationCheckpoint) -> nn.Module:
-    torch.manual_seed(3)
-    model = SPEC.build(FOUR)
-    apply_ac(model, BLOCKS, settings, CPU)
-    return model
-
-
-def traced(settings: ActivationCheckpoint, dtype: torch.dtype = torch.float32) -> ActivationStats:
-    return trace_block(SPEC.build_on_meta(FOUR), BLOCKS, settings, (4, 32), CPU, dtype)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    model(TOKENS[0]).logsumexp(-1).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -201,14 +154,12 @@ def test_weights_are_gathered_no_more_often(
 ) -> None:
     """A block is gathered once for the backward, in which its recomputation lies."""
     run = replace(RUN, training=full_precision(reshard_after_forward=reshard, **groups))
-    plain = pool(2).run(_count, run)[0]
-    gathers, blocks = (
-        plain[GATHER, torch.float32],
-        (2 if reshard == "always" else 1) * (FOUR.n_layers + 2),
-    )
+    plain = pool(2).run(count_collectives, run)[0]
+    gathers = plain[GATHER, torch.float32]
+    blocks = (2 if reshard == "always" else 1) * (FOUR.n_layers + 2)
     assert gathers > blocks if groups else gathers == blocks
     for activations in settings:
-        assert pool(2).run(_count, replace(run, activations=activations))[0] == plain
+        assert pool(2).run(count_collectives, replace(run, activations=activations))[0] == plain
 
 
 def bytes_kept(settings: ActivationCheckpoint) -> int:
@@ -235,7 +186,9 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
     trace = {mode: traced(settings).total_bytes for mode, settings in MODES.items()}
     # [batch, seq] = 128 tokens of fp32: a block keeps its input alone, or with wq, wv, w1, w2,
     # attention and its lse.
-    tokens, ffn, heads = 4 * 32 * 4, FOUR.ffn_width, FOUR.n_heads
+    tokens = 4 * 32 * 4
+    ffn = FOUR.ffn_width
+    heads = FOUR.n_heads
     assert trace["full"] == 4 * tokens * FOUR.dim
     assert trace["op"] == 4 * tokens * (FOUR.dim * 4 + FOUR.kv_heads * FOUR.head_dim + ffn + heads)
     assert trace["every"] == (trace["none"] + trace["full"]) // 2

@@ -13,17 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.parallel.test_activation_checkpoint import (
-    FOUR,
-    RUN,
-    TOKENS,
-    assert_equal,
-    build,
-    gradients,
-    traced,
-)
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     EVERY_2,
     FULL,
     NONE,
@@ -32,6 +22,8 @@ from tests.training.harness import (
     full_precision,
     micro_batches,
 )
+from tests.support.pool import Pools
+from tests.support.recompute import FOUR, RUN, TOKENS, assert_equal, build, gradients, traced
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_offload import HostMemory, offload
 from titanlite.parallel.dist_env import DistEnv
@@ -58,7 +50,8 @@ class Shelf:
 
 class Kept:
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.fetched = tensor, 0
+        self.tensor = tensor
+        self.fetched = 0
 
     def fetch(self) -> Tensor:
         self.fetched += 1
@@ -82,7 +75,8 @@ def plain_gradients() -> dict[str, Tensor]:
 def test_tensors_that_blocks_keep_are_sent_and_nothing_else(
     settings: ActivationCheckpoint, plain_gradients: dict[str, Tensor]
 ) -> None:
-    model, inputs = build(settings), []
+    model = build(settings)
+    inputs = []
     shelf = on_shelf(model)
     for block in model.layers.values():  # type: ignore[operator,union-attr]
         block.register_forward_pre_hook(
@@ -115,7 +109,8 @@ def test_small_tensors_and_a_cpus_model_stay() -> None:
     shelf = on_shelf(model, least_bytes=8 * 32 * FOUR.dim * 4 + 1)
     gradients(model)
     assert shelf.kept == []
-    plain, offloaded = build(NONE), build(ActivationCheckpoint(mode="none", offload=True))
+    plain = build(NONE)
+    offloaded = build(ActivationCheckpoint(mode="none", offload=True))
     assert {type(block) for block in offloaded.modules()} == {
         type(block) for block in plain.modules()
     }
@@ -126,7 +121,8 @@ class Views(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.linear, self.kind = nn.Linear(16, 32), kind
+        self.linear = nn.Linear(16, 32)
+        self.kind = kind
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)

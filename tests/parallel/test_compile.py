@@ -18,11 +18,8 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
-from tests.pool import Pools
-from tests.processes import python
-from tests.steps import train_step
-from tests.training.compare import FLAT, LABELS, SEQ, TOKENS, References
-from tests.training.harness import (
+from tests.support.compare import FLAT, LABELS, SEQ, TOKENS, References
+from tests.support.harness import (
     Run,
     build_tiny,
     full_precision,
@@ -30,6 +27,9 @@ from tests.training.harness import (
     train,
     train_afresh,
 )
+from tests.support.pool import Pools
+from tests.support.processes import python
+from tests.support.steps import train_step
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8
@@ -95,7 +95,8 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     COUNTING.graphs = 0
     model, optimizer, rank = build_tiny(world, run)
     builder = run.builder(world)
-    loss, watch = builder.loss(), builder.watch_compilation(model)
+    loss = builder.loss()
+    watch = builder.watch_compilation(model)
     assert watch is not None
     counted = Counted([], [], [])
     handler = listen(counted.logged)
@@ -199,10 +200,8 @@ def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path: 
     assert re.match(
         r"layers\.7 cannot be compiled as one graph: Call to .*graph_break", graph_break
     )
-    assert (
-        f'File "{file}", line 8, in forward' in graph_break
-        and "TORCHDYNAMO_VERBOSE" not in graph_break
-    )
+    assert f'File "{file}", line 8, in forward' in graph_break
+    assert "TORCHDYNAMO_VERBOSE" not in graph_break
     assert backend == (
         "the backend failed to compile layers.7: ValueError: an input has no size\nset the option "
         "to go without it"
@@ -212,13 +211,15 @@ def test_errors_of_a_compilation_name_the_module_and_the_whole_reason(tmp_path: 
 def test_the_reason_of_a_failed_compilation_is_short_enough_to_read() -> None:
     error = RuntimeError("\n".join(f"line {number}" for number in range(1000)))
     lines = _why_not(error).splitlines()
-    assert len(lines) == 17 and lines[-1] == "(and 984 more lines)"
+    assert len(lines) == 17
+    assert lines[-1] == "(and 984 more lines)"
 
 
 def test_unknown_backend_ends_before_any_work_and_names_those_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    level, handlers = logger.level, list(logger.handlers)
+    level = logger.level
+    handlers = list(logger.handlers)
     try:
         assert main.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
     finally:
@@ -226,7 +227,8 @@ def test_unknown_backend_ends_before_any_work_and_names_those_there_are(
         logger.handlers[:] = handlers
     error = capsys.readouterr().err
     assert 'compile.backend: torch has no backend "inductr"' in error
-    assert "nearest: inductor" in error and "there are cudagraphs, inductor" in error
+    assert "nearest: inductor" in error
+    assert "there are cudagraphs, inductor" in error
 
 
 def _compiled(cache_dir: str) -> RunConfig:
@@ -260,7 +262,8 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "environment"))
     assert use_cache_folder(None) == str(tmp_path / "environment")
     prepare_compile("inductor", "cpu", str(tmp_path / "key"))
-    assert os.environ[CACHE_VARIABLE] == str(tmp_path / "key") and (tmp_path / "key").is_dir()
+    assert os.environ[CACHE_VARIABLE] == str(tmp_path / "key")
+    assert (tmp_path / "key").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="compile.cache_dir: cannot write to"):
         check_machine(_compiled(str(tmp_path / "file")))
@@ -296,9 +299,8 @@ def test_a_restart_runs_the_graphs_of_its_own_rank(pool: Pools, tmp_path: Path) 
     sharded = replace(run, tensor=2, compile=Compile())
     for first in (True, False):
         losses, norms, hits = pool(2).run(_train_with_cache, sharded, str(tmp_path))[0]
-        assert losses == pytest.approx(alone.losses, rel=1e-5) and norms == pytest.approx(
-            alone.norms, rel=1e-5
-        )
+        assert losses == pytest.approx(alone.losses, rel=1e-5)
+        assert norms == pytest.approx(alone.norms, rel=1e-5)
         assert (hits == 0) == first
 
 
@@ -343,4 +345,5 @@ def test_scales_per_row_need_the_casts_of_eager_code(
     wanted = (
         {"emulate_precision_casts": True} if (recipe, backend) == ("rowwise", "inductor") else None
     )
-    assert options and all(one == wanted for one in options)
+    assert options
+    assert all(one == wanted for one in options)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.parallel.watch import Watch
-from tests.pool import Pools
-from tests.training.compare import relative
-from tests.training.harness import TINY
+from tests.support.compare import relative
+from tests.support.harness import TINY
+from tests.support.pool import Pools
+from tests.support.watch import Watch
 from titanlite.data.loader import Batch
 from titanlite.features.context.attention import ContextAttention, apply_cp
 from titanlite.features.context.loader import split_batch
@@ -56,10 +56,12 @@ def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
     """
     mesh = world.build_mesh(cp=world.size)
     torch.manual_seed(0)
-    plain, shared = SPEC.build(TINY), SPEC.build(TINY)
+    plain = SPEC.build(TINY)
+    shared = SPEC.build(TINY)
     shared.load_state_dict(plain.state_dict())
     apply_cp(shared, mesh)
-    tokens, labels = torch.randint(0, 192, (3, 32)), torch.randint(0, 192, (3, 32))
+    tokens = torch.randint(0, 192, (3, 32))
+    labels = torch.randint(0, 192, (3, 32))
     labels[0, 5:] = -100
     labels[1, :20] = -100
     doc_ids = (torch.rand(3, 32) < 0.1).cumsum(1) if documents else None
@@ -104,7 +106,8 @@ def test_gradients_equal_the_plain_models_and_work_and_activations_are_shared(po
         assert found["gathered"][:2] == [(2, 2, 3, 2, 16, 16)] * 2
         # 2 blocks, chunks of 8: 5 of the 4 x 4 squares of 8 x 8 for each rank.
         assert found["area"] == 2 * 5 * 64
-        assert len(found["lengths"]) > 20 and set.union(*found["lengths"].values()) == {16}
+        assert len(found["lengths"]) > 20
+        assert set.union(*found["lengths"].values()) == {16}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])

@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.allocated import peak_bytes
-from tests.pool import Pools
-from tests.training.compare import relative
+from tests.support.allocated import peak_bytes
+from tests.support.compare import relative
+from tests.support.pool import Pools
 from titanlite.loss import regularized
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 
 IGNORE = -100
-ROWS, SEQ, VOCAB = 3, 17, 240
+ROWS = 3
+SEQ = 17
+VOCAB = 240
 
 
 def _batch(vocab: int = VOCAB, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +58,8 @@ def _expected(z: float, smoothing: float, dtype: torch.dtype) -> tuple[float, to
     """Return value and gradient in float64, from the formulas alone."""
     logits, labels = _batch()
     exact = logits.to(dtype).double().requires_grad_()
-    rows, targets = exact.flatten(0, 1), labels.flatten()
+    rows = exact.flatten(0, 1)
+    targets = labels.flatten()
     objective = F.cross_entropy(rows, targets, label_smoothing=smoothing, reduction="sum")
     (3 * (objective + z * rows[targets != IGNORE].logsumexp(-1).square().sum())).backward()
     assert exact.grad is not None

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.checkpoint.runs import assert_equal, hand_on, unequal
-from tests.checkpoint.runs import train as train_and_save
-from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS
-from tests.training.grid import (
+from tests.support.checkpoints import assert_equal, hand_on, unequal
+from tests.support.checkpoints import train as train_and_save
+from tests.support.compare import LABELS, TOKENS
+from tests.support.grid import (
     BY_OPERATION,
     CP,
     FSDP,
@@ -33,9 +32,10 @@ from tests.training.grid import (
     TP,
     run_of,
 )
-from tests.training.harness import Run, build_tiny, train, train_afresh
-from tests.training.reference import Curve
-from tests.training.test_quiet_step import Calls, Operations
+from tests.support.harness import Run, build_tiny, train, train_afresh
+from tests.support.pool import Pools
+from tests.support.reference import Curve
+from tests.support.watch import Calls, Operations
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.features.experts.sharding import apply_ep, expert_mesh
@@ -71,12 +71,11 @@ SHARED = {
     "optimizer.eps": 1e-6,
     "compile.backend": "aot_eager",
 }
-EP, LAYERS, COMPILE = (
-    "parallelism.expert_parallel_degree",
-    "model.overrides.n_layers",
-    "training.compile",
-)
-OPTIMIZER, VARIANCE = "optimizer.name", "optimizer.variance_dtype"
+EP = "parallelism.expert_parallel_degree"
+LAYERS = "model.overrides.n_layers"
+COMPILE = "training.compile"
+OPTIMIZER = "optimizer.name"
+VARIANCE = "optimizer.variance_dtype"
 PIPELINE = {EP: 2, PP: 2, "training.batch_size": 2}
 STEPS = 3
 
@@ -147,13 +146,15 @@ def alone(pool: Pools) -> Callable[[Run], Curve]:
 def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: str) -> None:
     ranks, flags = {**CASES, **MORE}[case]
     run = run_on(ranks, **flags)
-    expected, found = alone(run), pool(ranks).run(train_afresh, run)[0]
+    expected = alone(run)
+    found = pool(ranks).run(train_afresh, run)[0]
     # Other orders of float32 sums change 1e-7 of the largest terms.
     for kind, near in (
         ("gradients", {"rtol": 2e-5, "atol": 1e-7}),
         ("weights", {"rtol": 1e-5, "atol": 1e-6}),
     ):
-        ours, theirs = getattr(found, kind), getattr(expected, kind)
+        ours = getattr(found, kind)
+        theirs = getattr(expected, kind)
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
             torch.testing.assert_close(tensor, theirs[name], **near, msg=f"{kind} {name}: ".__add__)
@@ -164,7 +165,8 @@ def test_trains_as_one_rank(pool: Pools, alone: Callable[[Run], Curve], case: st
 @pytest.mark.slow
 def test_muon_makes_each_expert_orthogonal(pool: Pools, alone: Callable[[Run], Curve]) -> None:
     run = run_on(4, **{EP: 2, OPTIMIZER: "Muon"})
-    expected, found = alone(run).weights, pool(4).run(train_afresh, run)[0].weights
+    expected = alone(run).weights
+    found = pool(4).run(train_afresh, run)[0].weights
     # A router's gradient has no full rank, so the iterations make noise of the rest orthogonal:
     # only experts compare.
     experts = [name for name in found if ".experts." in name]
@@ -184,7 +186,8 @@ def _uneven(world: DistEnv, skew: float, recompute: bool) -> tuple[list[int], fl
     gradients.
     """
     args = mixtral.MixtralArgs(16, 1, 2, ffn_dim=24, vocab_size=32, n_experts=4, aux_loss=0.0)
-    whole, parted = MoE(args), MoE(args)
+    whole = MoE(args)
+    parted = MoE(args)
     for module in (whole, parted):
         for number, parameter in enumerate(module.parameters()):
             nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(number))
@@ -233,7 +236,8 @@ def test_one_rank_gets_all_rows_and_another_none(pool: Pools, skew: float, recom
 
 def _sent(world: DistEnv, run: Run) -> tuple[Counter[tuple[str, str]], Counter[str]]:
     """Return the collectives of a micro-batch, and the reads of the host."""
-    model, loss = build_tiny(world, run)[0], run.builder(world).loss()
+    model = build_tiny(world, run)[0]
+    loss = run.builder(world).loss()
     for _ in range(2):  # the first sets FSDP up
         with Operations() as operations, Calls() as calls:
             loss(model(TOKENS[0, :1]), LABELS[0, :1]).backward()
@@ -267,7 +271,8 @@ def test_resumes_exactly_and_passes_through_other_ranks_bit_for_bit(
     assert unequal(tmp_path / "straight" / last, tmp_path / "resumed" / last) == []
     before = "straight"
     for ranks, degree in ((4, 2), (1, 1)):
-        other, after = replace(run_on(ranks, **{EP: degree}), seed=99), f"{ranks} ranks"
+        other = replace(run_on(ranks, **{EP: degree}), seed=99)
+        after = f"{ranks} ranks"
         pool(ranks).run(hand_on, other, tmp_path / before, tmp_path / after)
         assert set(unequal(tmp_path / "straight" / last, tmp_path / after / last)) <= {"rng.torch"}
         before = after
@@ -314,7 +319,8 @@ def test_a_degree_that_does_not_fit_is_refused(
     with pytest.raises(ConfigError) as caught:
         config_of(ranks, **flags)
     (problem,) = caught.value.problems
-    assert problem.key == key and message in problem.message
+    assert problem.key == key
+    assert message in problem.message
     assert problem.hint.endswith(hint) if key == RESHARD else hint in problem.hint
 
 

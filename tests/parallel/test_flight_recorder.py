@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.flight_recorder import recording
 
-SIZE, ON_TIMEOUT, PREFIX = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT",
-    "TORCH_FR_DUMP_TEMP_FILE",
-)
-OLD_SIZE, OLD_PREFIX = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+SIZE = "TORCH_FR_BUFFER_SIZE"
+ON_TIMEOUT = "TORCH_NCCL_DUMP_ON_TIMEOUT"
+PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
+OLD_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+OLD_PREFIX = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 NAMES = [SIZE, OLD_SIZE, ON_TIMEOUT, PREFIX, OLD_PREFIX]
 #: The user's own, under the older names, which torch passes over when the newer ones are there.
 OWN = {OLD_SIZE: "3", ON_TIMEOUT: "0", OLD_PREFIX: "/elsewhere/rank_"}

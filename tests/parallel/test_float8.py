@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile
 
-from tests.parallel.block_trace import trace_block
-from tests.parallel.float8_runs import (
+from tests.support.block_trace import trace_block
+from tests.support.float8_runs import (
     CONVERTED,
     EMULATED,
     GATHERED,
@@ -27,8 +27,7 @@ from tests.parallel.float8_runs import (
     recipe,
     watch_step,
 )
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     TINY,
     Run,
     build_tiny,
@@ -38,6 +37,7 @@ from tests.training.harness import (
     stepper,
     train,
 )
+from tests.support.pool import Pools
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.features.float8.choice import choose_linears, converted_names, too_small
@@ -54,7 +54,8 @@ SPEC = get_spec("llama3")
 NEVER = Training(reshard_after_forward="never")
 
 
-FORWARD, BF16 = ("input e4m3fn", "weight e4m3fn"), ("bfloat16", "bfloat16")
+FORWARD = ("input e4m3fn", "weight e4m3fn")
+BF16 = ("bfloat16", "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,8 @@ def _scales(world: DistEnv, run: Run) -> tuple[list[float], list[float]]:
 def test_precomputed_scales_are_those_found_weight_by_weight(pool: Pools) -> None:
     ranks = pool(2).run(_scales, replace(RUN, float8=GATHERED))
     assert all(ours == single and len(ours) == LINEARS for ours, single in ranks)
-    assert ranks[0] == ranks[1] and len(set(ranks[0][0])) == LINEARS
+    assert ranks[0] == ranks[1]
+    assert len(set(ranks[0][0])) == LINEARS
 
 
 def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, Tensor]]:

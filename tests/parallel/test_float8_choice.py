@@ -20,7 +20,8 @@ from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config
 from titanlite.start.preflight import check_machine
 
-F8, ON = "--float8.", "--float8.enable_float8_linear"
+F8 = "--float8."
+ON = "--float8.enable_float8_linear"
 KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
 KINDS += ["feed_forward.w1", "feed_forward.w2", "feed_forward.w3"]
 LLAMA = get_spec("llama3")
@@ -57,17 +58,16 @@ def test_all_but_the_head_is_converted() -> None:
     assert list(found) == [*KINDS, "output"]
     assert [kind for kind, choice in found.items() if choice.converted] == KINDS
     assert found["output"].reason == "the head"
-    assert found["attention.wk"].size == Size(4096, 1024) and len(found["attention.wk"].names) == 32
+    assert found["attention.wk"].size == Size(4096, 1024)
+    assert len(found["attention.wk"].names) == 32
     assert len(converted_names(found.values())) == 7 * 32
 
 
 def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
     found = choices(filter_fqns=["wo", "w2"], min_features=2048)
     assert found["attention.wo"].reason == "filter_fqns: wo"
-    assert (
-        found["attention.wk"].reason == "below min_features = 2048"
-        and found["attention.wq"].converted
-    )
+    assert found["attention.wk"].reason == "below min_features = 2048"
+    assert found["attention.wq"].converted
     one_layer = Float8(enable_float8_linear=True, filter_fqns=["layers.1"])
     reasons = {(c.kind, c.reason) for c in choose_linears(linears_of(LLAMA, ARGS), one_layer)}
     assert {("attention.wq", "filter_fqns: layers.1"), ("attention.wq", "")} < reasons
@@ -78,13 +78,14 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
 
 def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     args = resolve_args("llama3", "8B", {"ffn_dim": 48})
-    whole, parts = choices(args=args), choices(args=args, tp=2)
-    assert whole["feed_forward.w1"].converted and whole["feed_forward.w2"].converted
+    whole = choices(args=args)
+    parts = choices(args=args, tp=2)
+    assert whole["feed_forward.w1"].converted
+    assert whole["feed_forward.w2"].converted
     assert parts["feed_forward.w1"].reason == "N = 24 is not a multiple of 16"
     assert parts["feed_forward.w2"].reason == "K = 24 is not a multiple of 16"
-    assert parts["attention.wq"].size == Size(4096, 2048) and parts["attention.wo"].size == Size(
-        2048, 4096
-    )
+    assert parts["attention.wq"].size == Size(4096, 2048)
+    assert parts["attention.wo"].size == Size(2048, 4096)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,9 @@ def test_machines_without_float8_are_refused_unless_they_emulate_it(
     versions: dict[str, str],
     refused: str,
 ) -> None:
-    off, on, emulated = _run(), _run(ON), _run(ON, "--float8.emulate")
+    off = _run()
+    on = _run(ON)
+    emulated = _run(ON, "--float8.emulate")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A")

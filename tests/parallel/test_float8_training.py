@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import RUN as SAVED
-from tests.parallel.float8_runs import (
+from tests.support.checkpoints import RUN as SAVED
+from tests.support.float8_runs import (
     EMULATED,
     GATHERED,
     PRECOMPUTED,
@@ -26,8 +26,8 @@ from tests.parallel.float8_runs import (
     resumed,
     spread,
 )
-from tests.pool import Pools
-from tests.training.harness import EVERY_2, FULL, OP, TINY, changed, train
+from tests.support.harness import EVERY_2, FULL, OP, TINY, changed, train
+from tests.support.pool import Pools
 from titanlite.config.sections import ActivationCheckpoint, Float8
 
 soak = pytest.mark.soak
@@ -76,7 +76,8 @@ def test_the_losses_are_those_of_one_rank(
 ) -> None:
     """Ten steps, but for rounding; three seeds differ by more."""
     run = replace(RUN, float8=float8, **changes)
-    alone, ours = pool(1).run(train, run.alone())[0].losses, pool(ranks).run(train, run)[0].losses
+    alone = pool(1).run(train, run.alone())[0].losses
+    ours = pool(ranks).run(train, run)[0].losses
     assert distance(ours, alone) < 0.02, (ours, alone)
 
 
@@ -87,7 +88,8 @@ def test_groups_of_float8_weights_alone_train_as_whole_blocks(pool: Pools, float
     alone = changed(run.training, fsdp_units=["Attention", "FeedForward"])
     blocks = pool(2).run(train, run)[0]
     ours = pool(2).run(train, replace(run, training=alone))[0]
-    assert ours.losses == blocks.losses and ours.norms == blocks.norms
+    assert ours.losses == blocks.losses
+    assert ours.norms == blocks.norms
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,8 @@ def test_recomputation_gives_the_same_numbers(
     run = replace(RUN, rates=RATES[:steps], float8=float8)
     plain = pool(ranks).run(train, run)[0]
     ours = pool(ranks).run(train, replace(run, activations=settings))[0]
-    assert ours.losses == plain.losses and ours.norms == plain.norms
+    assert ours.losses == plain.losses
+    assert ours.norms == plain.norms
     assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
 
 
@@ -121,7 +124,8 @@ def test_resumed_steps_are_those_without_a_break_bit_for_bit(
     """The scales of gathered weights are not in the checkpoint: the first step finds them again."""
     run = replace(SAVED, training=RUN.training, float8=float8)
     straight, losses = pool(2).run(resumed, run, str(tmp_path))[0]
-    assert losses == straight["losses"] and len(set(losses)) == 6
+    assert losses == straight["losses"]
+    assert len(set(losses)) == 6
 
 
 @pytest.mark.parametrize(

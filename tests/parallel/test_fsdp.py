@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
-from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
+from tests.support.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, REDUCE, SUM, Sent, Watch, Wire, collectives
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class
@@ -20,7 +20,9 @@ from titanlite.parallel.wrapping import groups_by_class
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
 # parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64
 TOTAL = 123_200
-EMBEDDING, BLOCK, HEAD = 12_288, 49_280, 12_288 + 64
+EMBEDDING = 12_288
+BLOCK = 49_280
+HEAD = 12_288 + 64
 CLASSES = ["Attention", "FeedForward"]
 
 
@@ -62,7 +64,8 @@ def test_each_policy_gathers_as_its_reshard_setting_says(
     assert _counts(seen) == {GATHER: groups + again, REDUCE: groups}
     whole = {"default": 2 * TOTAL - last_two, "always": 2 * TOTAL, "never": TOTAL}[reshard]
     assert _bytes(seen, GATHER, "out") == 4 * whole
-    assert _bytes(seen, REDUCE, "in") == 4 * TOTAL and _bytes(seen, REDUCE, "out") == 4 * TOTAL // 2
+    assert _bytes(seen, REDUCE, "in") == 4 * TOTAL
+    assert _bytes(seen, REDUCE, "out") == 4 * TOTAL // 2
 
 
 def test_a_number_gathers_for_backward_within_groups_of_that_many_ranks(pool: Pools) -> None:
@@ -179,7 +182,8 @@ def _own_model(world: DistEnv, prefetch: int, average: bool, replicas: int) -> t
     average: the ranks' losses are means over their own tokens; the plain model's over all tokens.
     """
     torch.manual_seed(0)
-    plain, ours = Odd(), Odd()
+    plain = Odd()
+    ours = Odd()
     ours.load_state_dict(plain.state_dict())
     groups = groups_by_class(ours, ["Sequential", "Embedding"])
     mesh = world.build_mesh(dp_replicate=replicas, dp_shard=world.size // replicas)
@@ -213,7 +217,8 @@ def test_a_users_own_model_has_the_gradients_of_one_process(
     pool: Pools, prefetch: int, average: bool, replicas: int, gathers: int, within: float
 ) -> None:
     for worst, gathered in pool(2).run(_own_model, prefetch, average, replicas):
-        assert worst < within and gathered == gathers
+        assert worst < within
+        assert gathered == gathers
 
 
 def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
@@ -221,7 +226,8 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
     new weights count.
     """
     torch.manual_seed(0)
-    plain, ours = Odd(), Odd()
+    plain = Odd()
+    ours = Odd()
     ours.load_state_dict(plain.state_dict())
     apply_fsdp(
         ours,
@@ -250,13 +256,16 @@ def _one_rank(world: DistEnv) -> tuple[list[int], list[float], bool]:
 
 def test_one_rank_computes_with_its_shards_and_copies_nothing(pool: Pools) -> None:
     ((copied, ratios, renewed),) = pool(1).run(_one_rank)
-    assert copied == [] and ratios == [2.0] * 13 and renewed
+    assert copied == []
+    assert ratios == [2.0] * 13
+    assert renewed
 
 
 def _bf16_weights(world: DistEnv) -> bool:
     """Whether gradients of several micro-batches are their sum in float32."""
     torch.manual_seed(0)
-    plain, ours = Odd().bfloat16(), Odd().bfloat16()
+    plain = Odd().bfloat16()
+    ours = Odd().bfloat16()
     ours.load_state_dict(plain.state_dict())
     sums = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()]
     apply_fsdp(ours, groups_by_class(ours, ["Sequential", "Embedding"]), world.build_mesh())

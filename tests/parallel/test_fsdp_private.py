@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp_private import (
     FSDPParam,
@@ -51,7 +51,8 @@ def test_torch_has_the_methods_that_are_replaced() -> None:
     lacks = [name for name in REPLACED if name not in vars(FSDPParam)]
     assert not lacks, f"torch's FSDPParam lacks {', '.join(lacks)}"
     assert isinstance(vars(FSDPParam).get("unsharded_grad_data"), property)
-    assert "allocate" in dir(ReduceScatter) and "__call__" in vars(ReduceScatter)
+    assert "allocate" in dir(ReduceScatter)
+    assert "__call__" in vars(ReduceScatter)
 
 
 def _names_that_torch_lacks(world: DistEnv) -> list[str]:

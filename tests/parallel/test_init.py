@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import assert_equal
-from tests.pool import Pools
-from tests.training.harness import TINY, Degrees, Run, initial_weights
+from tests.support.checkpoints import assert_equal
+from tests.support.harness import TINY, Degrees, Run, initial_weights
+from tests.support.pool import Pools
 from titanlite.models.spec import Init
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.init import ROWS, _draw, fill, materialize, seed_generators
@@ -50,10 +50,12 @@ def test_weights_depend_on_name_row_and_seed(pool: Pools) -> None:
 
 
 def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
-    shape, init = (2 * ROWS + 5, 6), Init("trunc_normal", std=0.02, bound=0.06)
+    shape = (2 * ROWS + 5, 6)
+    init = Init("trunc_normal", std=0.02, bound=0.06)
     whole = torch.empty(shape)
     fill(whole, (0, 0), shape, "w", init, seed=3)
-    assert whole.abs().max() <= 0.06 and abs(whole.std().item() - 0.0197) < 1e-3
+    assert whole.abs().max() <= 0.06
+    assert abs(whole.std().item() - 0.0197) < 1e-3
     for std, bound in ((0.02, 0.06), (0.02, 0.02), (1.0, 0.5)):
         ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
         drawn = _draw((ROWS, 300), Init("trunc_normal", std=std, bound=bound), ours)

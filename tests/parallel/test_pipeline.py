@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.watch import GATHER, REDUCE, Wire
-from tests.pool import Pools
-from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
-from tests.training.harness import (
+from tests.support.compare import LABELS, SEQ, TOKENS, WARM, relative
+from tests.support.harness import (
     TINY,
     Run,
     build_tiny,
@@ -25,7 +23,9 @@ from tests.training.harness import (
     stepper,
     train,
 )
-from tests.training.reference import Curve
+from tests.support.pool import Pools
+from tests.support.reference import Curve
+from tests.support.watch import GATHER, REDUCE, Wire
 from titanlite.features.pipeline.split import split_stages
 from titanlite.features.pipeline.stages import PipelineModel, cut_stages
 from titanlite.loss import cross_entropy_sum
@@ -186,7 +186,8 @@ def test_stages_lie_on_ranks_as_the_schedule_runs_them() -> None:
     points = ("layers.1", "layers.2", "layers.3")
     assert split_stages(COSTS, 2, "LoopedBFS", points).ranks == (0, 1, 0, 1)
     layout = split_stages(COSTS, 2, "ZBVZeroBubble", points)
-    assert layout.ranks == (0, 1, 1, 0) and layout.on(0) == [0, 3]
+    assert layout.ranks == (0, 1, 1, 0)
+    assert layout.on(0) == [0, 3]
     assert layout.stages[3] == ("layers.3", "norm", "output")
     assert split_stages(COSTS, 3, "1F1B", ("norm", "output")).stages[1:] == (("norm",), ("output",))
 
@@ -199,7 +200,8 @@ class Nested(nn.Module):
         self.table = nn.Embedding(8, 4)
         self.scale = nn.Parameter(torch.ones(4)) if scaled else None
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 8)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8)
 
 
 def _cut(world: DistEnv, scaled: bool) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import Run, build_tiny, micro_batches, stepper
+from tests.support.compare import LABELS, TOKENS, WARM
+from tests.support.harness import Run, build_tiny, micro_batches, stepper
+from tests.support.pool import Pools
 from titanlite.config.sections import Compile
 from titanlite.features.async_tp.memory import check_async
 from titanlite.loss import cross_entropy_sum
@@ -106,7 +106,8 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
     """Four of each a block, one each for embedding and head; all-reduces for norms' weights and for
     the loss alone.
     """
-    blocks, norms = 2, 5
+    blocks = 2
+    norms = 5
     for counts in pool(2).run(_profile, replace(RUN, **changes)):
         assert counts["reduce_scatter_tensor"] == 4 * blocks + 2
         assert counts["all_gather_into_tensor"] == 4 * blocks + 2 + gathers
@@ -117,7 +118,8 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
 
 
 def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
-    mesh, loss = run.mesh(world.size), _loss(run)
+    mesh = run.mesh(world.size)
+    loss = _loss(run)
     model, _, take = stepper(world, run, max_norm=1e9, layer_norms=True, loss_function=loss)
     data = micro_batches(run, 0, world.rank // mesh.tensor, mesh.dp_degree)
     duplicates = ReplicationFactors(mesh.tensor, mesh.tensor)

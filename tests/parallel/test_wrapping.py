@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.training.harness import TINY
+from tests.support.harness import TINY
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups, groups_by_class, groups_by_size
@@ -34,7 +34,8 @@ def numbers(model: nn.Module, groups: list[FSDPGroup]) -> list[int]:
 class Layer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x))
@@ -85,7 +86,8 @@ def test_a_class_that_makes_no_group_is_refused_with_those_that_do(name: str) ->
     there = "Attention (2), Block (2), Embedding (1), FeedForward (2), Linear (15), RMSNorm (5)"
     with pytest.raises(ParallelismError) as error:
         groups_by_class(on_meta(), ["Block", name])
-    assert f"of {name};" in str(error.value) and str(error.value).endswith(there)
+    assert f"of {name};" in str(error.value)
+    assert str(error.value).endswith(there)
 
 
 @pytest.mark.parametrize("least", [1, 281, 1200])
@@ -134,4 +136,5 @@ def test_shared_parameters_stay_in_one_group() -> None:
         "the embedding's weight is the head's too"
     )
     by_size = groups_by_size(model, 140)
-    assert by_size == layers and sum(numbers(model, by_size)) == 128 + 3 * LAYER
+    assert by_size == layers
+    assert sum(numbers(model, by_size)) == 128 + 3 * LAYER

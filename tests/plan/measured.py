@@ -7,8 +7,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from tests.allocated import peak_bytes
-from tests.tiny import KEPT_TOKENS
+from tests.support.allocated import peak_bytes
+from tests.support.tiny import KEPT_TOKENS
 from titanlite.assembly import build
 from titanlite.data.loader import Batch, to_device
 from titanlite.parallel.dist_env import DistEnv
@@ -30,15 +30,17 @@ _BASE = {
     "validation.enable": "false",
     "data.token_cache": KEPT_TOKENS.partition("=")[2],
 }
-_SHARD, _REPLICAS = "training.data_parallel_shard_degree", "training.data_parallel_replicate_degree"
-_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
-_PP, _SCHEDULE = "experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_schedule"
-_MODE, _OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-_OPTIMIZER, _GLOBAL, _CHUNKS = (
-    "optimizer.name",
-    "training.global_batch_size",
-    "training.loss_chunks",
-)
+_SHARD = "training.data_parallel_shard_degree"
+_REPLICAS = "training.data_parallel_replicate_degree"
+_TP = "training.tensor_parallel_degree"
+_CP = "experimental.context_parallel_degree"
+_PP = "experimental.pipeline_parallel_degree"
+_SCHEDULE = "experimental.pipeline_parallel_schedule"
+_MODE = "activation_checkpoint.mode"
+_OPTION = "activation_checkpoint.selective_ac_option"
+_OPTIMIZER = "optimizer.name"
+_GLOBAL = "training.global_batch_size"
+_CHUNKS = "training.loss_chunks"
 _EARLY = {"optimizer.early_step_in_backward": "true", "training.max_norm": 1e9}
 _FLOAT8 = {"float8.enable_float8_linear": "true", "float8.emulate": "true"}
 _MIXTRAL = {"model.name": "mixtral", "model.overrides.ffn_dim": 256}

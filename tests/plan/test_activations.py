@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.parallel.block_trace import trace_block
+from tests.support.block_trace import trace_block
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.plan.memory import kept_activations, with_vocabulary
 from titanlite.start.fit import check_config

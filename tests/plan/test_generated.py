@@ -49,7 +49,8 @@ HARDWARE = {
 
 def comment(name: str) -> str:
     """Return the lines on hardware: the needs, and how full each GPU is. All of it fits."""
-    needs, lines = [], []
+    needs = []
+    lines = []
     for gpus, kind in HARDWARE[name]:
         argv = [f"--job.config_file={FOLDER / name}.toml"]
         run = check_config(argv, gpus, training=False)[1]

@@ -72,4 +72,5 @@ def test_storages_that_are_resized_count_as_gathered_weights():
         whole.untyped_storage().resize_(0)
     by_module = {moment.module: moment.parts["gathered weights"] for moment in meter.moments()}
     assert by_module == {"": KB, "gathered": KB, "freed": KB}
-    assert meter.moments()[-1].total >= KB and len(meter.moments()) == 3
+    assert meter.moments()[-1].total >= KB
+    assert len(meter.moments()) == 3

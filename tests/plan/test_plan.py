@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import MANIFEST, options, write
+from tests.support.checkpoints import MANIFEST, options, write
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.milestones import is_milestone
 from titanlite.checkpoint.retention import delete, prune
@@ -95,7 +95,8 @@ def test_numbers_of_a_plan_agree() -> None:
     cluster = replace(cluster_of(run, instance="p5.48xlarge"), price=98.32)
     plan = make_plan(run, cluster)
     found = plan.as_json()
-    assert found["fits"] and sum(found["parts"].values()) == pytest.approx(found["peak_gib"])
+    assert found["fits"]
+    assert sum(found["parts"].values()) == pytest.approx(found["peak_gib"])
     assert found["peak_gib"] + found["overhead_gib"] + found["margin_gib"] == pytest.approx(
         found["usable_gib"]
     )
@@ -111,24 +112,26 @@ def test_numbers_of_a_plan_agree() -> None:
     assert copy == pytest.approx(found["checkpoint_gib"] / 2, rel=0.01)
 
     full = replace(plan, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed)))
-    assert full.fits and full.margin == 0
+    assert full.fits
+    assert full.margin == 0
     assert not replace(
         full, cluster=replace(cluster, gpu=replace(cluster.gpu, memory=plan.needed - 1))
     ).fits
-    assert found["host_usable_gib"] == 2048 and found["host_gib"] == pytest.approx(
-        sum(found["host_parts"].values())
-    )
+    assert found["host_usable_gib"] == 2048
+    assert found["host_gib"] == pytest.approx(sum(found["host_parts"].values()))
 
 
 def test_a_run_fits_only_where_the_host_has_the_memory() -> None:
     run = planned("llama3_1_405b.toml", 8, "--training.enable_cpu_offload")
     plan = make_plan(run, cluster_of(run, instance="p5e.48xlarge"))
-    assert plan.margin > 0 and not plan.fits
+    assert plan.margin > 0
+    assert not plan.fits
     assert verdict(plan).endswith(
         "does not fit: a machine needs 6,072 GiB of host memory, and has 2,048"
     )
     plan = make_plan(run, cluster_of(run, gpu="h200-141g"))
-    assert plan.fits and verdict(plan).endswith("and needs a host of 6,072 GiB")
+    assert plan.fits
+    assert verdict(plan).endswith("and needs a host of 6,072 GiB")
     barely = replace(plan.cluster, gpu=replace(plan.cluster.gpu, memory=round(plan.needed * 1.04)))
     assert "fits barely, with " in verdict(replace(plan, cluster=barely))
 
@@ -147,8 +150,6 @@ def test_an_exact_plan_has_the_memory_of_the_trace() -> None:
     run = planned("debug_model.toml", 2, "--model.overrides.n_layers=1", "--training.seq_len=64")
     cluster = cluster_of(run, gpu="l4")
     plan = make_plan(run, cluster, trace=trace)
-    assert (
-        plan.exact
-        and plan.memory.peak.total == trace(with_vocabulary(run), plan.memory.rank).peak.total
-    )
+    assert plan.exact
+    assert plan.memory.peak.total == trace(with_vocabulary(run), plan.memory.rank).peak.total
     assert plan.memory.peak.total < GIB

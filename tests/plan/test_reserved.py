@@ -50,7 +50,8 @@ def _with_memory(plan: Plan, size: float) -> Plan:
 
 
 def test_reserved_memory_is_a_share_of_the_tensors_and_cuda_beside_them() -> None:
-    plan, alone = _plan(), _plan("--training.tensor_parallel_degree=8")
+    plan = _plan()
+    alone = _plan("--training.tensor_parallel_degree=8")
     assert plan.reserved.typical == pytest.approx(
         RESERVED_SHARDED.typical * plan.memory.peak.total + CONTEXT
     )
@@ -71,8 +72,7 @@ def test_the_fit_is_judged_by_needed_memory_and_a_tight_one_says_what_it_costs()
     texts = [" ".join(plan_text(one, Style(False)).split()) for one in (roomy, tight, short)]
     about = "in nvidia-smi ("
     assert all(about in text for text in texts)
-    assert "the fit is judged by what is needed" in texts[0] and "blocks back" not in texts[0]
-    assert (
-        "may give blocks back and ask again, 2 to 13 times" in texts[1]
-        and "if the GPU had the room" in texts[2]
-    )
+    assert "the fit is judged by what is needed" in texts[0]
+    assert "blocks back" not in texts[0]
+    assert "may give blocks back and ask again, 2 to 13 times" in texts[1]
+    assert "if the GPU had the room" in texts[2]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.pool import Pools
-from tests.words import listening
+from tests.support.pool import Pools
+from tests.support.words import listening
 from titanlite.callbacks import CallbackError, Callbacks
 from titanlite.data import DataError
 from titanlite.exit_codes import CONFIG, LOST_PEER, OUT_OF_MEMORY, VARIABLE, code_of, report_code
@@ -89,7 +89,8 @@ def test_one_worker_of_a_machine_is_the_first_with_its_code(
         False,
     ]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert report_code(OUT_OF_MEMORY) and (tmp_path / "codes").read_text() == "0 7\n0 8\n0 8\n1 8\n"
+    assert report_code(OUT_OF_MEMORY)
+    assert (tmp_path / "codes").read_text() == "0 7\n0 8\n0 8\n1 8\n"
     monkeypatch.delenv(VARIABLE)
     assert report_code(OUT_OF_MEMORY) and report_code(OUT_OF_MEMORY), "nobody knows"
 
@@ -101,7 +102,8 @@ def test_the_row_of_the_start_report_is_quick_and_stops_nothing(
     began = time.process_time()
     ((name, text),) = start_rows(run, "cuda", int(79.1 * GIB))
     assert time.process_time() - began < 1.0, "some 30 ms on a quiet machine"
-    peak, needed = estimate(run).peak, needed_bytes(estimate(run))
+    peak = estimate(run).peak
+    needed = needed_bytes(estimate(run))
     both = f"{peak.total / GIB:.1f} GiB of tensors, {needed / GIB:.1f} with overhead"
     assert (name, text) == (
         "memory",
@@ -142,8 +144,10 @@ def test_each_remedy_saves_what_it_says_when_a_config_sets_its_keys(
     config: str, ranks: int, flags: list[str]
 ) -> None:
     run = planned(config, ranks, *flags)
-    found, gpu = remedies(run), GPUS["h100-80g"]
-    assert len(found) == 3 and all(one.slower is None for one in found)
+    found = remedies(run)
+    gpu = GPUS["h100-80g"]
+    assert len(found) == 3
+    assert all(one.slower is None for one in found)
     costs = [one.slower or 0 for one in remedies(run, gpu=gpu)]
     assert [f"{cost:.0%}" for cost in costs] == [f"{cost:.0%}" for cost in sorted(costs)]
     found += remedies(run, gpu=gpu)
@@ -166,16 +170,13 @@ def test_the_report_has_the_plan_the_figures_and_three_remedies() -> None:
         "caused by OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     )
     peak = estimate(run, 5).peak
-    assert (
-        lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}")
-        and "allocator" in lines[2]
-    )
+    assert lines[2].startswith(f"planned for rank 5, {peak.phase} of {peak.module}")
+    assert "allocator" in lines[2]
     table = "\n".join(lines[3:])
     for part, size in peak.parts.items():
         assert not size or re.search(rf"^{part} +[\d.]+ .?.?B", table, re.M)
-    assert re.search(r"allocated +70.1 GiB$", table, re.M) and re.search(
-        r"reserved +76.4 GiB$", table, re.M
-    )
+    assert re.search(r"allocated +70.1 GiB$", table, re.M)
+    assert re.search(r"reserved +76.4 GiB$", table, re.M)
     assert re.search(r"request +2.0 GiB$", table, re.M)
     for one in remedies(run, 5):
         enough = ", enough by the plan" * (one.saves >= 2 * GIB)  # by its request: the plan fits
@@ -201,8 +202,10 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
     assert re.search(
         r"^out of memory of the host, before the first step: .*DefaultCPUAllocator", on_host
     )
-    assert re.search(r"process\n", on_host) and re.search(r"resident, peak +[\d.]+ .iB\n", on_host)
-    assert re.search(r"request +1048576.0 TiB\n", on_host) and "expandable" not in on_host
+    assert re.search(r"process\n", on_host)
+    assert re.search(r"resident, peak +[\d.]+ .iB\n", on_host)
+    assert re.search(r"request +1048576.0 TiB\n", on_host)
+    assert "expandable" not in on_host
     validating = memory_report(run, ON_GPU, "validate of step 2", 0, "cuda")
     assert "leaves out the phase validate: lower validation.batch_size (now 8)" in validating
     beside_a_gpu = memory_report(run, MemoryError(), "save of step 2", 0, "cuda")
@@ -211,7 +214,8 @@ def test_the_report_needs_neither_a_gpu_nor_a_plan(monkeypatch: pytest.MonkeyPat
     for setting, advised in (("max_split_size_mb:64", True), ("expandable_segments:True", False)):
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
         without = memory_report(planned("hf_debug.toml", 1), ON_GPU, "start", 0, "cuda")
-        assert "request 2.0 GiB" in without and "There is no plan" in without
+        assert "request 2.0 GiB" in without
+        assert "There is no plan" in without
         assert ("6.3 GiB are reserved and not allocated" in without) == advised
         assert (
             "without PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 the allocator" in without
@@ -252,11 +256,13 @@ def check_peaks(
 
 def test_the_measured_peak_is_compared_once_and_reported_where_far_apart(pool: Pools) -> None:
     for said in pool(2).run(check_peaks, [0.9, 1.1], ["optimizer"]):
-        assert len(said) == 1 and re.search(
+        assert len(said) == 1
+        assert re.search(
             r"memory of step 2: measured .* GiB .* planned .* GiB \([-+]10.0%\)$", said[0]
         )
     first, other = pool(2).run(check_peaks, [1.0, 1.2], [])
-    assert "on rank 1, planned" in first[0] and "(+20.0%): more than 15% apart" in first[0]
+    assert "on rank 1, planned" in first[0]
+    assert "(+20.0%): more than 15% apart" in first[0]
     assert (
         "Please report it, with this line and with config.toml and logs/rank_1.log of out"
         in first[0]

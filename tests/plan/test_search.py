@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plan_tables
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.keys import sections
 from titanlite.plan.hardware import Cluster, find_gpu
@@ -22,7 +23,7 @@ from titanlite.tools.plan.search import LEAST_GAIN, MARGIN, search
 from titanlite.tools.plan.search_text import lines, overlay
 from titanlite.utils import Style
 
-CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+CONFIGS = ROOT / "train_configs"
 H100 = Cluster(find_gpu("h100-80g"), 4, 1, 200e9)
 #: Quick to search, yet large enough that memory and recomputation matter.
 BASE = f"""
@@ -68,7 +69,8 @@ def with_memory(gib: float) -> Cluster:
 
 def test_the_best_settings_are_faster_and_fit_and_the_others_follow(result: SearchResult) -> None:
     best, *rest = result.ranked
-    assert not result.config_is_best and best.rate > 1.2 * result.base.rate
+    assert not result.config_is_best
+    assert best.rate > 1.2 * result.base.rate
     assert all(other.rate <= best.rate * 1.006 for other in rest)
     for candidate in result.ranked:
         plan = make_plan(candidate.run, H100)
@@ -98,13 +100,13 @@ def test_an_overlay_read_as_second_file_gives_the_settings_that_were_searched(
 
 def test_losers_have_reasons(result: SearchResult) -> None:
     shipped = result.losers[0]
-    assert shipped.candidate is result.base and shipped.reason.endswith(
-        "of a step for memory traffic"
-    )
+    assert shipped.candidate is result.base
+    assert shipped.reason.endswith("of a step for memory traffic")
     tensor = next(loser for loser in result.losers if loser.candidate.run.mesh.tensor == 4)
     assert tensor.reason.endswith("of a step for tensor traffic")
     text = "\n".join(lines(result, Style(False)))
-    assert tensor.reason in text and overlay(result, result.ranked[0]) in text + "\n"
+    assert tensor.reason in text
+    assert overlay(result, result.ranked[0]) in text + "\n"
 
 
 def test_settings_that_are_best_already_are_said_to_be(
@@ -112,7 +114,8 @@ def test_settings_that_are_best_already_are_said_to_be(
 ) -> None:
     (tmp_path / "best.toml").write_text(overlay(result, result.ranked[0]))
     again = search(["--job.config_file", base, str(tmp_path / "best.toml")], H100)
-    assert again.config_is_best and again.ranked[0].changes == {}
+    assert again.config_is_best
+    assert again.ranked[0].changes == {}
     assert (
         f"the config is best as it is: nothing that fits is faster by {LEAST_GAIN:.0%}"
         in "\n".join(lines(again, Style(False)))
@@ -134,12 +137,12 @@ def test_offload_is_proposed_only_where_nothing_else_fits(base: str) -> None:
     argv = [f"--job.config_file={base}", "--training.loss_chunks=8"]
     leanest = needed_bytes(formula(check_config(argv, 4, training=False)[1]))
     offloaded = search([f"--job.config_file={base}"], with_memory(0.5 * leanest / GIB))
-    assert offloaded.ranked and all(
-        candidate.changes.keys() & OFFLOAD for candidate in offloaded.ranked
-    )
+    assert offloaded.ranked
+    assert all(candidate.changes.keys() & OFFLOAD for candidate in offloaded.ranked)
     small = replace(with_memory(0.5 * leanest / GIB), instance="g6.xlarge")  # a host of 16 GiB
     nothing = search([argv[0]], small)
-    assert not nothing.ranked and "nothing fits" in lines(nothing, Style(False))[1]
+    assert not nothing.ranked
+    assert "nothing fits" in lines(nothing, Style(False))[1]
 
 
 def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(
@@ -147,10 +150,8 @@ def test_float8_is_proposed_only_when_allowed_and_on_gpus_that_have_it(
 ) -> None:
     argv = [f"--job.config_file={base}"]
     allowed = search(argv, H100, allow=("float8",)).ranked[0]
-    assert (
-        allowed.changes["float8.enable_float8_linear"] is True
-        and allowed.rate > result.ranked[0].rate
-    )
+    assert allowed.changes["float8.enable_float8_linear"] is True
+    assert allowed.rate > result.ranked[0].rate
     a100 = search(argv, replace(H100, gpu=find_gpu("a100-80g")), allow=("float8",))
     assert not any(
         key.startswith("float8.") for candidate in a100.ranked for key in candidate.changes
@@ -179,7 +180,9 @@ def test_the_command_writes_the_best_settings(
         == (tmp_path / "o.toml").read_text()
         == overlay(result, result.ranked[0])
     )
-    assert shown["config"]["fits"] and not shown["config_is_best"] and shown["losers"][0]["reason"]
+    assert shown["config"]["fits"]
+    assert not shown["config_is_best"]
+    assert shown["losers"][0]["reason"]
 
 
 @pytest.mark.slow
@@ -201,4 +204,6 @@ def test_the_platforms_said_to_train_a_model_fit_it() -> None:
 
 def test_sharding_recomputation_and_offload_make_room_for_larger_models() -> None:
     sizes = [plan_tables.width(flags, 2048) ** 3 for flags in plan_tables.RUNGS.values()]
-    assert sizes == sorted(sizes) and sizes[1] >= 4 * sizes[0] and sizes[-1] >= 20 * sizes[0]
+    assert sizes == sorted(sizes)
+    assert sizes[1] >= 4 * sizes[0]
+    assert sizes[-1] >= 20 * sizes[0]

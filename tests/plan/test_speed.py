@@ -71,7 +71,8 @@ def tp(ranks: int) -> str:
 def test_gpus_are_found_by_key_by_a_part_of_it_and_by_the_name_of_the_device() -> None:
     assert find_gpu("h100-80g") is find_gpu("NVIDIA H100 80GB HBM3") is H100
     assert find_gpu("NVIDIA H200") is GPUS["h200-141g"]
-    assert find_gpu("L4").key == "l4-24g" and find_gpu("NVIDIA A100-SXM4-40GB").key == "a100-40g"
+    assert find_gpu("L4").key == "l4-24g"
+    assert find_gpu("NVIDIA A100-SXM4-40GB").key == "a100-40g"
     assert all(find_gpu(key).key == key for key in GPUS)
     assert {one.gpu_key for one in INSTANCES.values()} <= GPUS.keys()
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
@@ -89,7 +90,8 @@ def test_a_cluster_is_that_of_the_command_or_of_the_launch_section() -> None:
     run = make(16, "launch.instance_type=ml.p5.48xlarge", "launch.nodes=2")
     found = cluster_of(run)
     assert (found.gpu, found.gpus_per_node, found.nodes, found.network) == (H100, 8, 2, 3200e9 / 8)
-    assert found.host == 2 << 40 and HOST_GIB.keys() == INSTANCES.keys()
+    assert found.host == 2 << 40
+    assert HOST_GIB.keys() == INSTANCES.keys()
     named = cluster_of(
         run, gpu="a100-80g", gpus_per_node=4
     )  # the GPU replaces the section's machine
@@ -135,7 +137,8 @@ def test_a_collective_takes_its_bytes_over_the_slowest_link() -> None:
 
 
 def test_products_and_attention_take_their_flops_at_the_sustained_rate() -> None:
-    run, tokens = make(8, "training.batch_size=2", "activation_checkpoint.mode=none"), 2 * 8192
+    run = make(8, "training.batch_size=2", "activation_checkpoint.mode=none")
+    tokens = 2 * 8192
     step = StepSizes(run, cluster(8), IDEAL)
     assert step.rates.product(16384, 4096, 14336) == pytest.approx(
         2 * 16384 * 4096 * 14336 / (989e12 * H100.sustained)
@@ -159,14 +162,12 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> Non
     assert found.mfu == pytest.approx(found.tokens_per_second * 57_914_818_560 / 989e12, rel=0.01)
     assert found.low < found.tokens_per_second < found.high
     assert {name for name, seconds in found.parts.items() if seconds} == {
-        *(
-            "matrix products",
-            "attention",
-            "memory traffic",
-            "recomputation",
-            "sharding traffic",
-            "optimizer",
-        )
+        "matrix products",
+        "attention",
+        "memory traffic",
+        "recomputation",
+        "sharding traffic",
+        "optimizer",
     }
 
 
@@ -175,13 +176,15 @@ def test_the_parts_are_the_step_and_the_utilisation_is_that_of_the_logs() -> Non
     [(8, (), 1.55), (64, (tp(8), *FULL), 1.19), (64, ("training.batch_size=1",), 1.55)],
 )
 def test_faster_hardware_is_never_slower(world: int, flags: tuple[str, ...], gain: float) -> None:
-    run, base = make(world, *flags), cluster(world)
+    run = make(world, *flags)
+    base = cluster(world)
     first = predict(run, base).tokens_per_second
     faster = [replace(base, network=2 * base.network)]
     for name in ("bf16", "bandwidth", "link", "pcie"):
         faster.append(replace(base, gpu=replace(H100, **{name: 2 * getattr(H100, name)})))
     rates = [predict(run, one).tokens_per_second for one in faster]
-    assert min(rates) >= first and max(rates) > gain * first
+    assert min(rates) >= first
+    assert max(rates) > gain * first
 
 
 def test_features_move_the_speed_as_they_should() -> None:
@@ -211,7 +214,8 @@ def test_features_move_the_speed_as_they_should() -> None:
     traffic = [
         of(16, f"training.reshard_after_forward={x}").parts["sharding traffic"] for x in gathers
     ]
-    assert traffic == sorted(traffic, reverse=True) and traffic[2] < traffic[0]
+    assert traffic == sorted(traffic, reverse=True)
+    assert traffic[2] < traffic[0]
     assert of(8, "training.enable_cpu_offload").tokens_per_second < base
     assert of(16, "training.data_parallel_replicate_degree=2").parts["sharding traffic"] > 0
     context = of(8, "experimental.context_parallel_degree=2", "training.seq_len=32768")
@@ -250,7 +254,8 @@ def test_the_bytes_of_eager_casts_are_those_of_torchao(rows: int, k: int, n: int
     x = torch.randn(rows, k, dtype=torch.bfloat16, requires_grad=True)
     linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
     apply_float8(model := nn.ModuleDict({"w": linear}), ["w"], "tensorwise")
-    forward, backward = traffic.Traffic(), traffic.Traffic()
+    forward = traffic.Traffic()
+    backward = traffic.Traffic()
 
     def size(found: object) -> int:
         return sum(t.nbytes for t in tree_leaves(found) if isinstance(t, torch.Tensor))
@@ -294,10 +299,12 @@ def test_experts_are_shared_by_fewer_ranks_than_the_other_weights() -> None:
 
 
 def test_a_single_unit_has_no_computing_beside_its_traffic() -> None:
-    one, flags = "training.fsdp_units=root", ("training.batch_size=2",)
+    one = "training.fsdp_units=root"
+    flags = ("training.batch_size=2",)
     step = StepSizes(make(16, *flags, one), cluster(16), CONSTANTS)
     gather, again, reduce = sharding(step)
-    assert again == 0.0 and of(16, *flags, one).parts["sharding traffic"] == gather + reduce
+    assert again == 0.0
+    assert of(16, *flags, one).parts["sharding traffic"] == gather + reduce
     assert of(16, *flags).parts["sharding traffic"] < 0.5 * (gather + reduce)
 
 
@@ -336,7 +343,8 @@ def test_muon_makes_each_matrix_orthogonal_on_one_of_the_ranks() -> None:
     found = [
         of(n, "optimizer.name=Muon").parts["optimizer"] - of(n).parts["optimizer"] for n in (8, 32)
     ]
-    d, f = 4096, 14336
+    d = 4096
+    f = 14336
     products = [(2, d, d), (2, 1024, d), (3, d, f)]  # count in a block, rows, columns
     flops = 32 / 8 * sum(count * 5 * (4 * m * m * n + 2 * m**3) for count, m, n in products)
     assert found == [pytest.approx(flops / (989e12 * H100.sustained)), pytest.approx(found[0] / 4)]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.plan.measured import CASES, allocated, measure, planned
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite.config.errors import ConfigError
 from titanlite.plan.memory import estimate
 from titanlite.plan.parts import PARTS
@@ -74,7 +74,8 @@ def test_the_peak_is_that_of_the_real_run(pool, case):
 )
 def test_formulas_and_trace_agree_on_each_part(ranks, name, flags):
     run = config(ranks, name, **flags)
-    formula, traced = estimate(run, 0).peak, trace(run).peak
+    formula = estimate(run, 0).peak
+    traced = trace(run).peak
     for part in PARTS:
         assert abs(formula.parts.get(part, 0) - traced.parts[part]) < 0.01 * traced.total, part
 
@@ -83,7 +84,8 @@ TP = {"training.tensor_parallel_degree": 2}
 WHOLE = {**TP, "training.enable_loss_parallel": "false"}
 COMPILED = {**TP, "training.compile": "true"}
 FLOAT = {"training.mixed_precision_param": "float32"}
-PENALTY, CHUNKS = {"training.z_loss": 1e-4}, {"training.loss_chunks": 2}
+PENALTY = {"training.z_loss": 1e-4}
+CHUNKS = {"training.loss_chunks": 2}
 SLOW_LOSSES = [
     TP | FLOAT,
     COMPILED | FLOAT,
@@ -97,7 +99,13 @@ SLOW_LOSSES = [
 @pytest.mark.parametrize(
     "flags",
     [
-        *(TP, TP | CHUNKS, TP | PENALTY, COMPILED, WHOLE | CHUNKS, PENALTY, WHOLE | PENALTY),
+        TP,
+        TP | CHUNKS,
+        TP | PENALTY,
+        COMPILED,
+        WHOLE | CHUNKS,
+        PENALTY,
+        WHOLE | PENALTY,
         *(pytest.param(flags, marks=pytest.mark.slow) for flags in SLOW_LOSSES),
     ],
     ids=str,
@@ -106,13 +114,15 @@ def test_formula_and_trace_agree_on_every_kind_of_loss(flags: dict[str, Any]) ->
     run = config(
         8, **{"activation_checkpoint.mode": "full", "model.overrides.n_layers": 1, **flags}
     )
-    formula, traced = estimate(run, 0).peak, trace(run).peak
+    formula = estimate(run, 0).peak
+    traced = trace(run).peak
     assert formula.total == pytest.approx(traced.total, rel=0.003)
 
 
 def test_one_rank_gathers_no_weights_that_need_no_cast() -> None:
     run = config(1, **{"model.overrides.n_layers": 1, "training.dtype": "bfloat16"})
-    formula, traced = estimate(run, 0).peak, trace(run).peak
+    formula = estimate(run, 0).peak
+    traced = trace(run).peak
     assert formula.total == pytest.approx(traced.total, rel=0.003)
     assert formula.parts.get("gathered weights", 0) == traced.parts["gathered weights"] == 0
 
@@ -167,7 +177,9 @@ def test_what_is_offloaded_is_in_host_memory():
             max(moment.parts[part] for moment in own.moments), rel=1e-3
         )
         assert not any(moment.parts[part] for moment in off.moments)
-    blocks, tokens, dim = 4, 8192, 4096
+    blocks = 4
+    tokens = 8192
+    dim = 4096
     assert off.host["activations"] == blocks * tokens * dim * 2
     # The inputs of the last two blocks are still on their way.
     gone = own.peak.parts["activations"] - off.peak.parts["activations"]

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.run_folders import Start
 from titanlite.runs import provenance, record
 
-Start = Callable[..., record.AttemptRecord]
 CONFIG = '[job]\ndump_folder = "x"\n\n[optimizer]\nlr = {lr}\n'
 
 
@@ -37,36 +35,3 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         return found
 
     return started
-
-
-def change_start(folder: Path, number: int, **values: Any) -> None:
-    """Change the recorded start of an attempt; `ended` is the time of its end."""
-    entries = record.read_entries(folder)
-    for entry in entries:
-        if entry["attempt"] == number and entry["event"] == "start":
-            entry.update({name: value for name, value in values.items() if name != "ended"})
-        elif entry["attempt"] == number and "ended" in values:
-            entry["time"] = values["ended"]
-    (folder / record.FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-
-
-def training_row(
-    step: int, loss: float | str, tps: float = 100.0, time: float = 0.0, **more: Any
-) -> dict[str, Any]:
-    """A row as two ranks write it: 1,000 tokens a step over both of them."""
-    return {
-        "step": step,
-        "time": time or 1_000_000.0 + step,
-        "loss": loss,
-        "tps": tps,
-        "seconds_per_step": 500 / tps,
-        "tokens_seen": 1000 * step,
-        "memory_gib": 1.5,
-        **more,
-    }
-
-
-def write_metrics(folder: Path, rows: list[Mapping[str, Any]], name: str = "metrics.jsonl") -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder

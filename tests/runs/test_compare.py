@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.runs.conftest import Start, change_start, training_row, write_metrics
+from tests.support.run_folders import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
 from titanlite.tools.commands.compare import compare, compare_json, read_runs, steady
@@ -56,7 +56,8 @@ def test_medians_leave_out_first_rows_and_losses_stand_at_equal_steps(two: list[
         (4.0, 4.25),
     ]
     assert values["validation loss at step 40"] == (4.5, 4.75)
-    assert values["final validation loss"] == (4.5, 3.5) and values["final validation, step"] == (
+    assert values["final validation loss"] == (4.5, 3.5)
+    assert values["final validation, step"] == (
         40,
         60,
     )
@@ -80,7 +81,8 @@ def test_config_keys_and_circumstances_that_differ_are_named(two: list[Path]) ->
         "version of torch": "9.9",
         "NCCL_ALGO": "Ring",
     }
-    assert expected.items() <= differences.items() and "SLURM_NODEID" not in differences
+    assert expected.items() <= differences.items()
+    assert "SLURM_NODEID" not in differences
 
 
 def test_the_first_rows_of_every_attempt_are_left_out(tmp_path: Path, start: Start) -> None:
@@ -115,7 +117,8 @@ def test_the_command_prints_the_table_and_writes_both_files(
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *map(str, two)]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and "\x1b[" not in out
+    assert err == ""
+    assert "\x1b[" not in out
     assert re.search(r"^tokens/s +220 +442 \(2\.01×\)$", out, re.MULTILINE)
     assert re.search(r"^optimizer.lr +0.001 +0.002$", out, re.MULTILINE)
     assert out.endswith("written: comparison/comparison.html, comparison/comparison.png\n")
@@ -126,9 +129,8 @@ def test_the_command_prints_the_table_and_writes_both_files(
 
     assert main(["compare", *map(str, two), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["figures"]["loss at step 40"] == [4.0, 4.25] and found["differences"][
-        "optimizer.lr"
-    ] == [0.001, 0.002]
+    assert found["figures"]["loss at step 40"] == [4.0, 4.25]
+    assert found["differences"]["optimizer.lr"] == [0.001, 0.002]
     assert [(run["label"], run["steady_rows"]) for run in found["runs"]] == [("a", 3), ("b", 2)]
 
 
@@ -148,11 +150,13 @@ def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_pat
     assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "comparison.html").read_text()
     losses = [(curve["run"], curve["points"]) for curve in _curves(page, 0)]
-    assert losses[0] == (0, [[1, 8], [10, 7], [20, 6], [30, 5], [40, 4]]) and losses[2] == (
+    assert losses[0] == (0, [[1, 8], [10, 7], [20, 6], [30, 5], [40, 4]])
+    assert losses[2] == (
         0,
         [[40, 4.5]],
     )
-    assert losses[1] == (1, [[1, 8], [20, 5.5], [40, 4.25], [60, 3]]) and losses[3] == (
+    assert losses[1] == (1, [[1, 8], [20, 5.5], [40, 4.25], [60, 3]])
+    assert losses[3] == (
         1,
         [[40, 4.75], [60, 3.5]],
     )
@@ -160,11 +164,13 @@ def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_pat
     assert not re.search(
         r"url\(|@import|https?:|fetch\(|\bimport\b|src=|href=|<(link|img|iframe|object)", page
     )
-    first, second = "c0", "c1"
+    first = "c0"
+    second = "c1"
     losses_drawn = [(first, False, 5), (second, False, 4), (first, True, 1), (second, True, 2)]
     speeds = memory = [(first, False, 5), (second, False, 4)]
     assert _lines(page) == [*losses_drawn, *speeds, *memory]
-    assert "<td>442 (2.01×)</td>" in page and "optimizer.lr" in page
+    assert "<td>442 (2.01×)</td>" in page
+    assert "optimizer.lr" in page
 
 
 def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path: Path) -> None:
@@ -174,11 +180,13 @@ def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path
     )
     assert main(["compare", str(folder), "--out", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "comparison.html").read_text()
-    assert "<b>&" not in page and "&lt;b&gt;&amp;" in page
+    assert "<b>&" not in page
+    assert "&lt;b&gt;&amp;" in page
     assert _curves(page, 0)[0]["points"][1:3] == [[2, 7], [3, "nan"]]
     assert [points for *_, points in _lines(page)][:2] == [2, 2]
     figures = json.loads(to_json(compare_json(compare(read_runs([folder])))))["figures"]
-    assert figures["loss at step 3"] == ["nan"] and figures["loss at step 2"] == [7.0]
+    assert figures["loss at step 3"] == ["nan"]
+    assert figures["loss at step 2"] == [7.0]
 
 
 def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
@@ -218,7 +226,9 @@ def test_errors_name_the_file_and_what_to_do(
         main(["compare", str(two[0]), str(tmp_path / "wrong"), "--out", str(tmp_path / "out")]) == 2
     )
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith(f"error: {tmp_path}/wrong") and message in err
+    assert out == ""
+    assert err.startswith(f"error: {tmp_path}/wrong")
+    assert message in err
     assert not (tmp_path / "out").exists()
 
 
@@ -272,13 +282,15 @@ def test_the_page_has_all_figures_by_step_tokens_and_time(tmp_path: Path) -> Non
     titles = re.findall(r'<svg id="plot-\d" .*aria-label="(.*?)">', page)
     assert titles == ["Loss", "Speed", "Gradient norm", "Learning rate", "Memory"]
     loss, without, validation = _curves(page, 0)
-    assert loss["tokens"] == [1000, 2000, 4000, 5000] and loss["seconds"] == [2, 4, 8, 10]
+    assert loss["tokens"] == [1000, 2000, 4000, 5000]
+    assert loss["seconds"] == [2, 4, 8, 10]
     assert (validation["tokens"], validation["seconds"], validation["validation"]) == (
         [4000],
         [8],
         True,
     )
-    assert without["tokens"] == without["seconds"] == [] and len(without["points"]) == 2
+    assert without["tokens"] == without["seconds"] == []
+    assert len(without["points"]) == 2
     assert _curves(page, 2)[0]["points"] == [[1, 0.5], [2, 1], [4, 2], [5, 2.5]]
     assert _curves(page, 3)[0]["points"][-1] == [5, pytest.approx(5e-4)]
 
@@ -293,6 +305,7 @@ def test_the_picture_is_asked_for_or_silent(
     words = ["compare", *map(str, two), "--out", str(tmp_path / "out")]
     assert main(words) == 0
     out, err = capsys.readouterr()
-    assert err == "" and out.endswith(f"written: {tmp_path}/out/comparison.html\n")
+    assert err == ""
+    assert out.endswith(f"written: {tmp_path}/out/comparison.html\n")
     assert main([*words, "--png"]) == 2
     assert "comparison.png is not drawn: matplotlib is needed" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runs.conftest import Start, training_row, write_metrics
+from tests.support.run_folders import Start, training_row, write_metrics
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.runs.lock import RunLock
@@ -57,9 +57,11 @@ def test_a_damaged_line_is_named_and_the_rest_is_read(
     out = _listed(capsys, tmp_path)
     lines = {Path(line.split()[0]).name: line.split()[1:] for line in out.splitlines()[1:3]}
     assert lines["bad"][:5] == lines["good"][:5] == ["done", "2", "of", "40", "6.0000"]
-    assert out.count("note: ") == 1 and f"note: {tmp_path}/bad/{name}:2: no JSON" in out
+    assert out.count("note: ") == 1
+    assert f"note: {tmp_path}/bad/{name}:2: no JSON" in out
     found = {Path(run["run"]).name: run for run in json.loads(_listed(capsys, tmp_path, "--json"))}
-    assert len(found["bad"]["problems"]) == 1 and found["good"]["problems"] == []
+    assert len(found["bad"]["problems"]) == 1
+    assert found["good"]["problems"] == []
     if name == FILE:
         assert f"{FILE}:2: no JSON" in _listed(capsys, tmp_path, "--attempts")
 
@@ -81,9 +83,8 @@ def test_a_run_with_a_damaged_line_resumes(
     MetricsLog(tmp_path / "metrics.jsonl").truncate_after(1)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
     assert [row["step"] for row in rows] == [1]
-    assert (
-        f"{tmp_path}/{FILE}:1: no JSON" in caplog.text and "metrics.jsonl:2: no JSON" in caplog.text
-    )
+    assert f"{tmp_path}/{FILE}:1: no JSON" in caplog.text
+    assert "metrics.jsonl:2: no JSON" in caplog.text
     assert [one["attempt"] for one in read_attempts(tmp_path)] == [1, 2]
 
 
@@ -121,7 +122,8 @@ def test_a_config_that_is_too_deep_is_named(
     write_metrics(tmp_path, [training_row(1, 8.0)])
     (tmp_path / "config.toml").write_text(text)
     out = _listed(capsys, tmp_path)
-    assert "8.0000" in out and f"note: {tmp_path}/config.toml: not TOML" in out
+    assert "8.0000" in out
+    assert f"note: {tmp_path}/config.toml: not TOML" in out
     assert main(["config", "check", str(tmp_path / "config.toml")]) == 2
     assert "config.toml: broken TOML" in capsys.readouterr().err
     with pytest.raises(TOMLDecodeError):
@@ -176,7 +178,8 @@ def test_a_value_of_any_other_type_breaks_neither_the_list_nor_a_resume(
     (tmp_path / FILE).unlink(missing_ok=True)
     start(tmp_path).end("failed", 2, reason="disk")
     entries = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
-    entries[0][first], entries[1][end] = value, value
+    entries[0][first] = value
+    entries[1][end] = value
     (tmp_path / FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     write_metrics(tmp_path, [training_row(1, 8.0), {**training_row(2, 7.0), row: value}])
     _listed(capsys, tmp_path)

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.golden import PRINTS, make
-from tests.pool import Pools
-from tests.words import listening
+from tests.support.locks import compete
+from tests.support.pool import Pools
+from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError
@@ -61,7 +62,8 @@ def place(
     """A folder, or an object store in the memory of this process, without anything in it."""
     if request.param == "folder":
         return tmp_path / "run"
-    one_at_a_time, write_new = threading.Lock(), StorePath.write_new
+    one_at_a_time = threading.Lock()
+    write_new = StorePath.write_new
 
     def write_new_as_a_store_does(path: StorePath, content: bytes) -> None:
         with one_at_a_time:
@@ -105,7 +107,8 @@ def _abandon(
 @contextmanager
 def _renewed(place: AnyPath) -> Iterator[None]:
     """Renew a lock as its holder elsewhere does."""
-    stop, path = threading.Event(), place / FILE
+    stop = threading.Event()
+    path = place / FILE
     content = path.read_bytes()
 
     def renew() -> None:
@@ -127,22 +130,26 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
         with pytest.raises(LockedError) as refused, RunLock(tmp_path):
             pytest.fail("two hold it")
-        since, sign = _held(tmp_path)["since"], last_sign_of_life(tmp_path)
+        since = _held(tmp_path)["since"]
+        sign = last_sign_of_life(tmp_path)
         holder = f"process {process.pid} on {os.uname().nodename}, since {since}"
         for word in (str(tmp_path / FILE), holder, "--job.dump_folder"):
             assert word in str(refused.value)
         assert refused.value.exit_code == exit_codes.CHECKPOINT
-        assert sign is not None and abs(time.time() - sign) < 300
+        assert sign is not None
+        assert abs(time.time() - sign) < 300
         process.kill()
         process.wait()
     assert _held(tmp_path)["process"]["id"] == process.pid, "a killed process leaves its lock"
     assert last_sign_of_life(tmp_path) is None, "and the process shows at once that it is dead"
     with RunLock(tmp_path):
         assert _held(tmp_path)["process"]["id"] == os.getpid()
-        assert len(said) == 1 and said[0].endswith(holder)
+        assert len(said) == 1
+        assert said[0].endswith(holder)
     assert _names(tmp_path) == []
 
 
@@ -157,7 +164,8 @@ def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_i
         pytest.fail("two hold it")
     _abandon(place, id=os.getpid(), started=1)
     with RunLock(place):
-        assert len(said) == 1 and "taken over" in said[0]
+        assert len(said) == 1
+        assert "taken over" in said[0]
     assert _names(place) == []
 
 
@@ -204,7 +212,8 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
     monkeypatch.setattr(lock_module, "RENEW_SECONDS", 0.05)
     with RunLock(place):
         first = (place / FILE).stat().st_mtime
-        check, deadline = OwnershipCheck(place), time.monotonic() + 300
+        check = OwnershipCheck(place)
+        deadline = time.monotonic() + 300
         check.look()
         while (place / FILE).stat().st_mtime == first and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -218,7 +227,8 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
             (place / FILE).write_bytes(json.dumps(other).encode())
         while not said and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert f"{place / FILE} was taken over" in said[0] and "on node7" in said[0]
+        assert f"{place / FILE} was taken over" in said[0]
+        assert "on node7" in said[0]
         with pytest.raises(
             LockLostError, match=f"{place / FILE} was taken over by another run: .* on node7"
         ):
@@ -226,34 +236,10 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(
     assert _held(place)["token"] == "other", "another's lock is not deleted"
 
 
-def compete(place: AnyPath, count: int) -> tuple[int, int]:
-    """Take a lock from so many threads at once; how many held it and how many were refused."""
-    gate, over, outcomes = threading.Barrier(count), threading.Event(), list[str]()
-
-    def attempt() -> None:
-        gate.wait()
-        try:
-            with RunLock(place):
-                outcomes.append("held")
-                over.wait(300)
-        except LockedError:
-            outcomes.append("refused")
-
-    threads = [threading.Thread(target=attempt) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 300
-    while len(outcomes) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
-    over.set()
-    for thread in threads:
-        thread.join()
-    return outcomes.count("held"), outcomes.count("refused")
-
-
 def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
     _abandon(place, id=os.getpid(), started=1)
-    assert compete(place, 8) == (1, 7) and _names(place) == []
+    assert compete(place, 8) == (1, 7)
+    assert _names(place) == []
 
 
 def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(
@@ -270,7 +256,8 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
     assert _held(place) == dead
     claim.write_bytes(json.dumps({**dead, "token": "claimant"}).encode())
     with RunLock(place):
-        assert _held(place)["process"]["id"] == os.getpid() and _names(place) == [FILE]
+        assert _held(place)["process"]["id"] == os.getpid()
+        assert _names(place) == [FILE]
 
 
 def test_a_lock_that_is_being_written_is_read_again(
@@ -306,11 +293,9 @@ def _save(world: DistEnv, folder: str) -> str:
 def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path: Path) -> None:
     with RunLock(tmp_path):
         (said,) = pool(1).run(_save, str(tmp_path))
-    assert (
-        "process 1 on node7" in said
-        and not (tmp_path / "step-2").exists()
-        and (tmp_path / "step-1").exists()
-    )
+    assert "process 1 on node7" in said
+    assert not (tmp_path / "step-2").exists()
+    assert (tmp_path / "step-1").exists()
 
 
 # What a run locks

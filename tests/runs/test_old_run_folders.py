@@ -20,7 +20,8 @@ from titanlite.tools.drill.ranks import train
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.
 STEPS = 8
-TEXT, UNDISTURBED = "text.jsonl", "undisturbed.jsonl"
+TEXT = "text.jsonl"
+UNDISTURBED = "undisturbed.jsonl"
 FLAGS = f"""
 --model.name=llama3 --model.flavor=debugmodel --model.overrides.dim=8 --model.overrides.n_layers=1
 --model.overrides.n_heads=2 --model.overrides.multiple_of=8 --model.tokenizer_path=tokenizer.json
@@ -99,7 +100,8 @@ def _rows(path: Path) -> dict[tuple[int, str], dict[str, float]]:
 
 
 def _check_numbers(run: Path, steps: int) -> None:
-    found, straight = _rows(run / "metrics.jsonl"), _rows(run / UNDISTURBED)
+    found = _rows(run / "metrics.jsonl")
+    straight = _rows(run / UNDISTURBED)
     assert [step for step, kind in found if kind == "training"] == list(range(1, steps + 1))
     assert found.keys() == {key for key in straight if key[0] <= steps}
     for key, row in found.items():
@@ -139,16 +141,15 @@ def test_they_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> No
         "without the first two of each attempt"
     )
     assert found["differences"]["training.tensor_parallel_degree"] == [1, 1, 2]
-    assert (
-        found["steps"] == [1, 2, 3, 4, 5]
-        and len({f"{x:.4f}" for x in found["figures"]["loss at step 5"]}) == 1
-    )
+    assert found["steps"] == [1, 2, 3, 4, 5]
+    assert len({f"{x:.4f}" for x in found["figures"]["loss at step 5"]}) == 1
 
 
 @pytest.mark.slow
 def test_a_finished_run_trains_on_when_it_gets_more_steps(runs: Path) -> None:
     said = _train(runs, "finished", "--training.steps=10")
-    assert "resumed from step 8" in said and "resume verified at step 8" in said
+    assert "resumed from step 8" in said
+    assert "resume verified at step 8" in said
     # The last step of the former run has validated; the undisturbed one did so there too.
     _check_numbers(runs / "finished", 10)
 
@@ -165,7 +166,8 @@ def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
     ):  # of another machine or boot: only its age tells that nobody renews it
         os.utime(lock, (0, time.time() - 200))
     said = _train(runs, name)
-    assert f"resumed from step {step}" in said and f"resume verified at step {step}" in said
+    assert f"resumed from step {step}" in said
+    assert f"resume verified at step {step}" in said
     _check_numbers(runs / name, 8)
     assert not list((runs / name).rglob("run.lock"))
     start, end = _json(capsys, "runs", str(runs / name), "--attempts")[str(runs / name)][-2:]

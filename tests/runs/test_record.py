@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs.conftest import Start, training_row, write_metrics
-from tests.words import listening
+from tests.support.run_folders import Start, training_row, write_metrics
+from tests.support.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.load import load_file
@@ -38,7 +38,7 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
     assert [
         entry[key]
         for key in ("event", "attempt", "began", "after", "step", "steps", "ranks", "config")
-    ] == [*("start", 1, "fresh", None, 0, 40, 2, "config.toml")]
+    ] == ["start", 1, "fresh", None, 0, 40, 2, "config.toml"]
     assert (entry["config_changes"], entry["renamed"], entry["git"]) == ({}, {}, {"commit": "c0"})
     assert (entry["description"], entry["command"]) == (
         "a trial",
@@ -57,14 +57,15 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
     end = _last(folder)
     assert end.pop("time") >= entry["time"]
     assert end == {
-        **{
-            "event": "end",
-            "attempt": 1,
-            "state": "preempted",
-            "exit_code": 6,
-            "reason": "SIGTERM on every rank",
-        },
-        **{"step": 25, "saved_step": 20, "lost_steps": 5, "lost_tokens": 5_000},
+        "event": "end",
+        "attempt": 1,
+        "state": "preempted",
+        "exit_code": 6,
+        "reason": "SIGTERM on every rank",
+        "step": 25,
+        "saved_step": 20,
+        "lost_steps": 5,
+        "lost_tokens": 5_000,
     }
     (found,) = read_attempts(folder)
     assert (found["state"], found["first_step"], found["step"], found["steps"]) == (
@@ -73,7 +74,8 @@ def test_a_start_and_an_end_tell_everything_about_an_attempt(tmp_path: Path, sta
         25,
         40,
     )
-    assert abs(found["started"] - time.time()) < 60 and found["ended"] >= found["started"]
+    assert abs(found["started"] - time.time()) < 60
+    assert found["ended"] >= found["started"]
 
 
 def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
@@ -93,7 +95,8 @@ def test_a_resume_names_changes_and_keeps_the_files_of_the_former(
         "preempted",
     )
     changes = {"optimizer.lr": "0.001 -> 0.002", "model.overrides.n_layers": "(not set) -> 4"}
-    assert entry["config_changes"] == changes and "lost" not in entry
+    assert entry["config_changes"] == changes
+    assert "lost" not in entry
     assert record.lines == [
         f"config changed since attempt 2: {key}: {change}" for key, change in changes.items()
     ]
@@ -117,12 +120,14 @@ def test_the_start_after_a_killed_attempt_tells_its_loss(tmp_path: Path, start: 
     )
     record = start(tmp_path, step=20, tokens=20_000)
     entry = _last(tmp_path)
-    assert entry["after"] == "killed" and entry["lost"] == {
+    assert entry["after"] == "killed"
+    assert entry["lost"] == {
         "attempt": 1,
         "steps": 11,
         "tokens": 11_000,
     }
-    assert len(record.lines) == 1 and "at least 11 steps (11,000 tokens)" in record.lines[0]
+    assert len(record.lines) == 1
+    assert "at least 11 steps (11,000 tokens)" in record.lines[0]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +162,8 @@ def test_a_record_that_cannot_be_written_stops_nothing(tmp_path: Path, start: St
     for folder, warnings in ((tmp_path / "run", 2), (tmp_path / "file" / "run", 2)):
         with listening() as messages:
             start(folder).end("done", 40)
-        assert len(messages) == warnings and f"cannot write {folder / FILE}" in messages[-1]
+        assert len(messages) == warnings
+        assert f"cannot write {folder / FILE}" in messages[-1]
 
 
 def test_the_command_shows_attempts(
@@ -175,13 +181,14 @@ def test_the_command_shows_attempts(
     assert main(["runs", str(tmp_path), "--attempts"]) == 0
     out = capsys.readouterr().out
     cells = [line.split() for line in out.splitlines()]
-    assert cells[2][0] == "1" and cells[2][-5:] == ["preempted", "5", "20", "20", "99"]
-    assert cells[3][0] == "2" and cells[3][-6:] == ["no", "end", "–", "–", "–", "9,000"]
-    assert cells[4][0] == "3" and cells[4][-5:] == ["done", "0", "40", "20", "0"]
-    assert (
-        "note: attempt 1: SIGTERM on every rank" in out
-        and "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
-    )
+    assert cells[2][0] == "1"
+    assert cells[2][-5:] == ["preempted", "5", "20", "20", "99"]
+    assert cells[3][0] == "2"
+    assert cells[3][-6:] == ["no", "end", "–", "–", "–", "9,000"]
+    assert cells[4][0] == "3"
+    assert cells[4][-5:] == ["done", "0", "40", "20", "0"]
+    assert "note: attempt 1: SIGTERM on every rank" in out
+    assert "note: attempt 2: optimizer.lr: 0.001 -> 0.5" in out
     assert main(["runs", str(tmp_path), "--attempts", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)[str(tmp_path)]
     assert [entry["event"] for entry in entries] == ["start", "end", "start", "start", "end"]
@@ -226,12 +233,10 @@ def test_secrets_are_not_written_down(
     assert kept.items() <= entry["environment"].items()
     assert entry["environment"]["TORCHINDUCTOR_REMOTE"] == "redis://(removed)@host:1/0"
     assert entry["command"] == [
-        *(
-            "train.py",
-            "--launch.environment.HF_TOKEN",
-            "(removed)",
-            "--launch.environment.MY_KEY=(removed)",
-        ),
+        "train.py",
+        "--launch.environment.HF_TOKEN",
+        "(removed)",
+        "--launch.environment.MY_KEY=(removed)",
         "--launch.environment.NCCL_IB=1",
     ]
     config = load_file(tmp_path / "config.toml").value("launch.environment")
@@ -258,7 +263,9 @@ def test_commit_changes_and_their_diff_are_kept(
     assert provenance.git_state(checkout) == provenance.GitState({**clean.record, "dirty": True})
     (checkout / "__init__.py").write_text("x = 2\n")
     dirty = provenance.git_state(checkout)
-    assert dirty.record["dirty"] and dirty.diff is not None and b"-x = 1\n+x = 2\n" in dirty.diff
+    assert dirty.record["dirty"]
+    assert dirty.diff is not None
+    assert b"-x = 1\n+x = 2\n" in dirty.diff
     (checkout / "ignored").mkdir()
     (checkout / "ignored" / "__init__.py").write_text("")
     assert "did not match any file" in provenance.git_state(checkout / "ignored").record["unknown"]
@@ -280,13 +287,13 @@ def test_each_rank_logs_into_a_file_of_its_own_with_its_end(tmp_path: Path) -> N
         raise RuntimeError("shard 7 is gone")
     logger.info("after")
     zero, one, three = ((tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1, 3))
-    assert " INFO step: 1\n" in zero and "odd" not in zero and "after" not in zero + three
+    assert " INFO step: 1\n" in zero
+    assert "odd" not in zero
+    assert "after" not in zero + three
     assert one.endswith(" INFO rank 1 ends: SIGTERM on rank 0\n")
-    assert (
-        " WARNING odd\n" in three
-        and "Traceback" in three
-        and three.endswith("RuntimeError: shard 7 is gone\n")
-    )
+    assert " WARNING odd\n" in three
+    assert "Traceback" in three
+    assert three.endswith("RuntimeError: shard 7 is gone\n")
     with rank_log(tmp_path, 0):
         pass
     assert (tmp_path / "logs" / "rank_0.log").read_text().startswith(zero)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.conftest import Start, change_start, training_row, write_metrics
+from tests.support.run_folders import Start, change_start, training_row, write_metrics
 from titanlite.runs.lock import RunLock
 from titanlite.runs.read import find_runs, read_run
 from titanlite.tools.cli import main
@@ -59,7 +59,8 @@ def test_json_has_null_for_what_is_not_known_and_stays_json(
     )
     found = json.loads(listed(capsys, str(tmp_path), "--json")[1])
     one, two = sorted(found, key=lambda run: run["run"])
-    assert one["loss"] == "nan" and (one["state"], one["step"], one["steps"]) == ("failed", 21, 40)
+    assert one["loss"] == "nan"
+    assert (one["state"], one["step"], one["steps"]) == ("failed", 21, 40)
     assert (one["tokens_per_second"], one["tokens_per_second_per_device"]) == (
         pytest.approx(220),
         110,

@@ -15,9 +15,9 @@ import pytest
 import benchmarks.gpu as suite
 import benchmarks.gpu_ladder as gpu_ladder
 from benchmarks.gpu_bench import Bench
+from tests.support.processes import ROOT
 from titanlite.start.fit import load_config
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {
     "device": "NVIDIA H200",
     "gpu": True,
@@ -92,19 +92,22 @@ def measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def test_rows_say_all_that_figures_depend_on(measured: Bench) -> None:
     found = gpu_ladder.climb(measured, "ladder-8b")
-    assert not found.problems and [row["what"] for row in found.rows] == list(gpu_ladder.LEVELS)
+    assert not found.problems
+    assert [row["what"] for row in found.rows] == list(gpu_ladder.LEVELS)
     row = found.rows[3]
     assert (row["seq_len"], row["sequences"], row["activation_checkpoint"]) == (8192, 1, "full")
     assert (row["state_bytes_per_parameter"], row["mfu_formula"]) == (16, gpu_ladder.MFU_FORMULA)
     assert [one["float8_recipe"] for one in found.rows] == [None, None, "tensorwise", "tensorwise"]
-    assert row["tokens_per_second"] == 16000 and row["tflops"] == pytest.approx(
-        16000 * row["flops_per_token"] / 1e12
-    )
+    assert row["tokens_per_second"] == 16000
+    assert row["tflops"] == pytest.approx(16000 * row["flops_per_token"] / 1e12)
     # Against compiled bf16, not against the default.
-    assert row["ratio"][0] == 1.6 and row["ratio_to_compile"] == pytest.approx(16 / 13)
+    assert row["ratio"][0] == 1.6
+    assert row["ratio_to_compile"] == pytest.approx(16 / 13)
     # Of the last step, not the largest.
-    assert row["final_loss_difference"] == pytest.approx(0.003) and row["loss_difference"] == 0.5
-    assert found.rows[1]["final_loss_difference"] is None and found.rows[1]["ratio_to_compile"] == 1
+    assert row["final_loss_difference"] == pytest.approx(0.003)
+    assert row["loss_difference"] == 0.5
+    assert found.rows[1]["final_loss_difference"] is None
+    assert found.rows[1]["ratio_to_compile"] == 1
 
 
 def test_page_judges_each_target(measured: Bench) -> None:
@@ -119,10 +122,8 @@ def test_page_judges_each_target(measured: Bench) -> None:
         in text
     )
     assert text.count("not measured") == 3
-    assert (
-        "| float8 | 17,000 | 1.70 | 1.31 |" in text
-        and "loss in 8 pieces, 16 bytes of state per parameter" in text
-    )
+    assert "| float8 | 17,000 | 1.70 | 1.31 |" in text
+    assert "loss in 8 pieces, 16 bytes of state per parameter" in text
     published = json.loads((measured.folder.parent / "published.json").read_text())
     assert [one["verdict"] for one in published["targets"]].count("not measured") == 3
     assert published["pieces"]["ladder-8b"]["rows"][0]["tokens_per_second"] == 10000
@@ -141,7 +142,8 @@ def test_pieces_run(tmp_path: Path) -> None:
     assert [row["what"] for row in rows] == list(gpu_ladder.LEVELS)
     assert all(row["tokens_per_second"] > 0 and row["ratio_to_compile"] > 0 for row in rows)
     assert [bool(row["float8_recipe"]) for row in rows] == [False, False, True, True]
-    assert rows[2]["final_loss_difference"] is not None and rows[0]["final_loss_difference"] < 0.1
+    assert rows[2]["final_loss_difference"] is not None
+    assert rows[0]["final_loss_difference"] < 0.1
     for words in (
         "copy within the device's memory",
         "10 bytes of state per parameter",

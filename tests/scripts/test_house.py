@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT
 
 
 @pytest.fixture(scope="module")
 def house() -> Any:
     spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["house"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -38,7 +39,9 @@ def test_the_library_keeps_its_limits(house: Any) -> None:
 @pytest.mark.slow
 def test_a_run_keeps_its_limits(house: Any) -> None:
     run = house.traced_run(ROOT)
-    assert run["frames"] and run["save"] and "trainer.py" in run["imported"]
+    assert run["frames"]
+    assert run["save"]
+    assert "trainer.py" in run["imported"]
     assert not missed(house.run_figures(house.Source(ROOT), run))
 
 
@@ -139,7 +142,8 @@ def test_a_circle_a_large_file_and_a_whole_config_are_found(house: Any, tmp_path
         library.mkdir(exist_ok=True)
         (library / f"{room}.py").write_text(text)
     source = house.Source(tmp_path)
-    assert source.total == 503 and house.circles_of(library, source.trees) == ["guard", "loss"]
+    assert source.total == 503
+    assert house.circles_of(library, source.trees) == ["guard", "loss"]
     assert list(house.takes_whole_config(library, source.trees)) == ["loss:loss"]
 
 
@@ -162,7 +166,8 @@ def test_dense_code_is_counted(house: Any, tmp_path: Path) -> None:
     assert found["tokens"] == {"": 7 + 9 + 22 + 2 + 5 + 60 * 3}
     assert found["lines over 100 characters"] == {"": 1}
     assert found["packed"] == {"nested ternaries": 1, "starred tuples": 1}
-    assert found["functions to divide"] == {"": 1} and found["files at the top"] == {"": 1}
+    assert found["functions to divide"] == {"": 1}
+    assert found["files at the top"] == {"": 1}
     assert found["in 1,000 lines"] == {
         "comprehensions": round(1000 / 65, 1),
         "ternaries": round(2000 / 65, 1),

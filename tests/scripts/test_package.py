@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import titanlite
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
 
 LIGHT = """
 import sys
@@ -35,7 +35,8 @@ def test_names_shapes_configs_and_records_need_no_torch() -> None:
 
 
 def test_a_name_that_is_not_public_is_no_attribute() -> None:
-    assert titanlite.Callback.__name__ == "Callback" and "Trainer" in dir(titanlite)
+    assert titanlite.Callback.__name__ == "Callback"
+    assert "Trainer" in dir(titanlite)
     with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
         _ = titanlite.Trianer
 
@@ -43,7 +44,8 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a wheel of this tree installs."""
-    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    source = tmp_path_factory.mktemp("source")
+    site = tmp_path_factory.mktemp("site")
     for name in ("titanlite", "train_configs", "deploy"):
         shutil.copytree(
             ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
@@ -69,7 +71,8 @@ def from_wheel(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     ours = {path.name for path in (ROOT / "train_configs").iterdir()}
     assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
-    assert "titanlite.schema.json" in ours and (installed / "titanlite" / "py.typed").is_file()
+    assert "titanlite.schema.json" in ours
+    assert (installed / "titanlite" / "py.typed").is_file()
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
     assert [(e.name, e.value) for e in distribution.entry_points] == [
         ("titanlite", "titanlite.tools.cli:main")
@@ -83,7 +86,8 @@ def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
     done = from_wheel(installed, "train", "debug_modle.toml", "--nproc-per-node", "2")
-    assert done.returncode == 2 and "nearest in train_configs/: debug_model.toml" in done.stderr
+    assert done.returncode == 2
+    assert "nearest in train_configs/: debug_model.toml" in done.stderr
 
 
 def test_the_wheel_writes_jobs(installed: Path) -> None:
@@ -105,10 +109,8 @@ def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
         installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run"
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        f"config: {installed}/titanlite/" in done.stdout
-        and "training done at step 1" in done.stdout
-    )
+    assert f"config: {installed}/titanlite/" in done.stdout
+    assert "training done at step 1" in done.stdout
     assert "titanlite" in (tmp_path / "run" / "attempts.jsonl").read_text()
 
 
@@ -129,6 +131,5 @@ def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_
     }
     script = (ROOT / "scripts" / "setup_env.sh").read_text()
     looked_for = re.search(r'^_RUN_MODULES="(.*)"', script, re.M)
-    assert looked_for is not None and set(looked_for[1].split()) == needed - {"tomli"} | {
-        "titanlite"
-    }
+    assert looked_for is not None
+    assert set(looked_for[1].split()) == needed - {"tomli"} | {"titanlite"}

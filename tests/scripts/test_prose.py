@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT
+
 LONG = "This sentence has " + "very " * 17 + "many words."
 
 
 @pytest.fixture(scope="module")
 def prose() -> Any:
     spec = importlib.util.spec_from_file_location("prose", ROOT / "scripts" / "prose.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["prose"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -37,7 +39,8 @@ def test_a_semicolon_ends_no_sentence(prose: Any) -> None:
         f"{halves}.",
         "CODE stands for one.",
     ]
-    assert prose.count_words(LONG) == 22 and prose.count_words(halves) == 26
+    assert prose.count_words(LONG) == 22
+    assert prose.count_words(halves) == 26
 
 
 def test_tables_code_and_headings_are_no_sentences(prose: Any) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT
+
 TOOLS = re.findall(
     r"\w+", "bash sed grep cat cmp tr find dirname env mkdir mktemp mv rm chmod sleep timeout"
 )
@@ -70,7 +71,9 @@ class Machine:
     """A copy of the scripts on a machine that has only the stand-ins."""
 
     def __init__(self, tmp: Path) -> None:
-        self.root, self.bin, self.log = tmp / "a repo", tmp / "bin", tmp / "calls"
+        self.root = tmp / "a repo"
+        self.bin = tmp / "bin"
+        self.log = tmp / "calls"
         for folder in ("scripts", ".ci", "train_configs"):
             (self.root / folder).mkdir(parents=True)
         (self.root / "train_configs" / "debug_model.toml").write_text("")
@@ -138,9 +141,11 @@ def test_a_bare_machine_installs_once_then_reuses_in_well_under_a_second(machine
     machine.python()
     first = machine.run("run_llama_train.sh")
     assert first.returncode == 0, first.stderr
-    assert machine.installs() == MADE and "ready after" in first.stderr
+    assert machine.installs() == MADE
+    assert "ready after" in first.stderr
     second = machine.run("run_llama_train.sh")
-    assert machine.installs() == [] and second.stderr == ""
+    assert machine.installs() == []
+    assert second.stderr == ""
     config = machine.root / "train_configs" / "debug_model.toml"
     assert machine.calls() == [f"titanlite: run {config}"]
 
@@ -157,13 +162,15 @@ def test_uv_on_path_is_used_and_where_it_cannot_be_had_or_fails_pip_does_the_sam
     )
     machine.executable(machine.bin / "uv", UV)
     (machine.root / "constraints.txt").write_text("torch==2.14.0\n")
-    assert machine.run("run_llama_train.sh").returncode == 0 and machine.installs() == [
+    assert machine.run("run_llama_train.sh").returncode == 0
+    assert machine.installs() == [
         "uv: setuptools",
         "uv: .",
     ]
     (machine.root / "constraints.txt").write_text("torch==2.15.0\n")
     failing = machine.run("run_llama_train.sh", FAKE_UV="2")
-    assert failing.returncode == 0 and machine.installs() == ["uv: setuptools", *pip]
+    assert failing.returncode == 0
+    assert machine.installs() == ["uv: setuptools", *pip]
     assert "pip installs the same" in failing.stderr
 
 
@@ -177,7 +184,8 @@ def test_changed_inputs_and_another_place_bring_the_environment_up_to_date(
         file.write("\n# changed\n")
     for _ in range(2):
         again = machine.run("run_llama_train.sh")
-        assert machine.installs() == UPDATED and "up to date" in again.stderr
+        assert machine.installs() == UPDATED
+        assert "up to date" in again.stderr
         machine.root = machine.root.rename(machine.root.parent / "elsewhere")
 
 
@@ -198,7 +206,8 @@ def test_an_interrupted_install_starts_over_cleanly(machine: Machine) -> None:
     process.wait()
     (machine.root / ".venv" / "half-written").touch()
     assert machine.run("run_llama_train.sh").returncode == 0
-    assert machine.installs() == MADE and not (machine.root / ".venv" / "half-written").exists()
+    assert machine.installs() == MADE
+    assert not (machine.root / ".venv" / "half-written").exists()
 
 
 @pytest.mark.slow
@@ -210,13 +219,12 @@ def test_an_environment_that_somebody_else_made_is_kept(machine: Machine) -> Non
     other = machine.run(
         "run_llama_train.sh", PYTHON=str(machine.python("python3.12", FAKE_VERSION="3.12"))
     )
-    assert (
-        other.returncode == 1
-        and "somebody else made it" in other.stderr
-        and machine.installs() == []
-    )
+    assert other.returncode == 1
+    assert "somebody else made it" in other.stderr
+    assert machine.installs() == []
     assert machine.run("run_llama_train.sh").returncode == 0
-    assert machine.installs() == UPDATED and (machine.root / ".venv" / "theirs").exists()
+    assert machine.installs() == UPDATED
+    assert (machine.root / ".venv" / "theirs").exists()
 
 
 @pytest.mark.slow
@@ -230,14 +238,17 @@ def test_an_active_environment_is_used_if_it_has_all_that_is_needed(
     active = tmp_path / "has"
     env = {variable: str(active) if variable == "VIRTUAL_ENV" else f"{active}/bin:{machine.bin}"}
     used = machine.run("run_llama_train.sh", **env)
-    assert used.returncode == 0 and f"{active}/bin/python" in used.stderr
-    assert machine.installs() == [] and not (machine.root / ".venv").exists()
+    assert used.returncode == 0
+    assert f"{active}/bin/python" in used.stderr
+    assert machine.installs() == []
+    assert not (machine.root / ".venv").exists()
     for folder, words in (("has", "lacks pytest ruff"), ("without", "making .venv")):
         shutil.rmtree(machine.root / ".venv", ignore_errors=True)
         left = machine.run(
             "run_tests.sh", VIRTUAL_ENV=str(tmp_path / folder), FAKE_MISSING="pytest ruff"
         )
-        assert words in left.stderr and machine.installs() == [*MADE[:-1], "uv: .[dev]", HYPERPOD]
+        assert words in left.stderr
+        assert machine.installs() == [*MADE[:-1], "uv: .[dev]", HYPERPOD]
 
 
 @pytest.mark.slow
@@ -250,7 +261,8 @@ def test_two_runs_at_once_install_once(machine: Machine) -> None:
     first = subprocess.Popen(start, env=env, stderr=subprocess.PIPE, text=True)
     machine.until_installing()
     second = subprocess.Popen(start, env=env, stderr=subprocess.PIPE, text=True)
-    assert second.stderr is not None and "waiting for it" in second.stderr.readline()
+    assert second.stderr is not None
+    assert "waiting for it" in second.stderr.readline()
     hold.unlink()
     said = [process.communicate(timeout=300)[1] for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0]
@@ -276,11 +288,13 @@ def test_the_tiers_of_the_tests(machine: Machine) -> None:
     machine.run("run_tests.sh", "tests/config", "-k", "a b")
     quick = [call for call in machine.calls() if call.startswith("other")]
     assert [call.split()[2] for call in quick] == ["ruff", "ruff", "mypy", "pytest"]
-    assert "-m not slow" in quick[-1] and quick[-1].endswith("tests/config -k a b")
+    assert "-m not slow" in quick[-1]
+    assert quick[-1].endswith("tests/config -k a b")
     for script, arguments in (("run_tests.sh", ["--full"]), (".ci/run", [])):
         machine.run(script, *arguments)
         assert "-m pytest" in machine.calls()[-1]
-        assert "slow" not in machine.calls()[-1] and "--full" not in machine.calls()[-1]
+        assert "slow" not in machine.calls()[-1]
+        assert "--full" not in machine.calls()[-1]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root installs packages")
@@ -298,9 +312,8 @@ def test_only_the_ci_installs_slurm_and_does_without(machine: Machine, code: int
         "slurm-wlm-basic-plugins"
     )
     assert asked == (["update"] if code else ["update", install])
-    assert ("could not be installed" in done.stdout) == bool(
-        code
-    ) and "-m pytest" in machine.calls()[-1]
+    assert ("could not be installed" in done.stdout) == bool(code)
+    assert "-m pytest" in machine.calls()[-1]
 
 
 def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machine) -> None:
@@ -309,7 +322,8 @@ def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machin
     stand_in = machine.root / ".venv" / "bin" / "python"
     stand_in.write_text('#!/usr/bin/env bash\necho "ran $2"; case "$2" in mypy) exit 1 ;; esac\n')
     done = machine.run("run_tests.sh")
-    assert done.returncode == 1 and "-- mypy: FAILED (1)" in done.stdout
+    assert done.returncode == 1
+    assert "-- mypy: FAILED (1)" in done.stdout
     assert done.stdout.rstrip().splitlines()[-1] == "ran pytest"
     stand_in.write_text('#!/usr/bin/env bash\ncase "$2" in pytest) exit 5 ;; esac\n')
     assert machine.run("run_tests.sh").returncode == 5

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import environment, python
+from tests.support.processes import environment, python
 from titanlite.exit_codes import CONFIG, LOST_PEER, code_of
 from titanlite.torchrun import code_after_signal, code_for_scheduler, last_error, worst_code
 
@@ -104,7 +104,8 @@ def test_a_killed_only_rank_ends_as_killed() -> None:
         "-c",
         "import os; os.kill(os.getpid(), 9)",
     )
-    assert done.returncode == 128 + 9 and "Signal 9 (SIGKILL)" in done.stderr
+    assert done.returncode == 128 + 9
+    assert "Signal 9 (SIGKILL)" in done.stderr
 
 
 #: One of two torchruns on this machine; the second one is late with its last words to the store of
@@ -171,11 +172,9 @@ def test_an_end_on_two_machines_prints_no_stack_of_torch(
     said = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [code, code], said
     for text in said:
-        assert (
-            "frame #" not in text
-            and "TCPStore" not in text
-            and "rendezvous" not in text.partition("Traceback")[0]
-        )
+        assert "frame #" not in text
+        assert "TCPStore" not in text
+        assert "rendezvous" not in text.partition("Traceback")[0]
         assert code or text == ""
 
 
@@ -247,7 +246,8 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE
     ) as launcher:
-        assert launcher.stdout is not None and launcher.stdout.read(5) == b"ready"
+        assert launcher.stdout is not None
+        assert launcher.stdout.read(5) == b"ready"
         launcher.kill()
         assert launcher.stdout.read() == b"asked to stop"
 

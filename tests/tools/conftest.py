@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
+from tests.support.commands import Command
 from titanlite.tools import cli
-
-Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture

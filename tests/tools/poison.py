@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.golden_run import MORE, GoldenRun
+from tests.support.golden_run import MORE, GoldenRun
 from titanlite.checkpoint.manifest import FILE, read_manifest
 
 #: What the evil code prints when it runs.
 SAYS = "the evil code runs"
-SECRET, VARIABLE = "secret-of-the-environment", "TITANLITE_TEST_SECRET"
+SECRET = "secret-of-the-environment"
+VARIABLE = "TITANLITE_TEST_SECRET"
 #: Breaks out of a template that is not sandboxed.
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}"
 

@@ -25,7 +25,8 @@ def main() -> None:
     command, *words = sys.argv[1:]
     assert command == "train", sys.argv
     flags = dict(word[2:].split("=", 1) for word in words)
-    folder, steps = Path(flags["job.dump_folder"]), int(flags["training.steps"])
+    folder = Path(flags["job.dump_folder"])
+    steps = int(flags["training.steps"])
     with open(os.environ["STAND_IN_LOG"], "a") as log:
         log.write(f"{folder.name}\n")
     if folder.name == os.environ.get("STAND_IN_FAIL"):

@@ -17,9 +17,10 @@ import torch
 from msgspec import to_builtins
 from PIL import Image
 
-from tests.pool import Pools
-from tests.runs.conftest import training_row, write_metrics
-from tests.tiny import TWO_LAYERS, size
+from tests.support.pool import Pools
+from tests.support.processes import ROOT
+from tests.support.run_folders import training_row, write_metrics
+from tests.support.tiny import TWO_LAYERS, size
 from tests.tools.stand_in import SPEEDS
 from titanlite.assembly import build
 from titanlite.config.errors import Problem
@@ -43,7 +44,6 @@ from titanlite.tools.commands.benchmark import (
 from titanlite.tools.commands.benchmark_report import RunFigures, after_warmup, measure, summarize
 from titanlite.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 Benchmark = Callable[..., tuple[int, str, str]]
 STAND_IN = [sys.executable, str(ROOT / "tests" / "tools" / "stand_in.py")]
 ORDER = [
@@ -127,21 +127,18 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(
     ]
     assert rows["compile"][1:5] == ["1,500", "1.50", "(1.50–1.50)", "–"]
     assert rows["compile"][-5:] == ["8.4010", "0.001", "3", "of", "3"]
-    assert rows["more"][1:3] == ["500", "0.50"] and rows["more"][-4] == "0.002"
+    assert rows["more"][1:3] == ["500", "0.50"]
+    assert rows["more"][-4] == "0.002"
     said = [line[9:] for line in err.splitlines()]
-    assert (
-        said[0].startswith("run 1 of 9: default, repeat 1 starts")
-        and "2,000 tokens/s, loss 8.4000" in said[1]
-    )
+    assert said[0].startswith("run 1 of 9: default, repeat 1 starts")
+    assert "2,000 tokens/s, loss 8.4000" in said[1]
 
     folder = tmp_path / "out"
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "levels", "runs"])
     assert out.endswith(f"written: {', '.join(str(folder / n) for n in FILES)}\n")
     found = results(tmp_path)
-    assert (
-        found["levels"][1]["ratio"] == [1.5, 1.5, 1.5]
-        and found["levels"][1]["tokens_per_second"] == 1500
-    )
+    assert found["levels"][1]["ratio"] == [1.5, 1.5, 1.5]
+    assert found["levels"][1]["tokens_per_second"] == 1500
     assert found["hardware"] == {
         "device": "CPU (made up)",
         "world_size": 2,
@@ -151,7 +148,8 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(
     assert found["config"]["more"]["activation_checkpoint.mode"] == "full"
     page = (folder / "benchmark.md").read_text()
     assert all(line in page for line in out.splitlines() if line[:4] in ("defa", "comp", "more"))
-    assert "(losses.png)" in page and f"more: {tmp_path}/more.toml over default" in page
+    assert "(losses.png)" in page
+    assert f"more: {tmp_path}/more.toml over default" in page
     assert all(Image.open(folder / name).size[0] > 500 for name in FILES[2:])
     assert benchmark("--warmup", "3")[0] == 0  # only counts other steps
     assert log(tmp_path) == ORDER, "finished runs are kept"
@@ -163,21 +161,25 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
 ) -> None:
     monkeypatch.setenv("STAND_IN_FAIL", "more-1")
     code, out, err = benchmark("--repeats", "1")
-    assert code == 1 and log(tmp_path) == ORDER[:3] and "0 of 1" in out
+    assert code == 1
+    assert log(tmp_path) == ORDER[:3]
+    assert "0 of 1" in out
     assert "run 3 of 3: more, repeat 1 failed with exit code 3" in err
-    assert "    error: the cat sat on the keyboard\n" in err and "--skip more" in err
+    assert "    error: the cat sat on the keyboard\n" in err
+    assert "--skip more" in err
     monkeypatch.delenv("STAND_IN_FAIL")
     (tmp_path / "more.toml").write_text("[training]\nglobal_batch_size = 32\n[data]\nseed = 5\n")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = benchmark("--repeats", "1")
-    assert code == 0 and log(tmp_path) == [*ORDER[:3], "more-1"]
+    assert code == 0
+    assert log(tmp_path) == [*ORDER[:3], "more-1"]
     assert "more differs from default in data.seed, sequences per step: losses not compared" in out
     levels = results(tmp_path)["levels"]
-    assert levels[2]["loss_difference"] is None and levels[1]["loss_difference"] == pytest.approx(
-        0.001
-    )
-    assert "throughput.png are not drawn" in err and out.endswith("benchmark.json\n")
+    assert levels[2]["loss_difference"] is None
+    assert levels[1]["loss_difference"] == pytest.approx(0.001)
+    assert "throughput.png are not drawn" in err
+    assert out.endswith("benchmark.json\n")
 
 
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
@@ -208,7 +210,8 @@ def test_all_four_levels_train_in_the_pool(
     monkeypatch.setattr(room, "probe", lambda: room.Machine("CPU (made up)"))
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path), *SHORT]
     assert main(["benchmark", DEBUG, *words]) == 0
-    found, said = json.loads((tmp_path / "benchmark.json").read_text()), capsys.readouterr().out
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    said = capsys.readouterr().out
     losses = {run["level"]: run["losses"] for run in found["runs"]}
     assert list(losses) == ["default", "compile", "float8", "float8-all-gather"]
     assert losses["compile"]["1"] == pytest.approx(losses["default"]["1"], abs=1e-5)
@@ -255,7 +258,8 @@ def test_the_shipped_levels_are_those_of_the_command(tmp_path: Path) -> None:
         assert values(tmp_path / f"{level.name}.toml") == values(shipped)
         config = load_file(shipped)
         assert config.sections.job.dump_folder == f"./outputs/{shipped.stem}"
-        assert config.files[0].endswith("llama3_8b.toml") and len(config.files) == i + 2
+        assert config.files[0].endswith("llama3_8b.toml")
+        assert len(config.files) == i + 2
 
 
 def test_each_level_adds_to_the_one_before_and_an_overlay_to_the_first(tmp_path: Path) -> None:
@@ -272,9 +276,8 @@ def test_each_level_adds_to_the_one_before_and_an_overlay_to_the_first(tmp_path:
     for level in LEVELS:
         config = load_file(tmp_path / "levels" / f"{level.name}.toml")
         on += level.adds
-        assert [key for key in SWITCHES if config.value(key)] == on and config.value(
-            "training.seq_len"
-        ) == 64
+        assert [key for key in SWITCHES if config.value(key)] == on
+        assert config.value("training.seq_len") == 64
     config = load_file(tmp_path / "levels" / "full.toml")
     assert (config.value("training.compile"), config.value("training.seq_len")) == (False, 32)
     assert config.value("activation_checkpoint.mode") == "full"
@@ -292,7 +295,8 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
         '[training]\nseed = 7\n[checkpoint]\nenable_checkpoint = true\nstart = "resume"'
     )
     flags = common_flags(str(seeded), [], 20, ranks=2)
-    assert "--training.seed=7" in flags and "--checkpoint.start=resume-or-fresh" in flags
+    assert "--training.seed=7" in flags
+    assert "--checkpoint.start=resume-or-fresh" in flags
     load_file(seeded, flags)  # without a checkpoint "resume" would be a contradiction
 
 
@@ -317,9 +321,8 @@ def test_all_problems_of_levels_are_reported_at_once_with_the_remedy(tmp_path: P
             *(f"{name}={tmp_path / name}.toml" for name in ("wrong", "unbuilt")),
         )
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("2 of 4 levels cannot run") and lines[-1].endswith(
-        ": --skip wrong --skip unbuilt"
-    )
+    assert lines[0].startswith("2 of 4 levels cannot run")
+    assert lines[-1].endswith(": --skip wrong --skip unbuilt")
     for place in ("wrong.toml:3: training.stepz", "wrong.toml:2: training.seq_len"):
         assert any(line.startswith(f"    {tmp_path}/{place}") for line in lines)
     assert any("unbuilt.toml:2: experimental.enable_compiled_autograd" in line for line in lines)
@@ -379,7 +382,8 @@ def test_a_wrong_command_line_is_refused(
     except SystemExit as end:  # argparse's own
         assert end.code == 2
     out, err = capsys.readouterr()
-    assert out == "" and message in err
+    assert out == ""
+    assert message in err
     assert not list(tmp_path.iterdir())
 
 
@@ -397,7 +401,8 @@ def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(
     run = read_run(write_metrics(tmp_path, rows))
     found = measure(run, "default", 1, warmup=2)
     assert found.tokens_per_second == pytest.approx(220)  # 110 on each of two devices
-    assert found.mfu == 22 and found.memory_gib == 3.0
+    assert found.mfu == 22
+    assert found.memory_gib == 3.0
     assert found.losses == {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0, 5: 4.0}
     # A row of which a part lies in the warm-up does not count.
     assert [
@@ -420,11 +425,13 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     baseline, compiled, odd, none = summarize(["default", "compile", "odd", "none"], measured)
     assert (baseline.tokens_per_second, compiled.tokens_per_second) == (50, 100)
     assert compiled.ratio == (2, 2, 2)
-    assert odd.tokens_per_second == 60 and odd.mfu == 42
+    assert odd.tokens_per_second == 60
+    assert odd.mfu == 42
     assert odd.ratio == (1, pytest.approx(0.9), pytest.approx(1.2)), (
         "of repeats that the baseline has"
     )
-    assert none.repeats == 0 and none.tokens_per_second is None
+    assert none.repeats == 0
+    assert none.tokens_per_second is None
 
 
 def test_losses_differ_by_the_largest_difference_at_equal_steps() -> None:
@@ -438,14 +445,18 @@ def test_losses_differ_by_the_largest_difference_at_equal_steps() -> None:
     default, compiled, other = summarize(
         ["default", "compile", "other"], measured, not_comparable=["other"]
     )
-    assert default.loss_difference is None and default.loss_spread == 0.25
+    assert default.loss_difference is None
+    assert default.loss_spread == 0.25
     assert compiled.loss_difference == 0.5  # and 0.25 in the second repeat
-    assert default.loss == 6.0 and compiled.loss == pytest.approx((99 + 6) / 2)
-    assert other.loss_difference is None and other.loss == 2.0
+    assert default.loss == 6.0
+    assert compiled.loss == pytest.approx((99 + 6) / 2)
+    assert other.loss_difference is None
+    assert other.loss == 2.0
 
 
 def test_a_loss_that_is_no_number_is_not_hidden() -> None:
     for losses in ({1: math.nan, 2: 7.5}, {1: 8.5, 2: math.nan}):
         measured = [made("default", 1, 1, {1: 8.0, 2: 7.0}), made("compile", 1, 1, losses)]
         difference = summarize(["default", "compile"], measured)[1].loss_difference
-        assert difference is not None and math.isnan(difference)
+        assert difference is not None
+        assert math.isnan(difference)

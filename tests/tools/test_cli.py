@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.entries import value_words
 from titanlite.tools.cli import COMMANDS, main, split_flags
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
@@ -53,9 +52,8 @@ def test_flags_stand_before_and_behind_the_file(
     words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, "config", "check", *words.split(), code=0)
-    assert (
-        "  steps          5, " in text and "files          train_configs/debug_model.toml" in text
-    )
+    assert "  steps          5, " in text
+    assert "files          train_configs/debug_model.toml" in text
 
 
 def test_words_that_belong_to_a_flag() -> None:
@@ -85,7 +83,8 @@ def test_options_stand_before_and_behind_the_words(capsys: pytest.CaptureFixture
         "launch --dry-run --launch.gpus_per_node 2 local debug_model.toml",
     ]
     first, *others = [printed(capsys, *order.split(), code=0) for order in orders]
-    assert "titanlite run" in first and others == [first, first]
+    assert "titanlite run" in first
+    assert others == [first, first]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +143,8 @@ def test_wrong_options_show_the_usage_of_their_command(
     words: str, usage: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = printed(capsys, *words.split(), code=exit_codes.CONFIG)
-    assert text.startswith(f"usage: {usage}") and expected in text
+    assert text.startswith(f"usage: {usage}")
+    assert expected in text
 
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,49 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.tools.conftest import Command
+from tests.support.commands import Command
+from tests.support.texts import TOKENIZER, rows_of, write_records
 from titanlite.config.data_sections import Data
-from titanlite.config.sections import Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
-from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.sources import iter_records, list_files
-from titanlite.data.text import build_dataset
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runs.record import Start, begin
 from titanlite.tools.commands.look import Run, State, _history, sequences_of
-
-TOKENIZER = load_tokenizer()
-
-
-def write_records(folder: Path, files: int = 3, records: int = 20) -> Path:
-    folder.mkdir()
-    for n in range(files):
-        texts = [f"file {n} record {i} " + "word " * (i % 7) for i in range(records)]
-        (folder / f"{n}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
-    return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def rows_of(
-    path: Path, seq_len: int = 8, epochs: int | None = None, data: Any = None
-) -> PackedDataset:
-    training = Training(dataset_path=str(path), seq_len=seq_len, epochs=epochs)
-    found = build_dataset(training, Data(**(data or {})), TOKENIZER, 2304)
-    assert isinstance(found, PackedDataset)
-    return found
 
 
 class Numbered(Rows):
     """Rows that are their numbers."""
 
-    seq_len, total_sequences, fingerprint = 1, None, "ab" * 32
+    seq_len = 1
+    total_sequences = None
+    fingerprint = "ab" * 32
     settings: dict[str, Any] = {}
 
     def __init__(self) -> None:
@@ -76,7 +50,8 @@ def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
     parts.
     """
     rows = Numbered()
-    batches, states = [], []
+    batches = []
+    states = []
 
     def train(loader: TrainLoader, steps: int) -> dict[str, Any]:
         for _ in range(steps):
@@ -101,7 +76,8 @@ def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
         global_batch_size = 6
 
     class Config:
-        batch, data = Batch, Data(skip_steps=[])
+        batch = Batch
+        data = Data(skip_steps=[])
 
     config: Any = Config
     run = Run(config, TOKENIZER, data, states)
@@ -114,20 +90,20 @@ def test_the_sequences_of_a_step_are_those_that_training_takes() -> None:
 
 
 def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
-    text, out = write_records(tmp_path / "text"), tmp_path / "out"
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
     command("prepare", text, "--out", out)
     common = ["--training.seq_len", 4, "--training.batch_size", 2, "--no-data.shuffle"]
     found = [
         command("at-step", 3, "--training.dataset_path", path, *common) for path in (out, text)
     ]
-    assert found[0] == found[1] and found[0][0] == 0
+    assert found[0] == found[1]
+    assert found[0][0] == 0
     lines = found[0][1].splitlines()
     assert lines[:2] == ["step 3: 2 sequences of 4 tokens", "sequence 4: 1 document"]
     place, _, start = lines[2].rpartition(": ")
-    assert (
-        place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens"
-        and start in "file 0 record 1 word"
-    )
+    assert place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens"
+    assert start in "file 0 record 1 word"
     source = (
         f"--data.source=[{{name='a', path='{text}', format='text', epochs=1}}, {{name='b', "
         f"path='{out}'}}]"
@@ -145,7 +121,8 @@ def test_a_run_without_a_good_checkpoint_has_the_ranks_of_its_last_attempt(tmp_p
 
 
 def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> None:
-    text, out = write_records(tmp_path / "text", 1, 3), tmp_path / "out"
+    text = write_records(tmp_path / "text", 1, 3)
+    out = tmp_path / "out"
     command("prepare", text, "--out", out)
     rows = rows_of(out, epochs=1)
     config = ["--training.dataset_path", out, "--training.seq_len", 8, "--training.epochs", 1]
@@ -179,7 +156,8 @@ def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> Non
 
 
 def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:
-    text, out = write_records(tmp_path / "text"), tmp_path / "out"
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
     command("prepare", text, "--out", out)
     lengths = np.diff(tokenize(list_files(text), TOKENIZER, 2304).offsets)
     for path in (out, text):
@@ -214,7 +192,6 @@ def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:
     sources = json.loads(command("stats", "--json", mixed, *words[2:])[1])["sources"]
     assert [one.pop("share") for one in sources.values()] == [0.75, 0.25]
     same = found.keys() - {"text", "bytes_per_token"}
-    assert same == sources["a"].keys() - {"bytes_per_token"} and all(
-        sources["a"][key] == found[key] for key in same
-    )
+    assert same == sources["a"].keys() - {"bytes_per_token"}
+    assert all(sources["a"][key] == found[key] for key in same)
     assert command("stats", mixed, *words[2:])[1].count("tokens per document") == 2

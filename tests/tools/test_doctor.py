@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite.plan.hardware import INSTANCES
 from titanlite.plan.plan import checkpoint_disk
 from titanlite.start.fit import check_config
@@ -21,7 +22,7 @@ from titanlite.tools.commands import doctor
 from titanlite.tools.commands.doctor import ERROR, OK, WARNING, Finding, checks, examine
 from titanlite.utils import human_bytes
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "launch"
+DOCS = ROOT / "docs" / "launch"
 
 
 def found(check: Callable[[], Iterator[tuple[str, ...]]], status: str) -> str:
@@ -43,16 +44,16 @@ def test_json_has_every_documented_check_and_no_secret(
     report = json.loads(text)
     names = {one["check"] for one in report["findings"]}
     documented = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "local.md").read_text(), re.MULTILINE))
-    assert report["schema"] == 1 and names <= documented == {
-        name.split()[0] for name in checks()
-    } | {"config"}
+    assert report["schema"] == 1
+    assert names <= documented == {name.split()[0] for name in checks()} | {"config"}
     assert {frozenset(one) for one in report["findings"]} == {frozenset(Finding._fields)}
     folders = [one["message"] for one in report["findings"] if one["check"] == "folder"]
     assert any(
         message.startswith(f"{tmp_path} (for {tmp_path}/new/run, which is not")
         for message in folders
     )
-    assert "hf_secret" not in text and "a checkpoint takes about 89.7 GiB" in text
+    assert "hf_secret" not in text
+    assert "a checkpoint takes about 89.7 GiB" in text
     assert "model.tokenizer_path: /no does not exist" in text
     assert code == 1 and "a CPU has no float8 products" in text  # the 8B wants them
 
@@ -87,7 +88,8 @@ def test_a_check_that_hangs_or_fails_is_a_finding(monkeypatch: pytest.MonkeyPatc
         ERROR,
         "first",
     )
-    assert failed.status == WARNING and "OSError: broken" in failed.message
+    assert failed.status == WARNING
+    assert "OSError: broken" in failed.message
 
 
 def test_a_busy_machine_is_waited_for(
@@ -111,8 +113,11 @@ def test_a_busy_machine_is_waited_for(
     assert [one.message for one in examine({"torch": slow, "clock": lambda: iter(())})] == [
         "at last"
     ]
-    assert len(said) >= 3 and said[0].startswith("waiting for torch (") and "Ctrl-C ends" in said[0]
-    assert doctor._SECONDS >= 60 and doctor._COMMAND_SECONDS < doctor._SECONDS
+    assert len(said) >= 3
+    assert said[0].startswith("waiting for torch (")
+    assert "Ctrl-C ends" in said[0]
+    assert doctor._SECONDS >= 60
+    assert doctor._COMMAND_SECONDS < doctor._SECONDS
 
 
 def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
@@ -132,7 +137,8 @@ def test_a_checkpoint_has_the_size_of_the_plan_and_the_disk_of_its_folder(
         lambda folder: asked.append(str(folder)) or SimpleNamespace(free=1),
     )
     size = human_bytes(checkpoint_disk(run, 1.0).checkpoint)
-    assert size == "59.8 GiB" and f"about {size}; " in found(lambda: doctor._config(run), WARNING)
+    assert size == "59.8 GiB"
+    assert f"about {size}; " in found(lambda: doctor._config(run), WARNING)
     assert asked == ["/proc"]
 
 
@@ -153,7 +159,8 @@ def test_the_interface_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostbyname", lambda _: "127.0.1.1")
     assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME=ens5" in found(doctor._network, WARNING)
     monkeypatch.setattr("socket.gethostbyname", lambda _: "10.0.0.7")
-    assert "gloo takes ens5" in found(doctor._network, OK) and not found(doctor._network, WARNING)
+    assert "gloo takes ens5" in found(doctor._network, OK)
+    assert not found(doctor._network, WARNING)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "no interface eth0 has an address" in found(doctor._network, ERROR)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^docker")
@@ -174,8 +181,10 @@ def test_gpus_with_faults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     healthy, errors, warnings = (found(doctor._gpus, status) for status in (OK, ERROR, WARNING))
     assert "GPU 0: NVIDIA A100, 40960 MiB, capability 8.0 (no float8 products)" in healthy
-    assert "GPU 0: 3 uncorrected memory errors" in errors and "GPU 1" not in errors
-    assert "GPU 1: 5000 MiB are in use" in warnings and "GPU 0" not in warnings
+    assert "GPU 0: 3 uncorrected memory errors" in errors
+    assert "GPU 1" not in errors
+    assert "GPU 1: 5000 MiB are in use" in warnings
+    assert "GPU 0" not in warnings
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -194,7 +203,8 @@ def test_the_documented_table_of_instances_is_that_of_the_code() -> None:
     for names, gpus, gpu, memory, efa, rdma, network in re.findall(
         row, (DOCS / "README.md").read_text(), re.M
     ):
-        types, rates = re.findall(r"`([^`]+)`", names), network.split(", ")
+        types = re.findall(r"`([^`]+)`", names)
+        rates = network.split(", ")
         for name, rate in zip(types, rates * (len(types) if len(rates) == 1 else 1), strict=True):
             devices = int(efa.replace("–", "0"))
             documented[name] = (gpu, int(gpus), int(memory), devices, rdma == "yes", int(rate))

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import ROOT
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.tools.cli import main
 from titanlite.tools.drill.config import tiny_config
 from titanlite.tools.drill.drill import SCENARIOS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def drill(
@@ -87,7 +86,9 @@ def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
     assert [(fault["name"], fault["passed"]) for fault in result["faults"]] == [
         (name, True) for name in names
     ]
-    assert result["passed"] and result["kept"] is None and list(tmp_path.glob("titanlite*")) == []
+    assert result["passed"]
+    assert result["kept"] is None
+    assert list(tmp_path.glob("titanlite*")) == []
 
 
 @pytest.mark.soak
@@ -97,10 +98,8 @@ def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
 def test_every_fault_passes(flags: list[str]) -> None:
     done = drill(*flags)
     assert done.returncode == exit_codes.DONE, done.stderr
-    assert (
-        done.stdout == f"{len(SCENARIOS)} of {len(SCENARIOS)} passed\n"
-        and "FAIL" not in done.stderr
-    )
+    assert done.stdout == f"{len(SCENARIOS)} of {len(SCENARIOS)} passed\n"
+    assert "FAIL" not in done.stderr
 
 
 #: A fault of the trainer: file, a piece of the code, what replaces it; the scenario that finds it,
@@ -170,8 +169,12 @@ def test_every_shipped_config_has_a_tiny_copy(file: str) -> None:
         2,
         4096,
     )
-    assert d.checkpoint.enable_checkpoint and d.checkpoint.interval == 2 and d.training.steps == 8
-    assert not d.training.compile and not d.metrics.enable_tensorboard and d.validation.enable
+    assert d.checkpoint.enable_checkpoint
+    assert d.checkpoint.interval == 2
+    assert d.training.steps == 8
+    assert not d.training.compile
+    assert not d.metrics.enable_tensorboard
+    assert d.validation.enable
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,8 @@ def test_parallelism_is_kept_at_degree_two_as_far_as_the_ranks_suffice(
     d = tiny.config
     found = d.training.tensor_parallel_degree, d.experimental.pipeline_parallel_degree
     assert (*found, d.training.data_parallel_replicate_degree) == degrees
-    assert tiny.ranks == (ranks or 4) and tiny.notes[1].endswith(f"data_parallel_shard {shard}")
+    assert tiny.ranks == (ranks or 4)
+    assert tiny.notes[1].endswith(f"data_parallel_shard {shard}")
     assert (f"not tested on {tiny.ranks} ranks: {lost}" in tiny.notes) == bool(lost)
 
 
@@ -225,13 +229,14 @@ def test_features_stay_and_it_writes_only_in_its_own_folder(tmp_path: Path) -> N
     d = tiny_config(
         str(own), [flag for flag in flags if "precious" not in flag and "tensorboard" not in flag]
     ).config
-    assert d.checkpoint.async_mode == "async" and d.activation_checkpoint.mode == "full"
-    assert d.optimizer.name == "Adam" and d.guard.policy == "rollback" and d.validation.enable
-    assert (
-        d.float8.enable_float8_linear
-        and d.float8.emulate
-        and d.float8.filter_fqns == ["attention.wk", "w2"]
-    )
+    assert d.checkpoint.async_mode == "async"
+    assert d.activation_checkpoint.mode == "full"
+    assert d.optimizer.name == "Adam"
+    assert d.guard.policy == "rollback"
+    assert d.validation.enable
+    assert d.float8.enable_float8_linear
+    assert d.float8.emulate
+    assert d.float8.filter_fqns == ["attention.wk", "w2"]
     assert d.checkpoint.milestones == [] and d.training.loss_chunks == 2, (
         "they would not work, or change the scenarios"
     )

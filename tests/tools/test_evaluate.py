@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import write_texts
-from tests.pool import Pools
-from tests.training.test_run import _run
+from tests.support.commands import evaluate_run
+from tests.support.pool import Pools
+from tests.support.processes import ROOT
+from tests.support.texts import write_texts
+from tests.support.whole_runs import train_run
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest
 from titanlite.config.errors import ConfigError
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.cli import main
 from titanlite.tools.commands.checkpoint import checkpoint_of
-from titanlite.tools.commands.evaluate import config_of, evaluate, read_texts
+from titanlite.tools.commands.evaluate import config_of, read_texts
 from titanlite.training.validation import ValidationResult
 
 LAYOUTS = {
@@ -46,16 +47,9 @@ def _train(pool: Pools, folder: Path, *flags: str) -> dict[str, Any]:
         f"--training.dataset_path={text}",
         "--optimizer.lr=0.1",
     ]
-    rows = pool(2).run(_run, str(folder / "run"), *own, *flags)[0]["rows"]
+    rows = pool(2).run(train_run, str(folder / "run"), *own, *flags)[0]["rows"]
     text.unlink()
     return next(row for row in reversed(rows) if "validation_loss" in row)
-
-
-def _evaluate(world: DistEnv, folder: Path, *flags: str) -> ValidationResult:
-    step = checkpoint_of(folder)
-    manifest = read_manifest(step)
-    run = config_of(step, manifest, None, flags, world.size)
-    return evaluate(run, world, *read_texts(run, step, manifest))
 
 
 def _contents(folder: Path) -> dict[str, tuple[int, int]]:
@@ -86,9 +80,11 @@ def test_it_equals_the_figures_of_the_run_to_the_last_bit(
         else (tmp_path / "run", _train(pool, tmp_path, *LAYOUTS[layout]))
     )
     before = _contents(folder)
-    assert all(_equal(result, row) for result in pool(2).run(_evaluate, folder))
+    assert all(_equal(result, row) for result in pool(2).run(evaluate_run, folder))
     assert _contents(folder) == before
-    on_one = pool(1).run(_evaluate, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[0]
+    on_one = pool(1).run(evaluate_run, folder, *(flag[:-1] + "1" for flag in LAYOUTS[layout][:1]))[
+        0
+    ]
     if layout == "fsdp":  # one rank reads half as many sequences in so many steps
         assert on_one.all.tokens == row["validation_tokens"] / 2
     else:
@@ -111,11 +107,13 @@ def test_the_command_prints_one_json_object(
         [*command, "--validation.batch_size=8"], capture_output=True, text=True, cwd=tmp_path
     )
     found = json.loads(done.stdout)
-    assert done.returncode == 0 and (found["step"], found["ranks"]) == (2, 1)
+    assert done.returncode == 0
+    assert (found["step"], found["ranks"]) == (2, 1)
     assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6), (
         "twice the batch on half the ranks"
     )
-    assert found["tokens"] == row["validation_tokens"] and set(found["sources"]) == {
+    assert found["tokens"] == row["validation_tokens"]
+    assert set(found["sources"]) == {
         "c4_test",
         "c4_validation",
     }
@@ -128,11 +126,9 @@ def test_torchrun_starts_its_ranks_and_one_prints_the_table(
     command = [sys.executable, "-m", "titanlite", "evaluate", str(trained[0]), "--nproc-per-node=2"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     title, head, *rows = done.stdout.splitlines()
-    assert (
-        done.returncode == 0
-        and title.endswith("step-2")
-        and head.split() == ["text", "loss", "perplexity", "tokens"]
-    )
+    assert done.returncode == 0
+    assert title.endswith("step-2")
+    assert head.split() == ["text", "loss", "perplexity", "tokens"]
     assert [line.split()[0] for line in rows] == ["c4_test", "c4_validation", "all"]
     assert rows[-1].split()[1] == f"{trained[1]['validation_loss']:.4f}"
 
@@ -143,14 +139,12 @@ def test_weights_of_another_tokenizer_are_refused(
     step = checkpoint_of(trained[0])
     manifest = read_manifest(step)
     flags = [
-        f"--model.tokenizer_path={Path(__file__).parents[2] / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
+        f"--model.tokenizer_path={ROOT / 'titanlite/data/assets/tokenizer.model'}"  # noqa: E501
     ]
     run = config_of(step, manifest, None, [*flags, "--model.name=llama2"], 1)
     with pytest.raises(CheckpointError, match=r"another .*tokenizer.*--checkpoint\.allow_changes="):
         read_texts(run, step, manifest)
     with pytest.raises(ConfigError, match="tensor_parallel 3"):
         config_of(step, manifest, None, ["--training.tensor_parallel_degree=3"], 1)
-    assert (
-        main(["evaluate", str(tmp_path), "--nproc-per-node=2"]) == 4
-        and "holds no checkpoints" in capsys.readouterr().err
-    )
+    assert main(["evaluate", str(tmp_path), "--nproc-per-node=2"]) == 4
+    assert "holds no checkpoints" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.test_sample import hf_folder
+from tests.support.hf import hf_folder
 from titanlite import exit_codes
 from titanlite.tools.cli import main
 
@@ -52,7 +52,8 @@ def test_every_kind_of_request_equals_the_harness_own_backend(
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    folder, tasks = hf_folder(tmp_path / "model"), _tasks(tmp_path)
+    folder = hf_folder(tmp_path / "model")
+    tasks = _tasks(tmp_path)
     words = [
         "eval",
         str(folder),

@@ -33,11 +33,15 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_the_exit_code_says_whether_it_fits(plan: Any) -> None:
     code, out, _ = plan("llama3_8b.toml", *H100, "--json")
     found = json.loads(out)
-    assert code == 0 and found["fits"] and found["margin_gib"] > 0
+    assert code == 0
+    assert found["fits"]
+    assert found["margin_gib"] > 0
     code, out, _ = plan("llama3_8b.toml", *H100, "--json", "--training.batch_size=4")
-    assert code == exit_codes.OUT_OF_MEMORY and json.loads(out)["margin_gib"] < 0
+    assert code == exit_codes.OUT_OF_MEMORY
+    assert json.loads(out)["margin_gib"] < 0
     code, out, _ = plan("llama3_8b.toml", *H100, "--training.batch_size=4")
-    assert code == exit_codes.OUT_OF_MEMORY and "does not fit" in out.splitlines()[0]
+    assert code == exit_codes.OUT_OF_MEMORY
+    assert "does not fit" in out.splitlines()[0]
 
 
 def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
@@ -59,14 +63,17 @@ def test_the_report_names_parts_time_and_cost(plan: Any) -> None:
     assert found["steps"] == -(-(10**9) // found["tokens_per_step"]) == 1908
     cost = f"{2 * 98.32 * found['hours']:,.0f} ("
     assert f"1,908 steps, 1.0B tokens in {found['hours']:.1f} hours (" in out
-    assert f", for {cost}" in out and ") at 98.32 per machine and hour" in out
+    assert f", for {cost}" in out
+    assert ") at 98.32 per machine and hour" in out
     assert found["cost"] is None
 
 
 def test_without_hardware_it_shows_the_fewest_gpus_of_each_kind(plan: Any) -> None:
     code, out, _ = plan("llama3_8b.toml", "--json")
     found = {entry["gpu"]: entry for entry in json.loads(out)}
-    assert code == 0 and all(entry["fits"] for entry in found.values()) and "l4-24g" not in found
+    assert code == 0
+    assert all(entry["fits"] for entry in found.values())
+    assert "l4-24g" not in found
     for name, entry in found.items():
         half = str(entry["world_size"] // 2)
         assert (
@@ -121,7 +128,8 @@ def test_the_section_launch_is_the_hardware(plan: Any) -> None:
 )
 def test_errors_say_what_to_do(plan: Any, words: list[str], said: str) -> None:
     code, out, error = plan(*words)
-    assert (code, out) == (exit_codes.CONFIG, "") and said in error
+    assert (code, out) == (exit_codes.CONFIG, "")
+    assert said in error
 
 
 @pytest.mark.parametrize(
@@ -147,10 +155,8 @@ def test_the_page_draws_the_step_and_fetches_nothing(plan: Any, tmp_path: Path) 
     assert not re.search(r"https?://|<link|src=", page)
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     sums = [sum(values) for _, values in data["moments"]]
-    assert (
-        max(sums) == pytest.approx(found["peak_gib"], abs=0.01)
-        and f">peak {max(sums):.2f} GiB<" in page
-    )
+    assert max(sums) == pytest.approx(found["peak_gib"], abs=0.01)
+    assert f">peak {max(sums):.2f} GiB<" in page
     assert data["moments"][sums.index(max(sums))][0] == f"{found['phase']} {found['module']}"
     # The highest point of all areas is the peak, on the scale of the marked memory of the GPU.
     heights = [

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from tests.data.hub_server import HubServer
-from tests.data.test_shards import TEXTS, write_c4
-from tests.processes import ended, python
-from tests.tools.conftest import Command
-from tests.tools.test_data_command import TOKENIZER, contents, rows_of, write_records
+from tests.support.commands import Command
+from tests.support.hub_server import HubServer
+from tests.support.processes import ended, python
+from tests.support.shards import TEXTS, write_c4
+from tests.support.texts import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
 from titanlite.data.sources import BUNDLED, iter_records, list_files
@@ -46,11 +46,10 @@ def texts_of(folder: Path) -> list[str]:
 def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     code, out = command("prepare", text, "--out", tmp_path / "out")
-    assert code == 0 and "out: 60 documents, " in out
-    corpus, files = (
-        tokenize(list_files(text), TOKENIZER, TOKENIZER.vocab_size),
-        files_of(tmp_path / "out"),
-    )
+    assert code == 0
+    assert "out: 60 documents, " in out
+    corpus = tokenize(list_files(text), TOKENIZER, TOKENIZER.vocab_size)
+    files = files_of(tmp_path / "out")
     assert files.read(0, files.size).tolist() == corpus.tokens.tolist()
     assert files.offsets.tolist() == corpus.offsets.tolist()
     records = list(iter_records(list_files(text)))
@@ -58,7 +57,8 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
         (str(record.file), record.number) for record in records
     ]
     size = sum(len(record.text) for record in records)
-    assert files.index is not None and files.index["text_bytes"] == size
+    assert files.index is not None
+    assert files.index["text_bytes"] == size
     assert f"{size / files.size:.2f} bytes per token" in out
 
 
@@ -71,7 +71,8 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
     file = tmp_path / f"big.{kind}"
     content = "".join(f"{line}\n" for line in lines)
     if kind == "parquet":
-        parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
         rows = {"text": [json.loads(line)["text"] for line in lines if line]}
         parquet.write_table(
             pyarrow.table(rows), file, row_group_size=7, compression="none", use_dictionary=False
@@ -84,7 +85,8 @@ def test_a_large_file_is_shared_by_any_number_of_processes(
         words = ["prepare", file, "--part-tokens", 400, "--workers", workers]
         assert command(*words, "--out", tmp_path / str(workers))[0] == 0
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
-    corpus, files = tokenize([file], TOKENIZER, TOKENIZER.vocab_size), files_of(tmp_path / "1")
+    corpus = tokenize([file], TOKENIZER, TOKENIZER.vocab_size)
+    files = files_of(tmp_path / "1")
     assert files.read(0, files.size).tolist() == corpus.tokens.tolist()
     assert files.offsets.tolist() == corpus.offsets.tolist()
     groups = {part.file.name[:10] for part in files.parts}
@@ -107,9 +109,8 @@ def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Comma
     code, printed = command(
         "prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part-tokens", 30
     )
-    assert (
-        code == 2 and "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
-    )
+    assert code == 2
+    assert "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
 
 def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
@@ -118,22 +119,24 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
     records = [
         {"q": "why " * (n % 5) + "ask", "a": " say" + " so" * (n * 7 % 11)} for n in range(80)
     ]
-    text, out = tmp_path / "a.jsonl", tmp_path / "out"
+    text = tmp_path / "a.jsonl"
+    out = tmp_path / "out"
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert (
         command("prepare", text, "--out", out, "--prompt-key", "q", "--completion-key", "a")[0] == 0
     )
     files = files_of(out)
-    ids, targets = files.read(0, files.size), files.is_target(0, files.size)
+    ids = files.read(0, files.size)
+    targets = files.is_target(0, files.size)
     ends = TOKENIZER.decode([TOKENIZER.eos_id])
     assert TOKENIZER.decode(ids[targets].tolist()) == "".join(
         record["a"] + ends for record in records
     )
     config = ["--training.dataset_path", out, "--training.seq_len", 16, "--training.epochs", 1]
     code, printed = command("peek", *config, "--no-data.shuffle", "--ids", "--rows", 9)
-    assert (
-        code == 0 and "[[why ask]]" in printed.replace("<|begin_of_text|>", "") and "say" in printed
-    )
+    assert code == 0
+    assert "[[why ask]]" in printed.replace("<|begin_of_text|>", "")
+    assert "say" in printed
 
     def best_fit(path: Path, **fields: Any) -> Any:
         return rows_of(
@@ -143,8 +146,10 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
             data={"packing": "best-fit", "mask_documents": True, **fields},
         )
 
-    prepared, whole = best_fit(out), best_fit(text, prompt_key="q", completion_key="a")
-    assert prepared.settings == whole.settings and prepared.total_sequences == whole.total_sequences
+    prepared = best_fit(out)
+    whole = best_fit(text, prompt_key="q", completion_key="a")
+    assert prepared.settings == whole.settings
+    assert prepared.total_sequences == whole.total_sequences
     assert "best-fit with" in prepared.describe()
     for epoch in range(2):
         found = range(
@@ -165,8 +170,10 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(
 def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     tmp_path: Path, command: Command
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    text, records = tmp_path / "text.jsonl", itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
+    text = tmp_path / "text.jsonl"
+    records = itertools.islice(iter_records(BUNDLED["c4_test"]), 800)
     text.write_text("".join(json.dumps({"text": record.text}) + "\n" for record in records))
     words = ["prepare", str(text), "--part-tokens", "5000", "--workers", "1", "--out"]
     assert command(*words, whole)[0] == 0
@@ -176,35 +183,42 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(
     )
     deadline = time.monotonic() + 300
     while len(list(killed.glob("part-*.json"))) < 8:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.005)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert all(ended(int(worker)) for worker in workers)  # they end with their parent
     done = sorted(killed.glob("part-*.json"))
-    assert (
-        8 <= len(done) < len(list(whole.glob("*.tokens"))) and not (killed / "index.json").exists()
-    )
-    kept, damaged = done[0].with_suffix(".tokens"), done[1].with_suffix(".tokens")
-    written, content = os.stat(kept).st_mtime_ns, bytearray(damaged.read_bytes())
+    assert 8 <= len(done) < len(list(whole.glob("*.tokens")))
+    assert not (killed / "index.json").exists()
+    kept = done[0].with_suffix(".tokens")
+    damaged = done[1].with_suffix(".tokens")
+    written = os.stat(kept).st_mtime_ns
+    content = bytearray(damaged.read_bytes())
     content[100] ^= 1
     damaged.write_bytes(content)
-    assert command(*words, killed)[0] == 0 and os.stat(kept).st_mtime_ns == written
+    assert command(*words, killed)[0] == 0
+    assert os.stat(kept).st_mtime_ns == written
     assert contents(killed) == contents(whole)
     # A finished folder is checked, and what is damaged is made again.
     assert "killed is complete already, and its checksums are right" in command(*words, killed)[1]
     damaged.write_bytes(content)
     assert "complete already" not in command(*words, killed)[1]
-    assert contents(killed) == contents(whole) and os.stat(kept).st_mtime_ns == written
+    assert contents(killed) == contents(whole)
+    assert os.stat(kept).st_mtime_ns == written
 
 
 def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
-    text, out = write_records(tmp_path / "text"), tmp_path / "out"
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
     words = ["prepare", text, "--out", out, "--part-tokens", 100, "--workers", 1]
     (text / "2.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     code, printed = command(*words)
-    assert code == 2 and "2.jsonl, line 2" in printed and not (out / "index.json").exists()
+    assert code == 2
+    assert "2.jsonl, line 2" in printed
+    assert not (out / "index.json").exists()
     first = {path.name: path.stat().st_mtime_ns for path in out.glob("part-00000*")}
     assert first
     (out / ".part-00000-0000.json.1").touch()  # half-written by a process that was killed
@@ -243,10 +257,8 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         hub.fail("*00001-of*", status=503, times=2)
         hub.fail("*00002-of*", status=404, times=None)
         failed = python(*words, tmp_path / "out", env=env)
-        assert (
-            failed.returncode == 2
-            and "c4-train.00002-of-00003.json.gz cannot be read" in failed.stderr
-        )
+        assert failed.returncode == 2
+        assert "c4-train.00002-of-00003.json.gz cannot be read" in failed.stderr
         kept = {
             path: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("part-00000*.tokens")
         }
@@ -271,26 +283,29 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
         assert code == 0, printed
     assert texts_of(tmp_path / "out") == [record.text for record in iter_records(list_files(text))]
     code, printed = command("prepare", f"{server.url}/files/0.jsonl", "--out", tmp_path / "none")
-    assert code == 2 and "/files/0.jsonl cannot be read" in printed
+    assert code == 2
+    assert "/files/0.jsonl cannot be read" in printed
 
 
 def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
-    text, out = write_records(tmp_path / "text"), tmp_path / "out"
+    text = write_records(tmp_path / "text")
+    out = tmp_path / "out"
     with RunLock(out):
         code, printed = command("prepare", text, "--out", out)
-        assert (
-            code == 2
-            and f"{out} is being prepared by another process" in printed
-            and str(os.getpid()) in printed
-        )
+        assert code == 2
+        assert f"{out} is being prepared by another process" in printed
+        assert str(os.getpid()) in printed
     assert command("prepare", text, "--out", out)[0] == 0
     before = contents(out)
     for other in (["--text-key", "body"], ["--part-tokens", "9"]):
         code, printed = command("prepare", text, "--out", out, *other)
-        assert code == 2 and f"holds tokens of {text} with another options" in printed
+        assert code == 2
+        assert f"holds tokens of {text} with another options" in printed
     code, printed = command("prepare", text, "--out", text)
-    assert code == 2 and "text holds other files (0.jsonl, …)" in printed
-    assert contents(out) == before and len(contents(text)) == 3
+    assert code == 2
+    assert "text holds other files (0.jsonl, …)" in printed
+    assert contents(out) == before
+    assert len(contents(text)) == 3
     (tmp_path / "empty.jsonl").touch()
     for words, error in (
         ([tmp_path / "none"], f"SOURCE: {tmp_path / 'none'} does not exist"),
@@ -302,7 +317,8 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
         ),
     ):
         code, printed = command("prepare", *words, "--out", tmp_path / "new")
-        assert code == 2 and error in printed
+        assert code == 2
+        assert error in printed
 
 
 def test_a_disk_that_is_too_small_is_named_first(
@@ -310,8 +326,6 @@ def test_a_disk_that_is_too_small_is_named_first(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
     code, printed = command("prepare", write_records(tmp_path / "text"), "--out", tmp_path / "out")
-    assert (
-        code == 2
-        and "or more, and 10 B are free" in printed
-        and not list(tmp_path.glob("out/part-*"))
-    )
+    assert code == 2
+    assert "or more, and 10 B are free" in printed
+    assert not list(tmp_path.glob("out/part-*"))

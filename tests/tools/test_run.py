@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT, python
+from tests.support.processes import ROOT, python
 from titanlite import exit_codes
 from titanlite.parallel.process import TUNABLES
 from titanlite.tools.cli import main
@@ -103,10 +103,8 @@ def test_one_of_several_machines(start) -> None:
 
 def test_section_launch(start, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     several = ["debug_model.toml", "--nproc=1", "--launch.nodes=2"]
-    assert (
-        start(*several) == exit_codes.CONFIG
-        and "set launch.system to submit it" in capsys.readouterr().err
-    )
+    assert start(*several) == exit_codes.CONFIG
+    assert "set launch.system to submit it" in capsys.readouterr().err
     assert "--nnodes 2" in start(*several, "--nnodes=2", "--master=a")
     assert "rdzv_endpoint localhost:0" in start(*several, "--nnodes=1")
     assert "--nproc_per_node 1" in start("debug_model.toml", "--nproc=1", "--launch.system=slurm")
@@ -128,10 +126,8 @@ def test_rank_0_alone_has_the_terminal_to_itself(start, monkeypatch: pytest.Monk
         "debug_model.toml", "--nproc=3"
     )
     assert "--local-ranks-filter 0 -m titanlite train" in start("debug_model.toml", "--nproc=1")
-    assert (
-        "--tee 3 " in start("debug_model.toml", "--nproc=16")
-        and os.environ.pop("FORCE_COLOR") == "1"
-    )
+    assert "--tee 3 " in start("debug_model.toml", "--nproc=16")
+    assert os.environ.pop("FORCE_COLOR") == "1"
     monkeypatch.setenv("LOG_RANK", "1")
     assert "--local-ranks-filter 1 --role rank --tee 3 " in start("debug_model.toml", "--nproc=3")
     os.environ.pop("FORCE_COLOR")
@@ -146,13 +142,13 @@ def test_one_rank_per_visible_gpu(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert (
-        "--nproc_per_node 4 " in start("debug_model.toml") and "OMP_NUM_THREADS" not in os.environ
-    )
+    assert "--nproc_per_node 4 " in start("debug_model.toml")
+    assert "OMP_NUM_THREADS" not in os.environ
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert "--nproc_per_node 2 " in start("debug_model.toml")
     monkeypatch.setenv("NGPU", "5")
-    assert start("debug_model.toml") == exit_codes.CONFIG and "2 GPU(s)" in capsys.readouterr().err
+    assert start("debug_model.toml") == exit_codes.CONFIG
+    assert "2 GPU(s)" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert run.count_gpus() == 0
 
@@ -165,7 +161,8 @@ def test_wrong_settings_are_named(
     start, monkeypatch: pytest.MonkeyPatch, capsys, name, value, text
 ) -> None:
     monkeypatch.setenv(name, value)
-    assert start("debug_model.toml") == exit_codes.CONFIG and text in capsys.readouterr().err
+    assert start("debug_model.toml") == exit_codes.CONFIG
+    assert text in capsys.readouterr().err
 
 
 def test_it_submits_to_the_system_of_the_config(

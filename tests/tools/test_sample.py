@@ -10,45 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tests.data.test_chat import LLAMA3
-from tests.golden_run import GoldenRun
+from tests.support.golden_run import GoldenRun
+from tests.support.hf import hf_folder
 from titanlite import exit_codes
-from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER
-from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS
 from titanlite.tools.cli import main
 from titanlite.tools.hub.convert import convert
-
-
-def hf_folder(folder: Path) -> Path:
-    """A random Llama with the bundled tokenizer and a chat template, as `transformers` saves it."""
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    config = LlamaConfig(
-        **sizes,
-        num_key_value_heads=2,
-        vocab_size=2304,
-        max_position_embeddings=96,
-        initializer_range=0.3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    made = TikTokenConverter(
-        vocab_file=str(BUNDLED_TOKENIZER),
-        pattern=SPLIT_PATTERN,
-        extra_special_tokens=list(SPECIAL_TOKENS),
-    ).converted()
-    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=LLAMA3, **names).save_pretrained(
-        folder
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +41,23 @@ def sample(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_a_hugging_face_folder_continues_as_transformers_does(hf: Path, sample: Any) -> None:
     prompts = ["Once upon a time", "A naïve question:"]
     found = sample(hf, *prompts, "--greedy", "--max-tokens=64", "--json")
-    model, tokenizer = (
-        LlamaForCausalLM.from_pretrained(hf).eval(),
-        PreTrainedTokenizerFast.from_pretrained(hf),
-    )
+    model = LlamaForCausalLM.from_pretrained(hf).eval()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
     for prompt, one in zip(prompts, found["samples"], strict=True):
         ids = torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(prompt)]])
         theirs = model.generate(
             ids, do_sample=False, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id
         )
-        assert one["ids"] == theirs[0, ids.size(1) :].tolist() and one["prompt_tokens"] == ids.size(
-            1
-        )
-        assert one["text"] == tokenizer.decode(one["ids"]) and one["finish"] == "length"
+        assert one["ids"] == theirs[0, ids.size(1) :].tolist()
+        assert one["prompt_tokens"] == ids.size(1)
+        assert one["text"] == tokenizer.decode(one["ids"])
+        assert one["finish"] == "length"
     out, err = sample(hf, *prompts, "--temperature=0", "--max-tokens=64", "--batch-size=1")
     assert out == "\n".join(
         f"{prompt}{one['text']}\n" for prompt, one in zip(prompts, found["samples"], strict=True)
     )
-    assert "128 tokens, " in err and "tokens/s" in err
+    assert "128 tokens, " in err
+    assert "tokens/s" in err
 
 
 def test_chat_renders_the_template_and_ends_with_the_turn(
@@ -98,7 +67,8 @@ def test_chat_renders_the_template_and_ends_with_the_turn(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(hf)
     message = [{"role": "user", "content": "Hello"}]
     wanted = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    assert one["prompt_tokens"] == len(wanted) and one["finish"] == "context"
+    assert one["prompt_tokens"] == len(wanted)
+    assert one["finish"] == "context"
     assert one["prompt_tokens"] + len(one["ids"]) == 96
     # A model that says <|eot_id|> at once: its logits are those of the last weights, so bend them.
     folder = hf_folder(tmp_path / "ends")
@@ -130,9 +100,8 @@ def test_prompts_of_a_run_come_from_files_and_standard_input(
         "-",
     ]
     found = sample(golden.folder, *words)
-    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"] and found[
-        "step"
-    ] == 24
+    assert [one["prompt"] for one in found["samples"]] == ["Three", "One", "Two"]
+    assert found["step"] == 24
     monkeypatch.setattr(sys, "stdin", io.StringIO("Three\n"))
     again = sample(golden.folder / "checkpoint" / "step-24", *words, "--batch-size=2")
     assert again["samples"] == found["samples"], "the same seed, whatever is in a batch"

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from tests.golden_run import MORE, GoldenRun
-from tests.scripts.test_cli_docs import commands
+from tests.support.commands import commands
+from tests.support.golden_run import MORE, GoldenRun
 from tests.tools.poison import (
     CODE,
     SAYS,
@@ -186,7 +186,9 @@ def test_what_is_only_shown_is_not_run(poisoned: Poisoned, command: str) -> None
     poison(poisoned.step, code_config(poisoned.evil, "beside"), poisoned.evil.named("SPEC"))
     code, said = poisoned.call(command, SHOWS[command])
     assert code == (1 if command == "config diff" else 0) or "equal" in said, said
-    assert not poisoned.evil.ran and SAYS not in said and SECRET not in said
+    assert not poisoned.evil.ran
+    assert SAYS not in said
+    assert SECRET not in said
 
 
 @pytest.mark.parametrize("command", sorted(MODEL))
@@ -194,7 +196,8 @@ def test_a_model_that_the_manifest_names_is_not_imported(poisoned: Poisoned, com
     path = poisoned.evil.named("SPEC", "beside" if command == "sample" else "file")
     poison(poisoned.step, family=path)
     code, said = poisoned.call(command, MODEL[command])
-    assert not poisoned.evil.ran and not poisoned.out.exists()
+    assert not poisoned.evil.ran
+    assert not poisoned.out.exists()
     assert code == exit_codes.CONFIG
     _names(said, poisoned.step / "manifest.json", "config.model.family", path)
     _, said = poisoned.call(command, MODEL[command], trust.FLAG)
@@ -211,7 +214,8 @@ def test_code_that_a_kept_config_names_is_not_imported(
     poison(poisoned.step, values)
     file = "manifest.json" if "{step}" in words else "config.toml"
     code, said = poisoned.call(command, words)
-    assert code == exit_codes.CONFIG and not poisoned.evil.ran
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
     for key in keys:
         _names(said, file, key, poisoned.evil.named(CODE[key], way))
     assert said.count(trust.FLAG) == len(keys) + (
@@ -231,7 +235,8 @@ def test_a_rank_of_evaluate_refuses_too(poisoned: Poisoned) -> None:
 
     poison(poisoned.step, code_config(poisoned.evil, "beside"))
     code = _evaluate_rank(str(poisoned.step), None, [], as_json=False, trust_code=False)
-    assert code == exit_codes.CONFIG and not poisoned.evil.ran
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
     _names(poisoned.capsys.readouterr().err, "manifest.json", "validation.dataset", "evil")
 
 
@@ -246,8 +251,10 @@ def test_variables_and_other_files_that_a_kept_config_names_are_not_read(
     keys = ("training.dataset_path", "validation.dataset_path")
     poison(poisoned.step, {"job.extends": [str(other)], **dict.fromkeys(keys, url)})
     code, said = poisoned.call(command, words)
-    assert code == exit_codes.CONFIG and not poisoned.evil.ran
-    assert SECRET not in said and server[1:] == []
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
+    assert SECRET not in said
+    assert server[1:] == []
     file = "manifest.json" if "{step}" in words else "config.toml"
     for key in keys:
         _names(said, file, key, f"${{{VARIABLE}}}")
@@ -268,7 +275,9 @@ def test_a_flag_of_the_user_replaces_what_the_checkpoint_names(poisoned: Poisone
     poison(poisoned.step, {"validation.dataset": poisoned.evil.named("texts")})
     words = ["{step}", "--nproc-per-node=1"]
     _, said = poisoned.call("evaluate", words, "--validation.dataset=c4_test")
-    assert "started" in said and trust.FLAG not in said and not poisoned.evil.ran
+    assert "started" in said
+    assert trust.FLAG not in said
+    assert not poisoned.evil.ran
 
 
 def test_the_code_of_ones_own_config_needs_no_flag(poisoned: Poisoned) -> None:
@@ -348,7 +357,8 @@ def _is_announced(said: str, evil: Evil, value: str) -> None:
 def test_a_torch_file_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
     import torch
 
-    file, path = tmp_path / "weights.pt", poisoned.evil.named("SPEC")
+    file = tmp_path / "weights.pt"
+    path = poisoned.evil.named("SPEC")
     assert main(["checkpoint", "convert", str(poisoned.step), str(file), "--to", "torch"]) == 0
     content = torch.load(file, weights_only=True)
     content["model"]["family"] = path
@@ -372,11 +382,12 @@ def test_a_torch_file_with_an_object_is_refused(poisoned: Poisoned, tmp_path: Pa
     torch.save({"state_dict": {}, "model": Pickled(poisoned.evil.mark)}, tmp_path / "evil.pt")
     for command in ("export", "sample"):
         code, _ = poisoned.call(command, [str(tmp_path / "evil.pt"), "{out}"])
-        assert code == exit_codes.CHECKPOINT and not poisoned.evil.ran
+        assert code == exit_codes.CHECKPOINT
+        assert not poisoned.evil.ran
 
 
 def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    from tests.tools.test_sample import hf_folder
+    from tests.support.hf import hf_folder
 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
@@ -388,14 +399,16 @@ def test_a_hugging_face_folder_runs_no_code(poisoned: Poisoned, tmp_path: Path) 
     for command, words in calls:
         code, said = poisoned.call(command, words)
         assert code == 0, said
-        assert not poisoned.evil.ran and SAYS not in said
+        assert not poisoned.evil.ran
+        assert SAYS not in said
     code, said = poisoned.call("sample", [str(folder), "text", "--chat", "--device=cpu"])
-    assert code == exit_codes.CONFIG and not poisoned.evil.ran
+    assert code == exit_codes.CONFIG
+    assert not poisoned.evil.ran
     assert "SecurityError" in said or "refuses it" in said
 
 
 def test_a_config_json_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    from tests.tools.test_sample import hf_folder
+    from tests.support.hf import hf_folder
 
     folder = hf_folder(tmp_path / "hf")
     poison_hf(folder, poisoned.evil)
@@ -419,7 +432,8 @@ def test_tokens_with_objects_are_refused(poisoned: Poisoned, tmp_path: Path) -> 
 
 
 def test_the_index_of_prepared_tokens_names_no_code(poisoned: Poisoned, tmp_path: Path) -> None:
-    text, folder = tmp_path / "text.jsonl", tmp_path / "tokens"
+    text = tmp_path / "text.jsonl"
+    folder = tmp_path / "tokens"
     text.write_text("".join(json.dumps({"text": f"line {n}"}) + "\n" for n in range(900)))
     assert main(["data", "prepare", str(text), "--out", str(folder), "--workers=1"]) == 0
     index = json.loads((folder / "index.json").read_text())
@@ -480,13 +494,13 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
     poisoned: Poisoned, tmp_path: Path
 ) -> None:
     """The user's own config names the code; the manifest's record is only compared."""
-    from tests.golden_run import FLAGS
-    from tests.training.test_run import TINY
+    from tests.support.golden_run import FLAGS
+    from tests.support.tiny import TWENTY_STEPS
     from titanlite.tools.drill.ranks import train
 
     values = code_config(poisoned.evil, "beside")
     poison(poisoned.step, values, poisoned.evil.named("SPEC"), same_text=True)
-    flags = ["--job.config_file=debug_model.toml", *TINY, *FLAGS]
+    flags = ["--job.config_file=debug_model.toml", *TWENTY_STEPS, *FLAGS]
     resumed = [*flags, f"--training.steps={MORE + 1}", f"--job.dump_folder={poisoned.run}"]
     codes, said = train(resumed, 2, tmp_path / "console")
     assert codes == [0, 0] and f"resumed from step {MORE}" in said, said
@@ -504,7 +518,8 @@ def test_training_from_a_poisoned_checkpoint_runs_none_of_its_code(
 def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
     golden: GoldenRun, tmp_path: Path
 ) -> None:
-    step, evil = run_folder(golden, tmp_path / "run"), make_evil(tmp_path / "evil")
+    step = run_folder(golden, tmp_path / "run")
+    evil = make_evil(tmp_path / "evil")
     for folder in (step, tmp_path / "run"):
         (folder / "xxhash.py").write_text(evil.file.read_text())
     words = [
@@ -519,7 +534,8 @@ def test_ranks_take_no_module_of_the_folder_in_which_the_user_stands(
         words, cwd=tmp_path / "run", env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == MORE and not evil.ran
+    assert json.loads(done.stdout)["step"] == MORE
+    assert not evil.ran
 
 
 # The code

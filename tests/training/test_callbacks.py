@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from tests.pool import Pools
-from tests.processes import python
-from tests.training.test_run import TINY, _trainer
+from tests.support.pool import Pools
+from tests.support.processes import python
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.whole_runs import make_trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
 from titanlite.checkpoint.manifest import read_manifest
@@ -50,7 +51,8 @@ class Note(Callback):
         self.complete = all(p.grad is not None for p in trainer.parts.model.parameters())
 
     def on_step_end(self, trainer: Trainer, result: Any) -> None:
-        assert self.complete and result.loss.ndim == 0
+        assert self.complete
+        assert result.loss.ndim == 0
         self.calls.append(("step", trainer.step))
 
     def on_log(self, trainer: Trainer, figures: Any) -> None:
@@ -72,7 +74,7 @@ class Note(Callback):
 
 
 def _noted(world: DistEnv, folder: str, *flags: str) -> list[Any]:
-    trainer = _trainer(world, folder, *FLAGS, *flags)
+    trainer = make_trainer(world, folder, *FLAGS, *flags)
     note = Note()
     # First in the list: titanlite's own show what they do after it.
     trainer.callbacks = Callbacks([*trainer.parts.callbacks, note])
@@ -114,7 +116,7 @@ class RaisesAtALog(Callback):
 
 
 def _raised(world: DistEnv, folder: str, kind: type[Callback]) -> str:
-    trainer = _trainer(world, folder, *FLAGS)
+    trainer = make_trainer(world, folder, *FLAGS)
     trainer.callbacks = Callbacks([*trainer.parts.callbacks, kind()])
     with pytest.raises(CallbackError) as caught:
         trainer.train()
@@ -199,10 +201,8 @@ class Needs(Callback):
 def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        resolve("os.path:join") is os.path.join
-        and resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
-    )
+    assert resolve("os.path:join") is os.path.join
+    assert resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "mine.py").write_text(SOURCE)
     (tmp_path / "here.py").write_text(SOURCE)
@@ -248,11 +248,9 @@ def test_what_cannot_be_loaded_is_a_config_error(
         load_callbacks([path, "os:also_missing"], "run.toml:7")
     problem, other = caught.value.problems
     assert (problem.key, problem.where) == ("job.callbacks", "run.toml:7")
-    assert (
-        repr(path) in problem.message
-        and words in problem.message
-        and "also_missing" in other.message
-    )
+    assert repr(path) in problem.message
+    assert words in problem.message
+    assert "also_missing" in other.message
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
 
 
@@ -279,7 +277,7 @@ def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None, t
             )
 
     try:
-        trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
+        trainer = make_trainer(world, folder, "--training.steps=1", "--debug.deterministic")
         trainer.callbacks = Callbacks([*trainer.parts.callbacks, Look()])
         trainer.train()
     finally:
@@ -299,14 +297,16 @@ def _groups_made(world: DistEnv, folder: str) -> list[int]:
     """The step at each process group that was made, in a run that saves in the background; -1:
     before the trainer.
     """
-    real, made, trainer = distributed_c10d._new_process_group_helper, list[int](), None
+    real = distributed_c10d._new_process_group_helper
+    made = list[int]()
+    trainer = None
 
     def make(*args: Any, **more: Any) -> Any:
         made.append(trainer.step if trainer else -1)
         return real(*args, **more)
 
     with patch.object(distributed_c10d, "_new_process_group_helper", make):
-        trainer = _trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
+        trainer = make_trainer(world, folder, *FLAGS, "--checkpoint.async_mode=async")
         trainer.train()
     return made
 
@@ -398,7 +398,7 @@ def test_a_run_that_a_callback_ends_or_holds_up_ends_with_1(
     """One process. A scheduler takes 0 for done; a process that hangs keeps the folder locked."""
     (tmp_path / "mine.py").write_text(_ENDINGS)
     flags = [
-        *TINY,
+        *TWENTY_STEPS,
         f"--job.dump_folder={tmp_path}/run",
         "--training.steps=2",
         f"--job.callbacks={tmp_path}/mine.py:{kind}",

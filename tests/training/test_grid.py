@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.grid import COLUMNS, REFUSED, ROWS, SCHEDULE, config_of, grid_on
+from tests.support.grid import COLUMNS, REFUSED, ROWS, SCHEDULE, config_of, grid_on
 from titanlite.config.errors import ConfigError
 
 (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.training.grid import grid_on
+from tests.support.grid import grid_on
 
 (
     test_a_cell_trains_as_transformers_does,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.training.harness import W2, Run, all_stages, batches, full, run_stages, stepper
+from tests.support.harness import W2, Run, batches, equal_states, run_stages, state_of, stepper
+from tests.support.pool import Pools
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
@@ -25,19 +25,8 @@ CPU = torch.device("cpu")
 TOKENS, LABELS = batches(6, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 6)
 BAD = 3
-NAN, INF = float("nan"), float("inf")
-
-
-def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Weights, moments and the optimizer's count of steps."""
-    state = {name: full(p) for name, p in model.named_parameters()}
-    for name, p in model.named_parameters():
-        state.update({f"{name}.{key}": full(value) for key, value in optimizer.state[p].items()})
-    return all_stages(model, state)
-
-
-def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+NAN = float("nan")
+INF = float("inf")
 
 
 def _train(
@@ -79,7 +68,7 @@ def _train(
             continue
         poison = value is not None and step == BAD and world.rank == world.size - 1
         take(step, 3e-3, step - 1, pipeline=run_stages(model, run, world, loss))
-        states.append(_state(model, optimizer))
+        states.append(state_of(model, optimizer))
         try:
             if error is None:
                 guard.poll()
@@ -100,8 +89,8 @@ def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
     results = pool(2).run(_train, replace(RUN, implementation=implementation), "stop", where, value)
     for result in results:
         states = result["states"]
-        assert not _equal(states[0], states[1]), "healthy steps must train"
-        assert all(_equal(state, states[BAD - 2]) for state in states[BAD - 1 :]), (
+        assert not equal_states(states[0], states[1]), "healthy steps must train"
+        assert all(equal_states(state, states[BAD - 2]) for state in states[BAD - 1 :]), (
             "the bad step, and all after it"
         )
         assert result["error"] == results[0]["error"], "all ranks stop alike"
@@ -118,7 +107,10 @@ def _spread(**changes: Any) -> Any:
     [
         (replace(RUN, implementation="foreach"), NAN),
         *(_spread(implementation=name) for name in ("fused", "for-loop")),
-        *(_spread(accumulation=2), _spread(tensor=2), _spread(context=2), _spread(pipeline=2)),
+        _spread(accumulation=2),
+        _spread(tensor=2),
+        _spread(context=2),
+        _spread(pipeline=2),
     ],
     ids=["foreach", "fused", "for-loop", "accumulation", "tensor", "context", "pipeline"],
 )
@@ -129,11 +121,11 @@ def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> 
     ):
         states = found["states"]
         assert [step for step, _ in found["skipped"]] == [BAD]
-        assert _equal(states[BAD - 1], states[BAD - 2]), (
+        assert equal_states(states[BAD - 1], states[BAD - 2]), (
             "weights, moments and step count stay bit for bit"
         )
-        assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
-        assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
+        assert not equal_states(states[BAD], states[BAD - 1]), "the step after it trains"
+        assert equal_states(states[-1], other["states"][-1]), "as if the batch had never been there"
 
 
 def _zero_probability(world: DistEnv) -> tuple[bool, int]:
@@ -211,7 +203,8 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
             kept = [*kept, loss][-window:]
         else:
             flagged.append(step)
-    assert flagged == [bad.step for bad in guard.skipped()] and 2 < len(flagged) < 100
+    assert flagged == [bad.step for bad in guard.skipped()]
+    assert 2 < len(flagged) < 100
 
 
 def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
@@ -268,7 +261,8 @@ def test_the_end_of_a_budget_names_the_step_whose_weights_there_are() -> None:
     guard.load_state_dict(saved)
     _feed(guard, 29, 9.0)
     (skipped,) = guard.skipped()
-    assert "step 29: " in str(skipped) and "the weights are those after step 27" in str(skipped)
+    assert "step 29: " in str(skipped)
+    assert "the weights are those after step 27" in str(skipped)
     with pytest.raises(
         BadStepError, match="step 30: .*the weights are those after step 27"
     ) as caught:

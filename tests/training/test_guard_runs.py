@@ -13,18 +13,25 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.data.conftest import write_texts
-from tests.golden_run import GoldenRun
-from tests.metrics.test_records import scalars
-from tests.pool import Pools
-from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
-from tests.training.test_run import TINY, _losses, _outcome, _trainer
+from tests.support.golden_run import GoldenRun
+from tests.support.harness import Run, batches, build_tiny, run_stages, stepper
+from tests.support.pool import Pools
+from tests.support.texts import write_texts
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.whole_runs import (
+    GLOBAL,
+    losses_of,
+    make_trainer,
+    names_in,
+    outcome_of,
+    poisoned_run,
+    scalars,
+)
 from titanlite import exit_codes
 from titanlite.checkpoint import manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, steps_in
 from titanlite.config.sections import Checkpoint
-from titanlite.data.rows import Rows
 from titanlite.guard import WeightsError
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
@@ -34,34 +41,6 @@ from titanlite.start.run_text import read_datasets
 from titanlite.tools.hub.tensors import Contents, compare
 
 NAN = float("nan")
-#: Sequences per step.
-GLOBAL = 8
-
-
-def _run(world: DistEnv, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
-    """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the
-    logits are scaled.
-    """
-    trainer = _trainer(world, folder, "--no-validation.enable", *flags)
-    model = trainer.parts.model
-
-    def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
-        factor = poison.get(trainer.parts.loader.state_dict()["next_sequence"] // GLOBAL)
-        mine = (
-            factor is not None
-            and world.rank == world.size - 1
-            and (module is model) == math.isfinite(factor)
-        )
-        return out * factor if mine else out
-
-    for module in (model, model.get_submodule(W2)):
-        module.register_forward_hook(spoil)
-    documents = {str(n): _names_in(trainer.parts.datasets.train, n) for n in range(12 * GLOBAL)}
-    return {**_outcome(trainer, folder), "documents": documents}
-
-
-def _names_in(rows: Rows, index: int) -> list[Any]:
-    return [name for name, _ in rows.documents_in(index)]
 
 
 def _loop(folder: Path) -> dict[str, Any]:
@@ -75,7 +54,7 @@ def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | No
     """Train with a NaN in step 5, and ask to stop in step 4 after that; return the loss in that
     save's manifest.
     """
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     fetch = trainer.parts.loader.next_step
 
     def next_step() -> Any:
@@ -88,7 +67,7 @@ def _stop_after_rollback(world: DistEnv, folder: str, *flags: str) -> float | No
     model.register_forward_hook(
         lambda _, __, out: out * NAN if (model.training and trainer.step == 5) else out
     )
-    _outcome(trainer, folder)
+    outcome_of(trainer, folder)
     return Contents(Path(folder) / "checkpoint" / "step-4").manifest.validation_loss
 
 
@@ -118,27 +97,29 @@ def test_skip_goes_on_and_records_the_documents(golden: GoldenRun) -> None:
     )
     assert (event["loss"], event["data_steps"]) == ("nan", "5")
     text = read_datasets(load_config(str(golden.folder / "config.toml"), 2)).train
-    assert event["documents"] == {str(n): _names_in(text, n) for n in range(32, 40)}
+    assert event["documents"] == {str(n): names_in(text, n) for n in range(32, 40)}
     (line,) = [line for line in golden.console()[0] if "Skipped" in line]
-    assert (
-        line.startswith("WARNING: step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
-    )
+    assert line.startswith("WARNING: step 5: loss nan")
+    assert "rank 1" in line
+    assert "guard.jsonl" in line
 
 
 SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]
 SHORT = ["--checkpoint.interval=4", "--training.steps=9", *SPIKES]
-ROLLBACK, ASYNC = "--guard.policy=rollback", "--checkpoint.async_mode=async"
+ROLLBACK = "--guard.policy=rollback"
+ASYNC = "--checkpoint.async_mode=async"
 
 
 def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
-    rolled, plain = tmp_path / "rolled", tmp_path / "plain"
+    rolled = tmp_path / "rolled"
+    plain = tmp_path / "plain"
     found = pool(2).run(
-        _run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard"
+        poisoned_run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard"
     )[0]
-    pool(2).run(_run, str(plain), {}, *SHORT, "--training.steps=4")
-    other = pool(2).run(_run, str(plain), {}, *SHORT, "--data.skip_steps=5-6")[0]
+    pool(2).run(poisoned_run, str(plain), {}, *SHORT, "--training.steps=4")
+    other = pool(2).run(poisoned_run, str(plain), {}, *SHORT, "--data.skip_steps=5-6")[0]
     assert found["step"] == other["step"] == 9
-    assert _losses(found["rows"]) == _losses(other["rows"])
+    assert losses_of(found["rows"]) == losses_of(other["rows"])
     assert [row["step"] for row in found["rows"]] == list(range(1, 10)), "no step twice"
     (dated,) = (rolled / "tb").iterdir()
     assert [step for step, _ in scalars(dated)["loss_metrics/global_avg_loss"]] == list(
@@ -160,12 +141,13 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
 
 
 def _with_a_nan_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    trainer, bad = _trainer(world, folder, *flags), [4]
+    trainer = make_trainer(world, folder, *flags)
+    bad = [4]
     model = trainer.parts.model
     model.register_forward_hook(
         lambda _, __, out: out * NAN if bad and trainer.step == 4 and bad.pop() else out
     )
-    return _outcome(trainer, folder)
+    return outcome_of(trainer, folder)
 
 
 def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: Path) -> None:
@@ -182,26 +164,28 @@ def test_a_mixture_that_ends_is_shorter_after_a_rollback(pool: Pools, tmp_path: 
         f"--data.source=[{', '.join(tables)}]",
     ]
     text = read_datasets(
-        load_config("debug_model.toml", 1, [*TINY, *flags, "--training.steps=1"])
+        load_config("debug_model.toml", 1, [*TWENTY_STEPS, *flags, "--training.steps=1"])
     ).train
     total = text.total_sequences or 0
     steps = total // GLOBAL
     found = pool(1).run(_with_a_nan_in_step_4, str(tmp_path), *flags, f"--training.steps={steps}")[
         0
     ]
-    assert steps > 6 and [event["left_out"] for event in found["events"]] == ["3-4"]
+    assert steps > 6
+    assert [event["left_out"] for event in found["events"]] == ["3-4"]
     left = steps - 2 + (total % GLOBAL > 0)  # the last step is filled up
-    assert sorted(_losses(found["rows"])) == list(range(1, left + 1))
+    assert sorted(losses_of(found["rows"])) == list(range(1, left + 1))
     assert steps_in(tmp_path / "checkpoint")[-1] == left
 
 
 def _with_a_nan_in_the_last_step(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    trainer = _trainer(world, folder, *flags)
-    model, last = trainer.parts.model, trainer.steps
+    trainer = make_trainer(world, folder, *flags)
+    model = trainer.parts.model
+    last = trainer.steps
     model.register_forward_hook(
         lambda _, __, out: out * NAN if model.training and trainer.step == last else out
     )
-    return {**_outcome(trainer, folder), "last": last}
+    return {**outcome_of(trainer, folder), "last": last}
 
 
 def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validation(
@@ -219,14 +203,14 @@ def test_a_rollback_from_the_last_step_of_an_epoch_ends_with_the_final_validatio
     ]
     found = pool(1).run(_with_a_nan_in_the_last_step, str(tmp_path / "run"), *flags, ROLLBACK)[0]
     end = (found["last"] - 1) // 2 * 2
-    assert found["error"] == "" and (found["step"], end > 0) == (end, True)
+    assert found["error"] == ""
+    assert (found["step"], end > 0) == (end, True)
     assert [(event["action"], event["back_to_step"]) for event in found["events"]] == [
         ("rollback", end)
     ]
     measured = [row for row in found["rows"] if "validation_loss" in row]
-    assert [row["step"] for row in measured] == [end] and math.isfinite(
-        measured[0]["validation_loss"]
-    )
+    assert [row["step"] for row in measured] == [end]
+    assert math.isfinite(measured[0]["validation_loss"])
     assert (tmp_path / "run" / "checkpoint" / f"step-{end}-hf" / "model.safetensors").is_file()
 
 
@@ -235,13 +219,15 @@ def test_rollbacks_end_with_their_budget_or_without_a_checkpoint(
     pool: Pools, tmp_path: Path
 ) -> None:
     found = pool(2).run(
-        _run, str(tmp_path / "a"), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, ASYNC
+        poisoned_run, str(tmp_path / "a"), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, ASYNC
     )[0]
     steps = [(e["step"], e["action"], e["data_steps"]) for e in found["events"]]
     assert steps == [(6, "rollback", "6"), (6, "rollback", "8"), (7, "stop", "11")]
-    assert found["code"] == exit_codes.GUARD and "bad were the steps 6, 6, 7" in found["error"]
-    found = pool(2).run(_run, str(tmp_path / "b"), {2: NAN}, *SHORT, ROLLBACK)[0]
-    assert found["code"] == exit_codes.GUARD and "nothing to go back to" in found["error"]
+    assert found["code"] == exit_codes.GUARD
+    assert "bad were the steps 6, 6, 7" in found["error"]
+    found = pool(2).run(poisoned_run, str(tmp_path / "b"), {2: NAN}, *SHORT, ROLLBACK)[0]
+    assert found["code"] == exit_codes.GUARD
+    assert "nothing to go back to" in found["error"]
 
 
 def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
@@ -252,7 +238,12 @@ def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
     """
     poison = dict.fromkeys((5, 7, 8), NAN)  # in the data order: each time another stretch
     found = pool(2).run(
-        _run, str(tmp_path), poison, "--checkpoint.interval=2", "--training.steps=8", ROLLBACK
+        poisoned_run,
+        str(tmp_path),
+        poison,
+        "--checkpoint.interval=2",
+        "--training.steps=8",
+        ROLLBACK,
     )[0]
     assert [(e["step"], e["back_to_step"], e["left_out"]) for e in found["events"]] == [
         (5, 4, "5"),
@@ -264,7 +255,9 @@ def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(
     )
     root = tmp_path / "checkpoint"
     why = (root / "step-4.invalid-0" / "invalid.txt").read_text()
-    assert "suspect" in why and "2 times" in why and "the last time step 5" in why
+    assert "suspect" in why
+    assert "2 times" in why
+    assert "the last time step 5" in why
     assert sorted(path.name for path in root.iterdir()) == [
         "step-2",
         "step-4",
@@ -292,7 +285,9 @@ def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(
         "--checkpoint.interval=2",
     ]
     poison = dict.fromkeys(range(5, 12), NAN)
-    found = pool(2).run(_run, str(tmp_path), poison, *flags, "--checkpoint.keep_latest_k=2")[0]
+    found = pool(2).run(
+        poisoned_run, str(tmp_path), poison, *flags, "--checkpoint.keep_latest_k=2"
+    )[0]
     assert [event["step"] for event in found["events"]] == [5, 6, 7, 8, 9]
     assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], (
         "2 is the newest of which later steps were good"
@@ -370,10 +365,8 @@ def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(
     pool: Pools, tmp_path: Path
 ) -> None:
     (said,) = pool(1).run(_too_large, str(tmp_path))
-    assert (
-        "model.output.weight on rank 0 does not fit float16" in said
-        and "checkpoint.export_dtype" in said
-    )
+    assert "model.output.weight on rank 0 does not fit float16" in said
+    assert "checkpoint.export_dtype" in said
 
 
 def _spoil_weight(
@@ -385,7 +378,7 @@ def _spoil_weight(
 
     checked: otherwise saves do not look, as in versions that did not.
     """
-    trainer = _trainer(world, folder, "--no-validation.enable", "--training.steps=8", *flags)
+    trainer = make_trainer(world, folder, "--no-validation.enable", "--training.steps=8", *flags)
     left = [spoilt]
 
     def spoil(*_: Any) -> None:
@@ -399,7 +392,7 @@ def _spoil_weight(
     if not checked:
         manager.find_nonfinite = lambda *_: ""
     try:
-        return _outcome(trainer, folder)
+        return outcome_of(trainer, folder)
     finally:
         manager.find_nonfinite = real
 
@@ -467,16 +460,13 @@ def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(
     named = f"--checkpoint.initial_load_path={root}/step-4"
     other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
     why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
-    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(
-        f"checkpoint.initial_load_path: {why}"
-    )
+    assert other["code"] == exit_codes.CHECKPOINT
+    assert other["error"].startswith(f"checkpoint.initial_load_path: {why}")
     found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
     assert (found["step"], found["error"]) == (8, "")
     (passed,) = [line for line in found["said"] if line.startswith("passed over")]
-    assert (
-        passed.startswith(f"passed over: {why}")
-        and f"`titanlite checkpoint rm {root}/step-4`" in passed
-    )
+    assert passed.startswith(f"passed over: {why}")
+    assert f"`titanlite checkpoint rm {root}/step-4`" in passed
     assert any("resumed from step 2" in line for line in found["said"])
     contents = Contents(root / "step-4")
     assert all(contents.read(name).isfinite().all() for name in contents.manifest.tensors), (

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.golden_run import GoldenRun
-from tests.metrics.test_records import scalars
-from tests.pool import Pools
-from tests.training.harness import Run, batches, full, stepper
+from tests.support.golden_run import GoldenRun
+from tests.support.harness import Run, batches, full, stepper
+from tests.support.pool import Pools
+from tests.support.whole_runs import scalars
 from titanlite.models.mixtral import MixtralArgs
 from titanlite.optim.gradients import layer_of, square_norms
 from titanlite.parallel.dist_env import DistEnv
@@ -57,7 +57,8 @@ def test_norms_by_layer_are_those_of_the_whole_gradient(
     (alone, _, _), *_ = pool(1).run(_norms, RUN)
     for told, true, norm in pool(ranks).run(_norms, replace(RUN, replicas=replicas)):
         assert list(told) == LAYERS
-        assert told == pytest.approx(true, rel=1e-6) and told == pytest.approx(alone, rel=1e-5)
+        assert told == pytest.approx(true, rel=1e-6)
+        assert told == pytest.approx(alone, rel=1e-5)
         assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
         assert min(told.values()) > 0
 
@@ -72,7 +73,8 @@ def test_norms_by_layer_are_those_of_all_experts(pool: Pools) -> None:
     (alone, _, _), *_ = pool(1).run(_norms, mixture)
     for told, true, norm in pool(2).run(_norms, replace(mixture, expert=2)):
         assert list(told) == LAYERS
-        assert told == pytest.approx(true, rel=1e-6) and told == pytest.approx(alone, rel=1e-5)
+        assert told == pytest.approx(true, rel=1e-6)
+        assert told == pytest.approx(alone, rel=1e-5)
         assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
 
 

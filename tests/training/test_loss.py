@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parallel.watch import GATHER, SUM, Sent, Watch, Wire
-from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, full_precision, stepper, train, train_afresh
+from tests.support.compare import LABELS, TOKENS, WARM, relative
+from tests.support.harness import TINY, Run, full_precision, stepper, train, train_afresh
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, SUM, Sent, Watch, Wire
 from titanlite.config.sections import Compile
 from titanlite.features.loss_chunks.head import ChunkedHead, chunk_head
 from titanlite.loss import batch_loss, cross_entropy_sum, objective_of, regularized
@@ -29,7 +29,10 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 
 IGNORE = -100
-BATCH, SEQ, VOCAB, DIM = 4, 32, 192, 64
+BATCH = 4
+SEQ = 32
+VOCAB = 192
+DIM = 64
 
 
 def _model(tied: bool = False, **sizes: Any) -> nn.Module:
@@ -64,7 +67,8 @@ def _gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, d
 @pytest.mark.parametrize("chunks", [2, 7, 1000])
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 def test_loss_and_every_gradient_are_those_of_the_whole(chunks: int, tied: bool) -> None:
-    whole, batch = _model(tied), _batch()
+    whole = _model(tied)
+    batch = _batch()
     parts = _chunked(whole, chunks)
     assert isinstance(parts.get_submodule("output"), ChunkedHead)
     assert list(parts.state_dict()) == list(whole.state_dict())
@@ -121,8 +125,11 @@ class _Memory(Watch):
 
 def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
     """Forward and backward of a head with 48 KiB of hidden states and 512 KiB of weights."""
-    vocab, rows, chunks = 2048, 48, 8
-    batch, sizes = _batch(rows, vocab), {"vocab_size": vocab}
+    vocab = 2048
+    rows = 48
+    chunks = 8
+    batch = _batch(rows, vocab)
+    sizes = {"vocab_size": vocab}
     seen = {}
     for count in (1, chunks):
         model = _model(**sizes) if count == 1 else _chunked(_model(**sizes), count)
@@ -130,7 +137,8 @@ def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
             _gradients(model, batch)
         seen[count] = memory
     logits = 4 * rows * SEQ * vocab
-    assert seen[1].largest == logits and seen[chunks].largest == logits // chunks
+    assert seen[1].largest == logits
+    assert seen[chunks].largest == logits // chunks
     # Logits, what the loss saves, and their gradients in the loss's backward: three times as many
     # bytes.
     saved = seen[1].peak - seen[chunks].peak
@@ -138,7 +146,8 @@ def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
 
 
 def test_in_bf16_gradients_are_as_near_to_float32_as_those_of_the_whole() -> None:
-    exact, batch = _model(vocab_size=512), _batch(rows=16, vocab=512)
+    exact = _model(vocab_size=512)
+    batch = _batch(rows=16, vocab=512)
     low = copy.deepcopy(exact).to(torch.bfloat16)
     with torch.no_grad():  # the same weights in both
         for ours, theirs in zip(exact.parameters(), low.parameters(), strict=True):
@@ -223,9 +232,8 @@ def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(
         whole, parts, strict=True
     ):
         assert more_calls == 4 * calls > 0
-        assert (seen, seen_too) == (expected, expected_too) and GATHER in {
-            sent.name for sent in seen
-        }
+        assert (seen, seen_too) == (expected, expected_too)
+        assert GATHER in {sent.name for sent in seen}
 
 
 @pytest.mark.slow
@@ -236,7 +244,8 @@ def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_on
     run = replace(RUN, tensor=2, loss_parallel=loss_parallel)
     whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
     for (_, expected, _), (_, seen, calls) in zip(whole, parts, strict=True):
-        assert calls == 4 and expected["reduce_scatter_tensor"] > 0
+        assert calls == 4
+        assert expected["reduce_scatter_tensor"] > 0
         # Of each chunk the largest logits, the sums of exponentials and the labels' logits, or else
         # all logits.
         more = {"all_reduce": 3 * 3} if loss_parallel else {"all_gather_into_tensor": 3}
@@ -246,7 +255,8 @@ def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_on
 # Label smoothing and z-loss: the gradients of the plain formulas on every layout, and the loss that
 # is shown
 
-Z, SMOOTHING = 1e-2, 0.1
+Z = 1e-2
+SMOOTHING = 0.1
 PENALIZED = Run(
     TOKENS, LABELS, [3e-3] * 2, training=full_precision(z_loss=Z, label_smoothing=SMOOTHING)
 )
@@ -261,12 +271,14 @@ def test_gradients_are_those_of_the_formulas_and_the_value_is_cross_entropy(
     labels = torch.randint(0, 50, (2, 9), generator=generator)
     labels[0, 4:] = -100
     exact = logits.detach().double().requires_grad_()
-    rows, targets = exact.flatten(0, 1), labels.flatten()
+    rows = exact.flatten(0, 1)
+    targets = labels.flatten()
     objective = F.cross_entropy(rows, targets, label_smoothing=smoothing, reduction="sum")
     (objective + z * rows[targets != -100].logsumexp(-1).square().sum()).backward()
     loss = regularized(z, smoothing)(logits, labels)
     (3 * loss).backward()
-    assert logits.grad is not None and exact.grad is not None
+    assert logits.grad is not None
+    assert exact.grad is not None
     torch.testing.assert_close(logits.grad.double(), 3 * exact.grad, rtol=1e-5, atol=1e-6)
     assert (
         relative(logits.grad, torch.autograd.grad(3 * cross_entropy_sum(logits, labels), logits)[0])
@@ -298,10 +310,10 @@ def test_every_layout_trains_as_one_rank(pool: Pools, layout: dict[str, Any]) ->
         for run in (PENALIZED, replace(PENALIZED, training=full_precision()))
     )
     curve = pool(2).run(train_afresh, replace(PENALIZED, **layout))[0]
-    assert curve.losses == pytest.approx(alone.losses, rel=1e-5) and curve.norms == pytest.approx(
-        alone.norms, rel=1e-5
-    )
-    assert plain.losses[0] == alone.losses[0] and plain.losses[1] != alone.losses[1]
+    assert curve.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert curve.norms == pytest.approx(alone.norms, rel=1e-5)
+    assert plain.losses[0] == alone.losses[0]
+    assert plain.losses[1] != alone.losses[1]
     for name, gradient in alone.gradients.items():
         assert relative(curve.gradients[name], gradient) < 1e-5, name
 

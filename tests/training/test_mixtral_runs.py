@@ -10,22 +10,24 @@ from typing import Any
 
 import pytest
 
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.tiny import TWO_LAYERS
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWO_LAYERS
 from titanlite.parallel.dist_env import DistEnv
 
 FLAGS = [
     *TWO_LAYERS,
-    *["--model.name=mixtral", "--model.overrides.n_kv_heads=2", "--model.overrides.ffn_dim=64"],
-    *["--model.overrides.aux_loss=0.1", "--model.overrides.z_loss=0.01"],
-    *[
-        "--training.batch_size=1",
-        "--training.global_batch_size=4",
-        "--training.steps=4",
-        "--metrics.log_freq=1",
-    ],
-    *["--training.mixed_precision_param=float32", "--no-validation.enable"],
+    "--model.name=mixtral",
+    "--model.overrides.n_kv_heads=2",
+    "--model.overrides.ffn_dim=64",
+    "--model.overrides.aux_loss=0.1",
+    "--model.overrides.z_loss=0.01",
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    "--training.steps=4",
+    "--metrics.log_freq=1",
+    "--training.mixed_precision_param=float32",
+    "--no-validation.enable",
 ]
 
 
@@ -94,12 +96,14 @@ def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Pat
             "--metrics.log_freq=30",
         ]
         last[weight] = pool(1).run(_run, str(tmp_path / str(weight)), *flags)[0][-1]
-    loose, even = last[0.0], last[0.1]
-    assert loose["experts/max_share"] > 0.35 and loose["experts/entropy"] < 0.9
-    assert even["experts/max_share"] < 0.2 and even["experts/entropy"] > 0.98
-    assert (
-        even["experts/aux_loss"] == pytest.approx(2.0, abs=0.05) and loose["experts/aux_loss"] > 2.3
-    )
+    loose = last[0.0]
+    even = last[0.1]
+    assert loose["experts/max_share"] > 0.35
+    assert loose["experts/entropy"] < 0.9
+    assert even["experts/max_share"] < 0.2
+    assert even["experts/entropy"] > 0.98
+    assert even["experts/aux_loss"] == pytest.approx(2.0, abs=0.05)
+    assert loose["experts/aux_loss"] > 2.3
     assert even["loss"] < loose["loss"] + 0.05 < 7.0
 
 
@@ -114,7 +118,8 @@ def test_resumes_on_fewer_ranks_with_muon(pool: Pools, tmp_path: Path) -> None:
     flags = [str(tmp_path / "parts"), *more, "--checkpoint.enable_checkpoint"]
     begun = pool(2).run(_run, *flags, "--training.steps=2")[0]
     rows = pool(1).run(_run, *flags)[0]
-    assert len(begun) == 2 and len(rows) == 4
+    assert len(begun) == 2
+    assert len(rows) == 4
     for name in ("loss", "grad_norm", "experts/entropy"):
         assert [row[name] for row in rows] == pytest.approx(
             [row[name] for row in straight], rel=2e-3

@@ -5,33 +5,30 @@ step's own is sent.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from torch.overrides import TorchFunctionMode
 
-from tests.parallel.watch import Watch
-from tests.pool import Pools
-from tests.steps import train_rows
-from tests.training.test_run import TINY
+from tests.support.pool import Pools
+from tests.support.steps import train_rows
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.watch import Calls, Operations
 from titanlite.callbacks import Callback
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 FLAGS = [
-    *TINY,
-    *["--training.batch_size=1", "--training.global_batch_size=2"],
-    *["--training.steps=12", "--training.reshard_after_forward=always"],
+    *TWENTY_STEPS,
+    "--training.batch_size=1",
+    "--training.global_batch_size=2",
+    "--training.steps=12",
+    "--training.reshard_after_forward=always",
     # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on
     # the host.
-    *[
-        "--metrics.log_freq=10",
-        "--optimizer.implementation=fused",
-        "--training.gc_freq=1",
-        "--no-validation.enable",
-    ],
+    "--metrics.log_freq=10",
+    "--optimizer.implementation=fused",
+    "--training.gc_freq=1",
+    "--no-validation.enable",
 ]
 RECORDS = ["--metrics.enable_tensorboard", "--metrics.layer_norms=1"]
 SKIP = [
@@ -41,57 +38,12 @@ SKIP = [
     "--guard.max_skips=1",
 ]
 ROLLBACK = ["--guard.policy=rollback", *SKIP[1:]]
-QUIET, LOGGED = 5, 10
 
-#: Ways to read a tensor from Python. `tolist` and `numpy` of a CPU tensor reach no operation at
-#: all.
-READS = {"tolist", "numpy", "cpu", "item", "nonzero", "equal", "masked_select", "unique"} | {
-    f"__{name}__" for name in ("bool", "int", "float", "index", "complex", "array", "contains")
-}
-#: The same below Python, where optimizers, autograd and FSDP may do it.
-READING_OPERATIONS = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.is_nonzero.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.equal.default,
-    torch.ops.aten.masked_select.default,
-}
+QUIET = 5
+LOGGED = 10
 
 
-class Operations(Watch):
-    """Counts collectives of all groups, by name and dtype of what is sent, and reads of values by
-    the host.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(self._count)
-        self.sent: Counter[tuple[str, str]] = Counter()
-        self.reads = 0
-
-    def _count(self, func: Any, args: Any, output: Any) -> None:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [
-                t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)
-            ]
-            self.sent[str(func).split(".")[1], str(tensors[0].dtype) if tensors else ""] += 1
-        self.reads += func in READING_OPERATIONS
-
-
-class Calls(TorchFunctionMode):
-    """Counts the same reads where Python asks for them, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in READS:
-            self.reads[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Watch(Callback):
+class TwoSteps(Callback):
     """Watches two steps from the fetching of their data to that of the next: all that the loop
     does.
     """
@@ -116,7 +68,7 @@ class Watch(Callback):
 
 def _watch(world: DistEnv, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
-    watch = Watch()
+    watch = TwoSteps()
     train_rows(world, folder, *FLAGS, *flags, callbacks=[watch])
     return watch.seen
 
@@ -146,11 +98,13 @@ def test_a_step_between_two_logs_sends_and_reads_only_its_own(
     pool: Pools, tmp_path: Any, flags: list[str]
 ) -> None:
     for seen in pool(2).run(_watch, str(tmp_path), flags):
-        quiet, logged = seen[QUIET], seen[LOGGED]
+        quiet = seen[QUIET]
+        logged = seen[LOGGED]
         assert quiet["sent"] == OWN
         # The guard's record, by `FiniteGuard.poll`, is the one thing that is read: on a CPU at
         # once, on a GPU that of the step before, from a copy that went on beside the work.
-        assert quiet["calls"] == {"tolist": 1} and quiet["reads"] == 0
+        assert quiet["calls"] == {"tolist": 1}
+        assert quiet["reads"] == 0
         # A log adds one collective and one read, gradient norms by layer or not.
         assert logged["sent"] == {**OWN, ("allreduce_", "torch.float64"): 1}
         assert logged["calls"] == {"tolist": 2}

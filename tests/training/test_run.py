@@ -6,93 +6,25 @@ import gc
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.checkpoint.test_manifest import sign
-from tests.golden_run import GoldenRun
-from tests.pool import Pools
-from tests.processes import ROOT, TORCHRUN, python
-from tests.tiny import TWO_LAYERS, size
-from tests.training.harness import alone
-from tests.words import listening
+from tests.support.checkpoints import sign
+from tests.support.golden_run import GoldenRun
+from tests.support.harness import alone
+from tests.support.pool import Pools
+from tests.support.processes import ROOT, TORCHRUN, python
+from tests.support.tiny import TWENTY_STEPS, size
+from tests.support.whole_runs import losses_of, make_trainer, train_run
 from titanlite import exit_codes
-from titanlite.assembly import build
-from titanlite.checkpoint.manifest import CheckpointError, read_manifest
-from titanlite.config.load import load_file
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.read import read_run
 from titanlite.runs.record import read_attempts
-from titanlite.start.fit import fitted
-from titanlite.start.run_text import read_datasets
-from titanlite.start.signals import StopRequested
 from titanlite.tools.drill.ranks import train
-from titanlite.trainer import Trainer
-
-TINY = [
-    *TWO_LAYERS,
-    *[
-        "--training.batch_size=2",
-        "--training.global_batch_size=8",
-        "--training.warmup_steps=3",
-        "--optimizer.lr=1e-2",
-    ],
-    *[
-        "--lr_scheduler.total_steps=20",
-        "--metrics.log_freq=1",
-        "--training.mixed_precision_param=float32",
-    ],
-    *[
-        "--validation.freq=10",
-        "--validation.steps=2",
-        "--validation.batch_size=4",
-        "--validation.seq_len=32",
-    ],
-    "--checkpoint.enable_checkpoint",
-]
-
-
-def _trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
-    """A trainer as `train.py` makes it, inside the pool."""
-    config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
-    run = fitted(config, world.size)
-    datasets = read_datasets(run)
-    if run.steps is None:
-        run = fitted(config, world.size, datasets.train.total_sequences)
-    return Trainer(build(run, world, datasets))
-
-
-def _outcome(trainer: Trainer, folder: str) -> dict[str, Any]:
-    """Train; how that ended, what was logged, and what is in the run's folder."""
-    found: dict[str, Any] = {"error": "", "code": exit_codes.DONE}
-    with listening() as said:
-        try:
-            trainer.train()
-        except (CheckpointError, BadStepError, StopRequested) as error:
-            found = {"error": str(error), "code": exit_codes.code_of(error)}
-    events, rows = Path(folder) / "guard.jsonl", Path(folder) / "metrics.jsonl"
-    found["events"] = (
-        [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    )
-    found["rows"] = read_metrics(rows) if rows.exists() else []
-    return {**found, "said": said, "step": trainer.step}
-
-
-def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    """Train as `train.py` would, inside the pool."""
-    return _outcome(_trainer(world, folder, *flags), folder)
-
-
-def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
-    return {
-        row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows if "loss" in row
-    }
-
 
 #: The flags with which a resumed `golden` run trains as it did.
 SKIP = "--guard.policy=skip"
@@ -102,10 +34,10 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:
     golden.copy(tmp_path, newest=10)
-    resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"]
+    resumed = pool(2).run(train_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"]
     straight = [row for row in read_metrics(golden.folder / "metrics.jsonl") if row["step"] <= 20]
-    assert _losses(resumed) == _losses(straight)
-    assert sorted(_losses(resumed)) == list(range(1, 21))
+    assert losses_of(resumed) == losses_of(straight)
+    assert sorted(losses_of(resumed)) == list(range(1, 21))
     assert [r["validation_loss"] for r in resumed if "validation_loss" in r] == [
         r["validation_loss"] for r in straight if "validation_loss" in r
     ]
@@ -124,8 +56,9 @@ MASKED = [
 
 def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
     """Losses of the same run on one rank, with every document in a row of its own and no masks."""
-    parts = _trainer(world, folder, *MASKED, "--training.steps=4").parts
-    losses, most = [], 0
+    parts = make_trainer(world, folder, *MASKED, "--training.steps=4").parts
+    losses = []
+    most = 0
     for step in range(1, 5):
         apart = []
         for batch in parts.loader.next_step():
@@ -144,11 +77,11 @@ def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(
 ) -> None:
     expected = pool(1).run(_each_document_alone, str(tmp_path / "alone"))[0]
     flags = [*MASKED, "--training.steps=4", "--checkpoint.interval=2"]
-    losses = _losses(pool(2).run(_run, str(tmp_path), *flags)[0]["rows"])
+    losses = losses_of(pool(2).run(train_run, str(tmp_path), *flags)[0]["rows"])
     assert [losses[step][0] for step in range(1, 5)] == pytest.approx(expected, abs=5e-6)
     (tmp_path / "checkpoint" / "step-4").rename(tmp_path / "gone")
-    resumed = pool(2).run(_run, str(tmp_path), *flags)[0]
-    assert _losses(resumed["rows"]) == losses
+    resumed = pool(2).run(train_run, str(tmp_path), *flags)[0]
+    assert losses_of(resumed["rows"]) == losses
     assert any("resume verified" in line for line in resumed["said"])
 
 
@@ -158,7 +91,9 @@ def test_resume_on_other_ranks_goes_on_with_the_same_batches(
 ) -> None:
     """Another batch in any step would move that step's loss by far more than rounding."""
     golden.copy(tmp_path, newest=10)
-    resumed = _losses(pool(ranks).run(_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"])
+    resumed = losses_of(
+        pool(ranks).run(train_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"]
+    )
     straight = golden.rows()
     for step in range(11, 21):
         assert abs(resumed[step][0] - straight[step]["loss"]) < 5e-6, step
@@ -167,8 +102,10 @@ def test_resume_on_other_ranks_goes_on_with_the_same_batches(
 def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(
     golden: GoldenRun,
 ) -> None:
-    losses, validations = golden.rows(), golden.rows("validation_loss")
-    assert losses[1]["loss"] > 7.0 and losses[20]["loss"] < losses[1]["loss"] - 0.3
+    losses = golden.rows()
+    validations = golden.rows("validation_loss")
+    assert losses[1]["loss"] > 7.0
+    assert losses[20]["loss"] < losses[1]["loss"] - 0.3
     assert sorted(validations) == [10, 20, 24]
     assert {row["validation_tokens"] for row in validations.values()} == {2 * 4 * 2 * 32}
     assert (
@@ -181,24 +118,26 @@ def test_finished_run_says_how_to_go_on(
     pool: Pools, golden: GoldenRun, tmp_path: Path, steps: int
 ) -> None:
     golden.copy(tmp_path)
-    again = pool(2).run(_run, str(tmp_path), f"--training.steps={steps}")[0]
-    assert again["step"] == 24 and len(_losses(again["rows"])) == 24
+    again = pool(2).run(train_run, str(tmp_path), f"--training.steps={steps}")[0]
+    assert again["step"] == 24
+    assert len(losses_of(again["rows"])) == 24
     (line,) = [line for line in again["said"] if "nothing to do" in line]
-    assert f"is of step 24 and the run has {steps} steps" in line and "raise training.steps" in line
+    assert f"is of step 24 and the run has {steps} steps" in line
+    assert "raise training.steps" in line
     assert not any("schedule changed" in line for line in again["said"])
 
 
 @pytest.mark.slow
 def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(
-        _run,
+        train_run,
         str(tmp_path),
         "--training.steps=6",
         "--lr_scheduler.total_steps=6",
         "--optimizer.lr=1e-3",
     )
     longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
-    found = pool(1).run(_run, str(tmp_path), *longer)[0]
+    found = pool(1).run(train_run, str(tmp_path), *longer)[0]
     (line,) = [line for line in found["said"] if "schedule changed" in line]
     # Warm-up 3: 6 of 10 steps done are 3 of the 7 of the decay.
     assert line == (
@@ -206,7 +145,7 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
         "0.002; "
         "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
     )
-    assert _losses(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
+    assert losses_of(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
 
 
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
@@ -221,7 +160,7 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
         ({**good, "left_out": 3}, None),
     ]:
         sign(folder, train=train_state)
-        found = pool(1).run(_run, str(tmp_path), "--training.steps=10")[0]
+        found = pool(1).run(train_run, str(tmp_path), "--training.steps=10")[0]
         if name:
             assert (
                 f"{folder} does not say where its run goes on: {name} in its train state"
@@ -231,7 +170,9 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
             assert found["step"] == 10
     sign(folder, train={})
     whole = [f"--checkpoint.initial_load_path={folder}", "--no-checkpoint.initial_load_model_only"]
-    assert "does not say where" in pool(1).run(_run, str(tmp_path / "other"), *whole)[0]["error"]
+    assert (
+        "does not say where" in pool(1).run(train_run, str(tmp_path / "other"), *whole)[0]["error"]
+    )
 
 
 def test_other_text_tokenizer_order_or_model_is_refused(
@@ -255,10 +196,11 @@ def test_other_text_tokenizer_order_or_model_is_refused(
         ("--model.overrides.n_layers=3", "model"),
         ("--training.seq_len=16", "data order"),
     ]:
-        refused = pool(1).run(_run, str(tmp_path), "--training.steps=20", flag)[0]
+        refused = pool(1).run(train_run, str(tmp_path), "--training.steps=20", flag)[0]
         assert f"{name}:" in refused["error"] and "--job.dump_folder" in refused["error"], flag
         if flag == "--data.seed=5":
-            assert "in the config: " in refused["error"] and "data.seed: " in refused["error"]
+            assert "in the config: " in refused["error"]
+            assert "data.seed: " in refused["error"]
 
 
 @pytest.mark.slow
@@ -281,20 +223,21 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
         f"--training.dataset_path={text}",
         "--no-checkpoint.enable_checkpoint",
     ]
-    one, two = (pool(n).run(_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
+    one, two = (pool(n).run(train_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
     assert one["step"] == two["step"] > 3
-    for step, (loss, norm, _) in _losses(one["rows"]).items():
-        other = _losses(two["rows"])[step]
-        assert abs(loss - other[0]) < 5e-6 and abs(norm - other[1]) < 1e-4 * norm
+    for step, (loss, norm, _) in losses_of(one["rows"]).items():
+        other = losses_of(two["rows"])[step]
+        assert abs(loss - other[0]) < 5e-6
+        assert abs(norm - other[1]) < 1e-4 * norm
 
 
 @pytest.mark.slow
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
     golden.copy(tmp_path)
     fresh = pool(1).run(
-        _run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint"
+        train_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint"
     )[0]["rows"]
-    assert sorted(_losses(fresh)) == [1, 2]
+    assert sorted(losses_of(fresh)) == [1, 2]
     assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(
         golden.folder / "metrics.jsonl"
     )
@@ -305,14 +248,14 @@ def test_a_run_from_a_later_step_of_another_one_keeps_earlier_metrics_too(
     pool: Pools, golden: GoldenRun, tmp_path: Path
 ) -> None:
     earlier = pool(1).run(
-        _run, str(tmp_path), "--training.steps=26", "--no-checkpoint.enable_checkpoint"
+        train_run, str(tmp_path), "--training.steps=26", "--no-checkpoint.enable_checkpoint"
     )[0]["rows"]
     start = [
         f"--checkpoint.initial_load_path={golden.folder}",
         "--no-checkpoint.initial_load_model_only",
     ]
     flags = ["--training.steps=25", "--metrics.enable_tensorboard", *start]
-    assert sorted(_losses(pool(1).run(_run, str(tmp_path), *flags)[0]["rows"])) == [25]
+    assert sorted(losses_of(pool(1).run(train_run, str(tmp_path), *flags)[0]["rows"])) == [25]
     assert read_metrics(tmp_path / "metrics-1.jsonl") == earlier
     assert len(read_run(tmp_path).attempts) == 1
 
@@ -325,11 +268,9 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     )
     wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
-    assert (
-        "training.setps" in wrong.stderr
-        and "training.steps" in wrong.stderr
-        and "Traceback" not in wrong.stderr
-    )
+    assert "training.setps" in wrong.stderr
+    assert "training.steps" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
     assert python("train.py", "--training.setps=3").returncode == exit_codes.CONFIG
 
@@ -344,12 +285,12 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     ids=["titanlite", "torchrun"],
 )
 def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: Path) -> None:
-    done = python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
+    done = python(*command, *TWENTY_STEPS, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
     assert "training done at step 4" in done.stdout
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
-    assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
+    assert len(losses_of(read_metrics(tmp_path / "metrics.jsonl"))) == 4
     environment = read_attempts(tmp_path)[0]["environment"]
     assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == (
         "300" if "titanlite" in command else None
@@ -371,7 +312,8 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     losses = [
         float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")
     ]
-    assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 16
+    assert losses[-1] < losses[0] - 0.5
 
 
 @pytest.mark.slow
@@ -391,7 +333,7 @@ def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     ]:
         flags = [
             "--job.config_file=debug_model.toml",
-            *TINY,
+            *TWENTY_STEPS,
             f"--job.dump_folder={tmp_path}",
             *flags,
         ]
@@ -403,7 +345,7 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
     """Steps after which garbage was collected, and whether Python collects by itself after
     the run.
     """
-    trainer = _trainer(
+    trainer = make_trainer(
         world,
         folder,
         "--training.steps=8",
@@ -424,7 +366,8 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
 @pytest.mark.slow
 def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
     for steps, on in pool(2).run(_garbage, str(tmp_path)):
-        assert steps[:2] == [3, 6] and on
+        assert steps[:2] == [3, 6]
+        assert on
 
 
 @pytest.mark.soak
@@ -443,7 +386,7 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
         timeout=1800,
     )
     assert done.returncode == 0, done.stderr
-    losses = _losses(read_metrics(tmp_path / "metrics.jsonl"))
+    losses = losses_of(read_metrics(tmp_path / "metrics.jsonl"))
     last = [losses[step][0] for step in range(36, 41)]
     assert losses[1][0] - sum(last) / len(last) > 1.0
 
@@ -458,11 +401,11 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     )
     text.write_text("\n".join(lines))
     flags = [f"--training.dataset_path={text}", "--training.epochs=2", "--checkpoint.interval=2"]
-    whole = pool(1).run(_run, str(tmp_path / "a"), *flags)[0]
+    whole = pool(1).run(train_run, str(tmp_path / "a"), *flags)[0]
     folder = tmp_path / "b"
-    pool(1).run(_run, str(folder), *flags[:1], "--training.steps=2")
+    pool(1).run(train_run, str(folder), *flags[:1], "--training.steps=2")
     other = ["--training.global_batch_size=4", "--checkpoint.allow_changes=global_batch"]
-    rest = pool(1).run(_run, str(folder), *flags, *other)[0]
+    rest = pool(1).run(train_run, str(folder), *flags, *other)[0]
     assert (
         rest["step"] - 2 == (whole["step"] - 2) * 2
         or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.golden_run import GoldenRun
+from tests.support.golden_run import GoldenRun
 from titanlite.checkpoint.loaded import LoadedState
 from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
@@ -32,7 +32,8 @@ from titanlite.plan.memory import KeptActivations
 from titanlite.start import opening, report
 from titanlite.start.report import Setup
 
-CPU, H100 = "CPU (some model)", "NVIDIA H100"
+CPU = "CPU (some model)"
+H100 = "NVIDIA H100"
 
 
 def _setup(device: str = CPU, **changes: Any) -> Setup:
@@ -86,13 +87,12 @@ def _compute(
 
 
 def test_the_peak_of_the_mfu_is_named_and_only_an_unknown_accelerator_needs_one() -> None:
-    assert (
-        _compute(CPU, None)["devices"] == f"2 x {CPU}, 2.0 GiB of memory, shared"
-        and len(_compute(CPU, None)) == 2
-    )
+    assert _compute(CPU, None)["devices"] == f"2 x {CPU}, 2.0 GiB of memory, shared"
+    assert len(_compute(CPU, None)) == 2
     assert "metrics.peak_tflops" in _compute("NVIDIA L40S", None)["note"]
     known = _compute(H100, 989e12)
-    assert known["compute"].endswith("; MFU against 989 TFLOPS per device") and "note" not in known
+    assert known["compute"].endswith("; MFU against 989 TFLOPS per device")
+    assert "note" not in known
     assert (
         "989 TFLOPS per device, its peak in bf16" in _compute(H100, 989e12, float8=True)["compute"]
     )
@@ -129,7 +129,8 @@ def test_float8_has_a_row_for_each_kind_of_linear() -> None:
     together = _float8(**gathered, precompute_float8_dynamic_scale_for_fsdp=True, drift_check=5)[
         "float8"
     ]
-    assert "all scales by one all-reduce" in together and "drift measured every 5 steps" in together
+    assert "all scales by one all-reduce" in together
+    assert "drift measured every 5 steps" in together
     assert "training.compile" in _float8(False, H100)["warning"]
     assert not any("warning" in _float8(*quick) for quick in ((True, H100), (False, CPU)))
 
@@ -217,7 +218,9 @@ def test_a_schedule_of_a_later_version_stops_no_resume() -> None:
     rate = LearningRate(Schedule(10, 2, "linear", "titan", 0.0), 1e-3)
     state = {"schedule": {**rate.record(), "decay_type": "of a later version"}}
     said = opening.schedule_change(LoadedState(6, state), rate, 10)
-    assert said and "cannot be compared" in said and "of a later version" in said
+    assert said
+    assert "cannot be compared" in said
+    assert "of a later version" in said
 
 
 def test_phases_count_as_a_part_of_the_schedule() -> None:
@@ -228,7 +231,8 @@ def test_phases_count_as_a_part_of_the_schedule() -> None:
         state = json.loads(json.dumps({"schedule": before.record()}))
         return opening.schedule_change(LoadedState(6, state), now, 10)
 
-    assert change(plain, plain) is None and change(halved, halved) is None
+    assert change(plain, plain) is None
+    assert change(halved, halved) is None
     assert "phases [[8, 0.5]] -> []" in (change(halved, plain) or "")
     assert "phases [] -> [[8, 0.5]]" in (change(plain, halved) or "")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import python
-from tests.tiny import EIGHT_STEPS
+from tests.support.processes import python
+from tests.support.tiny import EIGHT_STEPS
 
 _RUNS = """
 import json, sys

@@ -4,15 +4,12 @@ parameter learns.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.parallel.watch import GATHER, REDUCE, SUM, collectives
-from tests.pool import Pools
-from tests.training.harness import (
+from tests.support.harness import (
     TINY,
     Run,
     batches,
@@ -21,6 +18,8 @@ from tests.training.harness import (
     micro_batches,
     train,
 )
+from tests.support.pool import Pools
+from tests.support.watch import GATHER, REDUCE, SUM, count_collectives
 from titanlite.config.sections import Training
 from titanlite.optim.gradients import square_norm
 from titanlite.parallel.dist_env import DistEnv
@@ -31,17 +30,12 @@ BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
 UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
 
 
-def _count(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
-    """The collectives of a second step, by name and type of what is sent."""
-    return Counter((sent.name, sent.dtype) for sent in collectives(world, run))
-
-
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
 def test_accumulation_reduces_once_or_with_every_micro_batch(
     pool: Pools, sync: str, reductions: int
 ) -> None:
     run = Run(TOKENS, LABELS, [1e-3], training=full_precision(gradient_sync=sync), accumulation=4)
-    seen = pool(2).run(_count, run)[0]
+    seen = pool(2).run(count_collectives, run)[0]
     assert seen[REDUCE, FP32] == reductions
     assert seen[SUM, FP32] == seen[SUM, INT64] == 1
 
@@ -49,8 +43,9 @@ def test_accumulation_reduces_once_or_with_every_micro_batch(
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool: Pools, reduce_dtype: str) -> None:
     training = Training(mixed_precision_reduce=reduce_dtype)  # type: ignore[arg-type]
-    seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], training=training))[0]
-    assert seen[GATHER, BF16] and not seen[GATHER, FP32]
+    seen = pool(2).run(count_collectives, Run(TOKENS, LABELS, [1e-3], training=training))[0]
+    assert seen[GATHER, BF16]
+    assert not seen[GATHER, FP32]
     assert seen[REDUCE, getattr(torch, reduce_dtype)] == UNITS
     assert sum(n for (name, _), n in seen.items() if name == REDUCE) == UNITS
 

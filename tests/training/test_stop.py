@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pools
-from tests.processes import ROOT, TORCHRUN, environment, python
-from tests.tiny import EIGHT_STEPS
-from tests.training.test_run import _outcome, _trainer
+from tests.support.pool import Pools
+from tests.support.processes import ROOT, TORCHRUN, environment, python
+from tests.support.tiny import EIGHT_STEPS
+from tests.support.whole_runs import make_trainer, outcome_of
 from titanlite import exit_codes
 from titanlite.checkpoint.foreign import open_weights
 from titanlite.checkpoint.manager import Checkpointer
@@ -36,13 +36,13 @@ from titanlite.trainer import Trainer
 #: No save but for a signal, and at the end.
 TINY = [
     *EIGHT_STEPS,
-    *[
-        "--validation.enable",
-        "--validation.freq=4",
-        "--validation.steps=3",
-        "--validation.batch_size=2",
-    ],
-    *["--validation.seq_len=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=100"],
+    "--validation.enable",
+    "--validation.freq=4",
+    "--validation.steps=3",
+    "--validation.batch_size=2",
+    "--validation.seq_len=16",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=100",
 ]
 EIGHT = "--training.steps=8"
 
@@ -61,7 +61,7 @@ def _run(
     world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str
 ) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
-    trainer = _trainer(world, folder, *TINY, *flags)
+    trainer = make_trainer(world, folder, *TINY, *flags)
     struck: list[int] = []
 
     def strike() -> None:
@@ -76,7 +76,7 @@ def _run(
         signal.SIGINT, signal.default_int_handler
     )  # a shell ignores it for what runs in its background
     handlers = [signal.getsignal(n) for n in SIGNALS]
-    found = _outcome(trainer, folder)
+    found = outcome_of(trainer, folder)
     assert [signal.getsignal(n) for n in SIGNALS] == handlers
     assert not [
         t.name
@@ -113,7 +113,8 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     folder = tmp_path_factory.mktemp("straight")
     pool(2).run(_run, str(folder), "", 0, 0, 0, EIGHT)
     losses = _losses(folder)
-    assert {step for step, _ in losses} == set(range(1, 9)) and (4, "validation_loss") in losses
+    assert {step for step, _ in losses} == set(range(1, 9))
+    assert (4, "validation_loss") in losses
     return losses
 
 
@@ -175,7 +176,8 @@ def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(
     flags = [EIGHT, "--no-checkpoint.enable_checkpoint"]
     first, second = pool(2).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, *flags)
     assert first["code"] == second["code"] == exit_codes.PREEMPTED_UNSAVED
-    assert "CHECKPOINTS ARE OFF" in first["printed"][0] and second["printed"] == []
+    assert "CHECKPOINTS ARE OFF" in first["printed"][0]
+    assert second["printed"] == []
     assert (
         "stopped after step 4 by SIGTERM on rank 0: checkpoints are off, nothing is saved"
         in second["said"]
@@ -225,14 +227,14 @@ def test_a_stop_in_the_last_validation_does_not_cost_the_last_save(
         "a save because of a stop is full"
     )
     ended = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
-    assert ended["code"] == exit_codes.DONE and (8, "validation_loss") in _losses(tmp_path)
+    assert ended["code"] == exit_codes.DONE
+    assert (8, "validation_loss") in _losses(tmp_path)
     assert not [line for line in ended["said"] if "nothing to do" in line]
     again = pool(1).run(_run, str(tmp_path), "", 0, 0, 0, *flags)[0]
-    assert again["code"] == exit_codes.CHECKPOINT and "this run has ended there" in again["error"]
-    full, weights = (
-        Contents(tmp_path / "checkpoint" / "step-8"),
-        open_weights(tmp_path / "checkpoint" / "step-8-hf"),
-    )
+    assert again["code"] == exit_codes.CHECKPOINT
+    assert "this run has ended there" in again["error"]
+    full = Contents(tmp_path / "checkpoint" / "step-8")
+    weights = open_weights(tmp_path / "checkpoint" / "step-8-hf")
     assert all(
         torch.equal(weights.read(name), full.read(f"model.{name}")) for name in weights.parts
     )
@@ -249,9 +251,12 @@ def test_blocks_may_be_nested_and_handlers_are_as_before() -> None:
         with StopSignal() as outer:
             with StopSignal() as inner, inner:
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert inner.requested and inner.reason == "SIGTERM" and not outer.requested
+                assert inner.requested
+                assert inner.reason == "SIGTERM"
+                assert not outer.requested
             os.kill(os.getpid(), signal.SIGUSR1)
-            assert outer.reason == "SIGUSR1" and seen == []
+            assert outer.reason == "SIGUSR1"
+            assert seen == []
         os.kill(os.getpid(), signal.SIGTERM)
         assert seen == [signal.SIGTERM]
         assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
@@ -392,7 +397,8 @@ def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(
 ) -> None:
     """No save before the stop's own: torchrun's store is gone then."""
     launch = _launch(tmp_path / "run", "--training.steps=100000")
-    assert launch.stdout is not None and any("step:  3" in line for line in launch.stdout)
+    assert launch.stdout is not None
+    assert any("step:  3" in line for line in launch.stdout)
     launch.kill()
     text = launch.communicate(timeout=900)[0]  # the workers hold the pipe
     codes = sorted(line.split()[1] for line in (tmp_path / "codes").read_text().splitlines())
@@ -401,6 +407,5 @@ def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(
         re.findall(r"stopped after step (\d+) by SIG\w+ on every rank: the checkpoint", text)[0]
     )
     again = _launch(tmp_path / "run", f"--training.steps={step + 1}")
-    assert (
-        f"resumed from step {step}" in again.communicate(timeout=900)[0] and again.returncode == 0
-    )
+    assert f"resumed from step {step}" in again.communicate(timeout=900)[0]
+    assert again.returncode == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.equal_start import train_titanlite
-from tests.pool import Pools
+from tests.support.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
 
 GOLDEN = json.loads((Path(__file__).parent / "torchtitan_losses.json").read_text())

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.data.conftest import make_corpus, write_texts
-from tests.pool import Pools
-from tests.training.test_run import _outcome, _run, _trainer
+from tests.support.pool import Pools
+from tests.support.texts import make_corpus, write_texts
+from tests.support.whole_runs import make_trainer, outcome_of, train_run
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
@@ -66,10 +66,11 @@ def before_step_1(
 ) -> dict[str, float]:
     batch = ["--training.batch_size=1", "--training.global_batch_size=12"]
     chosen = [*FULL, *batch, "--validation.first", "--training.steps=1", *flags]
-    found = pool(ranks).run(_run, str(folder), *chosen, *([] if flags else [sources(files)]))[0]
-    assert sorted(validations(found)) == [0, 1] and any(
-        "validation at 0: loss" in line for line in found["said"]
-    )
+    found = pool(ranks).run(train_run, str(folder), *chosen, *([] if flags else [sources(files)]))[
+        0
+    ]
+    assert sorted(validations(found)) == [0, 1]
+    assert any("validation at 0: loss" in line for line in found["said"])
     assert (
         all(
             any(f"validation at 0, {name}: loss" in line for line in found["said"])
@@ -81,7 +82,7 @@ def before_step_1(
 
 
 def _validated(world: DistEnv, folder: str, *flags: str) -> bool:
-    trainer = _trainer(world, folder, *flags, "--validation.enable", "--validation.steps=1")
+    trainer = make_trainer(world, folder, *flags, "--validation.enable", "--validation.steps=1")
     parts = trainer.parts
     assert parts.validation is not None
     held = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
@@ -116,9 +117,8 @@ def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
             == math.exp(loss)
         )
         assert not any(key.startswith("validation/") for key in row)
-    assert tokens["long"] > 2 * tokens["short"] > 100 and one_rank["validation_tokens"] == sum(
-        tokens.values()
-    )
+    assert tokens["long"] > 2 * tokens["short"] > 100
+    assert one_rank["validation_tokens"] == sum(tokens.values())
     mean = sum(one_rank[f"validation/{name}/loss"] * tokens[name] for name in NAMES) / sum(
         tokens.values()
     )
@@ -138,7 +138,7 @@ def test_a_full_pass_gives_the_same_losses_on_any_number_of_ranks(
 
 def _interrupted(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """A run that is asked to stop on its last rank, in the first validation of the second text."""
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     assert trainer.parts.validation is not None
     loader: Any = trainer.parts.validation.loaders["short"]
     read = type(loader).__iter__
@@ -151,7 +151,7 @@ def _interrupted(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
 
     type(loader).__iter__ = asked
     try:
-        return _outcome(trainer, folder)
+        return outcome_of(trainer, folder)
     finally:
         type(loader).__iter__ = read
 
@@ -167,19 +167,18 @@ def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
         "--checkpoint.interval=100",
     ]
     flags += ["--checkpoint.keep_best=1", "--optimizer.lr=0.3", "--training.warmup_steps=0"]
-    straight = pool(2).run(_run, str(tmp_path / "straight"), *flags)[0]
+    straight = pool(2).run(train_run, str(tmp_path / "straight"), *flags)[0]
     root = tmp_path / "straight" / "checkpoint"
     assert steps_in(root) == [2, 4], "step 2 was the best so far"
     for step, row in validations(straight).items():
         assert read_manifest(root / f"step-{step}").validation_loss == row["validation_loss"]
     stopped = pool(2).run(_interrupted, str(tmp_path / "stopped"), *flags)[0]
-    assert (
-        stopped["step"] == 2
-        and "the test asks on rank 1" in stopped["error"]
-        and not validations(stopped)
-    )
-    resumed = pool(2).run(_run, str(tmp_path / "stopped"), *flags)[0]
-    assert validations(resumed) == validations(straight) and sorted(validations(straight)) == [2, 4]
+    assert stopped["step"] == 2
+    assert "the test asks on rank 1" in stopped["error"]
+    assert not validations(stopped)
+    resumed = pool(2).run(train_run, str(tmp_path / "stopped"), *flags)[0]
+    assert validations(resumed) == validations(straight)
+    assert sorted(validations(straight)) == [2, 4]
 
 
 def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,15 +196,15 @@ def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.Mon
 
 
 def test_figures_at_the_limits() -> None:
-    assert math.isnan(HeldOutLoss(0.0, 0).loss) and HeldOutLoss(1e6, 1).perplexity == math.inf
+    assert math.isnan(HeldOutLoss(0.0, 0).loss)
+    assert HeldOutLoss(1e6, 1).perplexity == math.inf
     result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
-    assert (
-        result.all.loss == 2.0 and str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
-    )
+    assert result.all.loss == 2.0
+    assert str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
 
 
 def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
-    trainer = _trainer(world, folder, *flags)
+    trainer = make_trainer(world, folder, *flags)
     fetch = trainer.parts.loader.next_step
 
     def next_step() -> Any:
@@ -214,7 +213,7 @@ def _stop_in_step_4(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         return fetch()
 
     trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
-    return _outcome(trainer, folder)
+    return outcome_of(trainer, folder)
 
 
 def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(
@@ -224,7 +223,7 @@ def test_a_validation_that_a_resumed_run_has_no_longer_is_not_owed(
     flags = ["--validation.freq=4", "--checkpoint.model_weights_only"]
     pool(1).run(_stop_in_step_4, str(tmp_path), *flags, "--training.steps=8")
     assert read_manifest(tmp_path / "checkpoint" / "step-4").train["validation_owed"]
-    pool(1).run(_run, str(tmp_path), *flags, "--training.steps=6", "--no-validation.enable")
+    pool(1).run(train_run, str(tmp_path), *flags, "--training.steps=6", "--no-validation.enable")
     assert read_manifest(tmp_path / "checkpoint" / "step-6").weights_only
 
 
@@ -242,7 +241,8 @@ def test_a_long_validation_tells_how_long_it_takes(
         for item in validation._reported(texts):
             read.append(item)
             now += 3.0
-    assert read == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)] and len(texts) == 7
+    assert read == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6), (1, 7)]
+    assert len(texts) == 7
     assert caplog.messages == [
         "validating: 1 of 7 batches, about 14%, 18.0s left",
         "validating: 5 of 7 batches, about 71%, 6.0s left",

@@ -149,7 +149,8 @@ class RankPool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes = []
+        self._pipes = []
 
 
 class Pools:

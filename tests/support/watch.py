@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.harness import Run, stepper
+from tests.support.harness import Run, stepper
 from titanlite.parallel.dist_env import DistEnv
 
-GATHER, REDUCE, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
+GATHER = "allgather_base"
+REDUCE = "reduce_scatter_base"
+SUM = "allreduce"
 
 
 class Watch(TorchDispatchMode):
@@ -79,3 +82,56 @@ def collectives(world: DistEnv, run: Run) -> list[Sent]:
     with Wire(seen.append):
         take(2)
     return seen
+
+
+#: Ways to read a tensor from Python. `tolist` and `numpy` of a CPU tensor reach no operation at
+#: all.
+READS = {"tolist", "numpy", "cpu", "item", "nonzero", "equal", "masked_select", "unique"} | {
+    f"__{name}__" for name in ("bool", "int", "float", "index", "complex", "array", "contains")
+}
+#: The same below Python, where optimizers, autograd and FSDP may do it.
+READING_OPERATIONS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
+class Operations(Watch):
+    """Counts collectives of all groups, by name and dtype of what is sent, and reads of values by
+    the host.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._count)
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.reads = 0
+
+    def _count(self, func: Any, args: Any, output: Any) -> None:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [
+                t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)
+            ]
+            self.sent[str(func).split(".")[1], str(tensors[0].dtype) if tensors else ""] += 1
+        self.reads += func in READING_OPERATIONS
+
+
+class Calls(TorchFunctionMode):
+    """Counts the same reads where Python asks for them, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.reads[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_collectives(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
+    """The collectives of a second step, by name and type of what is sent."""
+    return Counter((sent.name, sent.dtype) for sent in collectives(world, run))

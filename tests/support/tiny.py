@@ -46,10 +46,25 @@ TWO_LAYERS = size(64, 2, 4, 32)
 #: For what counts steps, files and signals: 8 steps of 4 sequences, each logged, bit for bit.
 EIGHT_STEPS = [
     *size(32, 1, 2, 16),
-    *["--training.batch_size=1", "--training.global_batch_size=4", "--training.warmup_steps=2"],
-    *[
-        "--lr_scheduler.total_steps=8",
-        "--metrics.log_freq=1",
-        "--training.mixed_precision_param=float32",
-    ],
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    "--training.warmup_steps=2",
+    "--lr_scheduler.total_steps=8",
+    "--metrics.log_freq=1",
+    "--training.mixed_precision_param=float32",
+]
+TWENTY_STEPS = [
+    *TWO_LAYERS,
+    "--training.batch_size=2",
+    "--training.global_batch_size=8",
+    "--training.warmup_steps=3",
+    "--optimizer.lr=1e-2",
+    "--lr_scheduler.total_steps=20",
+    "--metrics.log_freq=1",
+    "--training.mixed_precision_param=float32",
+    "--validation.freq=10",
+    "--validation.steps=2",
+    "--validation.batch_size=4",
+    "--validation.seq_len=32",
+    "--checkpoint.enable_checkpoint",
 ]

@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support.tiny import TWENTY_STEPS
 from titanlite.tools.drill.ranks import check, train
 
-STEPS, MORE, BAD_STEP = 20, 24, 5
-#: Beside the tiny model of `tests.training.test_run`.
+STEPS = 20
+MORE = 24
+BAD_STEP = 5
+#: Beside `TWENTY_STEPS`.
 FLAGS = [
     "--guard.policy=skip",
     "--checkpoint.interval=10",
@@ -72,8 +75,6 @@ def golden_run(base: Path) -> GoldenRun:
     """
     from filelock import FileLock  # of torch
 
-    from tests.training.test_run import TINY
-
     made = base / "golden"
     with FileLock(base / "golden.lock"):
         if not made.exists():
@@ -81,14 +82,17 @@ def golden_run(base: Path) -> GoldenRun:
             aside.mkdir()
             flags = [
                 "--job.config_file=debug_model.toml",
-                *TINY,
+                *TWENTY_STEPS,
                 *FLAGS,
                 f"--job.dump_folder={aside}/run",
             ]
             for steps in (STEPS, MORE):
                 console = aside / f"console-{steps}"
                 codes, said = train(
-                    [*flags, f"--training.steps={steps}"], 2, console, main="tests.golden_run"
+                    [*flags, f"--training.steps={steps}"],
+                    2,
+                    console,
+                    main="tests.support.golden_run",
                 )
                 check(codes == [0, 0], "the golden run failed", said)
             aside.rename(made)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from tests.pool import Pools
-from tests.training.harness import Run, alone, batches, initial_weights, train, train_afresh
-from tests.training.reference import Curve, train_reference
+from tests.support.harness import Run, alone, batches, initial_weights, train, train_afresh
+from tests.support.pool import Pools
+from tests.support.reference import Curve, train_reference
 from titanlite.models import get_spec
 
-STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
+STEPS = 20
+GLOBAL_BATCH = 8
+SEQ = 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
 #: Several documents in each sequence.
 DOCUMENTS = (

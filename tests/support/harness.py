@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from tests.steps import train_step
-from tests.training.reference import Curve
+from tests.support.reference import Curve
+from tests.support.steps import train_step
 from titanlite.config.model_sections import Optimizer
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
@@ -38,11 +38,10 @@ TINY = LlamaArgs(
 )
 
 #: Ways to recompute.
-NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
-EVERY_2, OP = (
-    ActivationCheckpoint(selective_ac_option="2"),
-    ActivationCheckpoint(selective_ac_option="op"),
-)
+NONE = ActivationCheckpoint(mode="none")
+FULL = ActivationCheckpoint(mode="full")
+EVERY_2 = ActivationCheckpoint(selective_ac_option="2")
+OP = ActivationCheckpoint(selective_ac_option="op")
 MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
 #: A linear in the middle of the model.
 W2 = "layers.1.feed_forward.w2"
@@ -163,7 +162,8 @@ def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
     """This rank's share of a global batch, dealt out as the loader deals: sequence i goes to rank i
     mod degree.
     """
-    tokens, labels = run.tokens[step, rank::degree], run.labels[step, rank::degree]
+    tokens = run.tokens[step, rank::degree]
+    labels = run.labels[step, rank::degree]
     whole = (
         [tokens, labels]
         if run.documents is None
@@ -195,7 +195,8 @@ def alone(
     """
     most = int(documents.max()) + 1
     size = torch.Size([len(tokens), tokens.size(1) * most, tokens.size(2)])
-    apart, targets = torch.zeros(size, dtype=torch.int64), torch.full(size, -100)
+    apart = torch.zeros(size, dtype=torch.int64)
+    targets = torch.full(size, -100)
     for step, row in torch.cartesian_prod(
         torch.arange(size[0]), torch.arange(tokens.size(1))
     ).tolist():
@@ -321,8 +322,21 @@ def batches(
     """
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(0, vocab, (steps, global_batch, seq_len + 1), generator=generator)
-    tokens, labels = window[..., :-1].contiguous(), window[..., 1:].clone()
+    tokens = window[..., :-1].contiguous()
+    labels = window[..., 1:].clone()
     lengths = torch.randint(1, seq_len + 1, (steps, global_batch), generator=generator)
     lengths[:, 0] = 1
     labels[torch.arange(seq_len) >= lengths[..., None]] = -100
     return tokens, labels
+
+
+def state_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Weights, moments and the optimizer's count of steps."""
+    state = {name: full(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        state.update({f"{name}.{key}": full(value) for key, value in optimizer.state[p].items()})
+    return all_stages(model, state)
+
+
+def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from titanlite.checkpoint.paths import StorePath, _filesystem
+from tests.support import s3
+from tests.support.pool import RankPool
+from titanlite.checkpoint.paths import AnyPath, StorePath, _filesystem
 
 if TYPE_CHECKING:
     from titanlite.parallel.dist_env import DistEnv
@@ -104,3 +106,16 @@ def use(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     _filesystem.cache_clear()
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder of checkpoints that ranks of a pool use."""
+
+    root: AnyPath
+    environment: Mapping[str, str]
+
+    def run(
+        self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, **more: Any
+    ) -> list[Any]:
+        return ranks.run(s3.there, self.environment, function, *arguments, **more)

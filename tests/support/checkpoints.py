@@ -4,12 +4,14 @@ written.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.training.harness import Run, batches, build_tiny, full, stepper
+from tests.support.harness import Run, batches, build_tiny, full, stepper
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
@@ -71,7 +73,8 @@ def unequal(left: AnyPath, right: AnyPath) -> list[str]:
 
 def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     """The same tensors under the same names, bit for bit."""
-    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 def train(
@@ -100,7 +103,9 @@ def train(
     try:
         loaded = checkpointer.load(model, optimizer, expected)
         assert (loaded.step if loaded else 0) == first - 1
-        losses, draws, outcomes = [], [], []
+        losses = []
+        draws = []
+        outcomes = []
         for step in range(first, last + 1):
             losses.append(
                 take(step, run.rates[step - 1], step - 1, after_update=after_update).loss.item()
@@ -154,3 +159,19 @@ def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:
     except CheckpointError as error:
         return str(error)
     raise AssertionError("it was not refused")
+
+
+def edit(folder: Path, **changes: object) -> None:
+    """Change a manifest as a bad disk would."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def sign(folder: Path, **changes: object) -> None:
+    """Change a manifest as a wrong program would: its hash is right."""
+    edit(folder, **changes)
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**content, "digest": digest_of(text.encode())}))

@@ -160,7 +160,9 @@ def commit(folder: Path) -> str:
 
 def entry(folder: Path, path: Path) -> dict[str, Any]:
     """Return the hub's record of a file or folder in a repository."""
-    name, is_file, stat = str(path.relative_to(folder)), path.is_file(), path.stat()
+    name = str(path.relative_to(folder))
+    is_file = path.is_file()
+    stat = path.stat()
     oid = hashlib.sha1(f"{name} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
     return {
         "type": "file" if is_file else "directory",
@@ -301,10 +303,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def file(self, path: Path, headers: dict[str, str]) -> None:
         """Answer with a file, or with the bytes of it that the Range header names."""
-        content, wanted = path.read_bytes(), self.record.range
+        content = path.read_bytes()
+        wanted = self.record.range
         if not self.hub.ranges or not wanted:
             return self.answer(content, headers)
-        first, last = wanted[0], min(wanted[1], len(content) - 1)
+        first = wanted[0]
+        last = min(wanted[1], len(content) - 1)
         if first > last:
             return self.answer(b"", {"Content-Range": f"bytes */{len(content)}"}, 416)
         headers |= {
@@ -316,7 +320,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
         """Answer, with the fault of this request."""
         fault = self.fault or Fault("")
-        whole, body = len(body), body[: fault.cut]
+        whole = len(body)
+        body = body[: fault.cut]
         self.record.status = status
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if fault.declared else whole))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.compare import (
+from tests.support.compare import (
     DOCUMENTS,
     FLAT,
     GLOBAL_BATCH,
@@ -24,7 +24,7 @@ from tests.training.compare import (
     WARM,
     References,
 )
-from tests.training.harness import Degrees, Run
+from tests.support.harness import Degrees, Run
 from titanlite.parallel.schedules import SCHEDULES
 from titanlite.start.derive import RunConfig
 from titanlite.start.fit import load_config
@@ -94,12 +94,11 @@ class Column:
     flags: dict[str, Any]
 
 
-MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-CHUNKS, UNITS, MIN_PARAMS = (
-    "training.loss_chunks",
-    "training.fsdp_units",
-    "training.fsdp_min_params",
-)
+MODE = "activation_checkpoint.mode"
+OPTION = "activation_checkpoint.selective_ac_option"
+CHUNKS = "training.loss_chunks"
+UNITS = "training.fsdp_units"
+MIN_PARAMS = "training.fsdp_min_params"
 TIED = {"model.overrides.tied": "true"}
 AHEAD = {RESHARD: "always", "training.prefetch": 1}
 ZERO_BUBBLE = {PP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}
@@ -380,7 +379,8 @@ def grid_on(*ranks: int) -> tuple[Any, ...]:
     @some(MASKED, QUICK_MASKED)
     def masked(references: References, row: str) -> None:
         """Held against `transformers` with each document in a row of its own."""
-        split, column = rows[row][0], COLUMNS[MASKED[row]]
+        split = rows[row][0]
+        column = COLUMNS[MASKED[row]]
         references.compare(
             replace(run_of(config_of(split, column), column.optimizer), documents=DOCUMENTS),
             split.ranks,

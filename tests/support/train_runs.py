@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import EIGHT_STEPS
+from tests.support.tiny import EIGHT_STEPS
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.data.hashes import add_hashes
 from titanlite.metrics.jsonl import read_metrics
@@ -15,7 +15,8 @@ from titanlite.tools.drill.faults import NO_FAULT, Fault
 from titanlite.tools.drill.runs import checkpoint, differing
 from titanlite.utils import read_lines
 
-STEPS, INTERVAL = 8, 2
+STEPS = 8
+INTERVAL = 2
 TINY = [
     "--job.config_file=debug_model.toml",
     *EIGHT_STEPS,
@@ -37,7 +38,7 @@ def train(
 
     Exit codes by rank, and the output.
     """
-    return drill_ranks.train(arguments, ranks, console, fault, main="tests.failures.logged")
+    return drill_ranks.train(arguments, ranks, console, fault, main="tests.support.logged")
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:

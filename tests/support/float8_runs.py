@@ -12,17 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.runs import train as train_and_save
-from tests.parallel.watch import Watch
-from tests.training.harness import (
-    TINY,
-    Run,
-    build_tiny,
-    changed,
-    micro_batches,
-    run_stages,
-    stepper,
-)
+from tests.support.checkpoints import train as train_and_save
+from tests.support.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages, stepper
+from tests.support.watch import Watch
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
 from titanlite.features.float8.error import Float8Error, measure_float8_error
@@ -31,11 +23,14 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-REAL, EMULATED = Float8(enable_float8_linear=True), Float8(enable_float8_linear=True, emulate=True)
+REAL = Float8(enable_float8_linear=True)
+EMULATED = Float8(enable_float8_linear=True, emulate=True)
 GATHERED = changed(EMULATED, enable_fsdp_float8_all_gather=True)
 PRECOMPUTED = changed(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 #: Linears of TINY that are converted: seven in each of two blocks, and their parameters.
-LINEARS, CONVERTED, TOTAL = 14, 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192), 123_200
+LINEARS = 14
+CONVERTED = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
+TOTAL = 123_200
 
 
 def recipe(name: str, float8: Float8 = EMULATED) -> Float8:

@@ -1,0 +1,36 @@
+"""Threads that compete for a lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.runs.lock import LockedError, RunLock
+
+
+def compete(place: AnyPath, count: int) -> tuple[int, int]:
+    """Take a lock from so many threads at once; how many held it and how many were refused."""
+    gate = threading.Barrier(count)
+    over = threading.Event()
+    outcomes = list[str]()
+
+    def attempt() -> None:
+        gate.wait()
+        try:
+            with RunLock(place):
+                outcomes.append("held")
+                over.wait(300)
+        except LockedError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=attempt) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 300
+    while len(outcomes) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+    over.set()
+    for thread in threads:
+        thread.join()
+    return outcomes.count("held"), outcomes.count("refused")

@@ -1,0 +1,94 @@
+"""Folders of token files, written by the definitions of their formats."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.data.prepared_tokens import fingerprint_of
+from titanlite.data.token_paths import INDEX, KIND
+from titanlite.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer()
+SIZE = TOKENIZER.vocab_size
+LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
+
+
+def write_prepared(
+    folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0, **changes: Any
+) -> Path:
+    """Write a folder by the format's definition; token t of the corpus has id t + 1.
+
+    masked: of each document.
+    """
+    folder.mkdir()
+    parts = []
+    at = 0
+    for number, documents in enumerate(lengths):
+        offsets = np.cumsum([0, *documents], dtype="<i8")
+        content = {
+            "tokens": np.arange(at + 1, at + 1 + offsets[-1], dtype="<u2").tobytes(),
+            "offsets": offsets.tobytes(),
+        }
+        if masked:
+            targets = np.ones(offsets[-1], dtype=bool)
+            for begin in offsets[:-1]:
+                targets[begin : begin + masked] = False
+            content["targets"] = np.packbits(targets, bitorder="little").tobytes()
+        for suffix, data in content.items():
+            (folder / f"part-{number}.{suffix}").write_bytes(data)
+        about = {
+            "tokens": int(offsets[-1]),
+            "documents": len(documents),
+            "checksums": {},
+            "name": f"part-{number}",
+        }
+        parts.append(
+            {
+                **about,
+                "bytes": {s: len(data) for s, data in content.items()},
+                "sources": [[number, 0, 5]],
+            }
+        )
+        at += int(offsets[-1])
+    index = {
+        "format": KIND,
+        "version": 1,
+        "dtype": "<u2",
+        "tokenizer": TOKENIZER.fingerprint,
+        "max_id": at,
+    }
+    index |= {
+        "tokenizer_path": None,
+        "vocab_size": SIZE,
+        "options": {"text_key": "text"},
+        "parts": parts,
+    }
+    index |= {"files": [f"{n}.jsonl" for n in range(len(lengths))], **changes}
+    (folder / INDEX).write_text(json.dumps({**index, "fingerprint": fingerprint_of(index)}))
+    return folder
+
+
+def write_megatron(
+    stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2"
+) -> Path:
+    """Write `.bin` and `.idx` as Megatron-LM's IndexedDatasetBuilder does; documents: lengths of
+    their sequences.
+    """
+    lengths = np.array([n for document in documents for n in document], dtype="<i4")
+    tokens = np.arange(1, lengths.sum() + 1).astype(dtype)
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * tokens.dtype.itemsize
+    bounds = np.cumsum([0, *map(len, documents)], dtype="<i8")
+    head = (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QB", 1, code)
+        + struct.pack("<QQ", len(lengths), len(bounds))
+    )
+    stem.with_suffix(".bin").write_bytes(tokens.tobytes())
+    arrays = lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes()
+    stem.with_suffix(".idx").write_bytes(head + arrays)
+    return stem.with_suffix(".bin")

@@ -1,0 +1,106 @@
+"""Whole runs of the trainer on the ranks of a pool, and what is compared of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.harness import W2
+from tests.support.tiny import TWENTY_STEPS
+from tests.support.words import listening
+from titanlite import exit_codes
+from titanlite.assembly import build
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.config.load import load_file
+from titanlite.data.rows import Rows
+from titanlite.guard import BadStepError
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.start.fit import fitted
+from titanlite.start.run_text import read_datasets
+from titanlite.start.signals import StopRequested
+from titanlite.trainer import Trainer
+
+
+def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
+    """A trainer as `train.py` makes it, inside the pool."""
+    config = load_file("debug_model.toml", [*TWENTY_STEPS, f"--job.dump_folder={folder}", *flags])
+    run = fitted(config, world.size)
+    datasets = read_datasets(run)
+    if run.steps is None:
+        run = fitted(config, world.size, datasets.train.total_sequences)
+    return Trainer(build(run, world, datasets))
+
+
+def outcome_of(trainer: Trainer, folder: str) -> dict[str, Any]:
+    """Train; how that ended, what was logged, and what is in the run's folder."""
+    found: dict[str, Any] = {"error": "", "code": exit_codes.DONE}
+    with listening() as said:
+        try:
+            trainer.train()
+        except (CheckpointError, BadStepError, StopRequested) as error:
+            found = {"error": str(error), "code": exit_codes.code_of(error)}
+    events = Path(folder) / "guard.jsonl"
+    rows = Path(folder) / "metrics.jsonl"
+    found["events"] = (
+        [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    )
+    found["rows"] = read_metrics(rows) if rows.exists() else []
+    return {**found, "said": said, "step": trainer.step}
+
+
+def train_run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    """Train as `train.py` would, inside the pool."""
+    return outcome_of(make_trainer(world, folder, *flags), folder)
+
+
+def losses_of(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
+    return {
+        row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows if "loss" in row
+    }
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+#: Sequences per step.
+GLOBAL = 8
+
+
+def poisoned_run(
+    world: DistEnv, folder: str, poison: dict[int, float], *flags: str
+) -> dict[str, Any]:
+    """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the
+    logits are scaled.
+    """
+    trainer = make_trainer(world, folder, "--no-validation.enable", *flags)
+    model = trainer.parts.model
+
+    def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        factor = poison.get(trainer.parts.loader.state_dict()["next_sequence"] // GLOBAL)
+        mine = (
+            factor is not None
+            and world.rank == world.size - 1
+            and (module is model) == math.isfinite(factor)
+        )
+        return out * factor if mine else out
+
+    for module in (model, model.get_submodule(W2)):
+        module.register_forward_hook(spoil)
+    documents = {str(n): names_in(trainer.parts.datasets.train, n) for n in range(12 * GLOBAL)}
+    return {**outcome_of(trainer, folder), "documents": documents}
+
+
+def names_in(rows: Rows, index: int) -> list[Any]:
+    return [name for name, _ in rows.documents_in(index)]
