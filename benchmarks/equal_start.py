@@ -152,6 +152,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     `CONFIG`.
     """
     from titanlite.assembly import build
+    from titanlite.data.rows import Row
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama_hf import permute
     from titanlite.start.fit import load_config
@@ -171,7 +172,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     ]
     run = load_config(str(config), world.size, mine)
     read = read_datasets(run)
-    read.train.sequence = sequence  # type: ignore[method-assign]
+    read.train.sequence = lambda index: Row(*sequence(index))  # type: ignore[method-assign]
     trainer = Trainer(build(run, world, read))
     parameters = dict(trainer.parts.model.named_parameters())
     drawn = {name: _tensor(weight(name, tuple(p.shape))) for name, p in parameters.items()}

@@ -16,6 +16,8 @@ from titanlite.utils import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+#: Pages that name what is not there: of earlier code, or to be added (test_add_a_feature.py).
+OWN_NAMES = {"log.md", "add-a-feature.md"}
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
 
 
@@ -125,7 +127,7 @@ def test_files_and_names_in_architecture_are_there() -> None:
 
 
 def test_names_that_the_pages_import_are_there() -> None:
-    text = "\n".join(page.read_text() for page in PAGES if page.name != "log.md")
+    text = "\n".join(page.read_text() for page in PAGES if page.name not in OWN_NAMES)
     one_line = r"([^(\n]+)$"
     in_brackets = r"\(([^)]+)\)$"
     shown = re.findall(

@@ -69,6 +69,19 @@ def test_features_are_on_as_their_keys_say() -> None:
     ]
 
 
+def test_a_seed_checkpoint_is_made_by_one_process_whatever_the_degrees() -> None:
+    flags = [
+        "--checkpoint.create_seed_checkpoint",
+        "--checkpoint.enable_checkpoint",
+        "--model.name=mixtral",
+        "--parallelism.expert_parallel_degree=3",
+        "--experimental.context_parallel_degree=2",
+        "--experimental.pipeline_parallel_degree=2",
+        "--training.seq_len=33",
+    ]
+    assert features_of(load_config("debug_model.toml", 1, flags)).on == []
+
+
 def test_a_moment_that_a_feature_leaves_out_says_nothing() -> None:
     run = load_config("debug_model.toml", 1)
     arguments = {"run": run, "args": run.model_args(), "config": SimpleNamespace(sections=run)}

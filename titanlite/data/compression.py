@@ -9,7 +9,8 @@ from typing import Any, BinaryIO
 
 from titanlite.data import DataError
 
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP = b"\x1f\x8b"
+_ZSTD = b"\x28\xb5\x2f\xfd"
 _BUFFER = 1 << 18
 
 

@@ -29,10 +29,14 @@ from numpy.typing import NDArray
 from titanlite.data import DataError
 from titanlite.data.threads import Pool, ending
 
-#: Seconds for which a part counts as whole, and between two looks at the lock of another process.
-KEEP, _WAIT = 30 * 86400.0, 0.1
-#: The kind of hash in an index (XXH3 with 128 bits), and bytes that are hashed at a time.
-HASH, _BLOCK = "xxh3:", 8 << 20
+#: Seconds for which a part counts as whole.
+KEEP = 30 * 86400.0
+#: Seconds between two looks at the lock of another process.
+_WAIT = 0.1
+#: The kind of hash in an index (XXH3 with 128 bits).
+HASH = "xxh3:"
+#: Bytes that are hashed at a time.
+_BLOCK = 8 << 20
 #: Offsets that are compared at once.
 _OFFSETS = 1 << 22
 #: For the threads that compare hashes: training goes first.
@@ -107,9 +111,11 @@ def hash_of(file: Path, read: Callable[[int], None]) -> str:
     """Return the hash of a file's content as an index has it; call `read` with the number of bytes
     of each block.
     """
-    import xxhash  # only here: a config's check does without
+    # Only here: a config's check does without.
+    import xxhash
 
-    found, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK))
+    found = xxhash.xxh3_128()
+    block = memoryview(bytearray(_BLOCK))
     with open(file, "rb", buffering=0) as stream:
         while count := stream.readinto(block):
             found.update(block[:count])
@@ -289,13 +295,15 @@ def check_part(folder: Path, part: Mapping[str, Any], item: int) -> None:
 
     Raises DataError if a name leads elsewhere, or sizes do not fit; OSError if a file is not there.
     """
-    name, sizes = str(part["name"]), dict(part["bytes"])
+    name = str(part["name"])
+    sizes = dict(part["bytes"])
     if Path(name).name != name or not set(sizes) <= {"tokens", "offsets", "targets"}:
         raise DataError(
             f"{folder}: index.json names {name!r}, which is no part of this folder; prepare the "
             "text again"
         )
-    tokens, documents = part["tokens"], part["documents"]
+    tokens = part["tokens"]
+    documents = part["documents"]
     expected = {"tokens": tokens * item, "offsets": 8 * (documents + 1), "targets": -(-tokens // 8)}
     for suffix, size in sizes.items():
         file = folder / f"{name}.{suffix}"

@@ -54,10 +54,16 @@ class Features:
 
 def features_of(config: Config) -> Features:
     """Return the features that the sections of a config, or of a run, switch on."""
+    experimental = config.experimental
+
+    def ranks(degree: int) -> int:
+        # One process makes a seed checkpoint, whatever the degrees of the runs that load it.
+        return 1 if config.checkpoint.create_seed_checkpoint else degree
+
     return Features(
-        context=context_of(config.experimental.context_parallel_degree),
-        experts=experts_of(config.parallelism.expert_parallel_degree),
-        pipeline=pipeline_of(config.experimental, config.experimental.pipeline_parallel_degree),
+        context=context_of(ranks(experimental.context_parallel_degree)),
+        experts=experts_of(ranks(config.parallelism.expert_parallel_degree)),
+        pipeline=pipeline_of(experimental, ranks(experimental.pipeline_parallel_degree)),
         async_tp=async_tp_of(config.experimental),
         float8=float8_of(config.float8),
         loss_chunks=loss_chunks_of(config.training),

@@ -141,16 +141,28 @@ def init_weights(
     are: weights in host memory then start as those on the device.
     """
     for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        if isinstance(parameter, DTensor):
-            _, offset = compute_local_shape_and_global_offset(
-                shape, parameter.device_mesh, parameter.placements
-            )
-            local = parameter.to_local()
-        else:
-            offset = (0,) * len(shape)
-            local = parameter
-        fill(local, tuple(offset), shape, name, rule(name), seed, device)
+        fill_part(parameter, name, rule(name), seed, device)
+
+
+@torch.no_grad()
+def fill_part(
+    tensor: torch.Tensor, name: str, init: Init, seed: int, device: torch.device | None = None
+) -> None:
+    """Fill this rank's part of a tensor (plain or DTensor) in place.
+
+    The values depend on seed and name, not on how the tensor is sharded. device: where to draw
+    them, if not where the tensor is.
+    """
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        _, offset = compute_local_shape_and_global_offset(
+            shape, tensor.device_mesh, tensor.placements
+        )
+        local = tensor.to_local()
+    else:
+        offset = (0,) * len(shape)
+        local = tensor
+    fill(local, tuple(offset), shape, name, init, seed, device)
 
 
 def fix_workspace() -> None:
