@@ -19,6 +19,7 @@ import ast
 import io
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -30,23 +31,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The files to read in an afternoon, in this order.
-READING_PATH = [
-    *(
-        "__init__",
-        "assembly",
-        "trainer",
-        "step",
-        "loss",
-        "guard",
-        "callbacks",
-        "config/sections",
-        "start/derive",
-    ),
-    *("models/spec", "models/layers", "models/llama", "optim/optimizer", "optim/schedule"),
-    *("data/packing", "data/loader", "parallel/dist_env", "parallel/parallelize", "parallel/fsdp"),
-    *("parallel/tensor", "parallel/init", "checkpoint/manager", "metrics/observer"),
-]
+#: Most tokens of the files that docs/architecture.md names as those to read first.
+READING_TOKENS = 28_500
 #: Modules whose functions may take the whole config, or the beginnings of their names.
 MAY_TAKE_ALL = (
     "config.",
@@ -141,13 +127,21 @@ class Source:
         return sum(self.lines[self.library / name] for name in names)
 
 
+def reading_path(library: Path) -> list[str]:
+    """Return the files that docs/architecture.md names as those to read first, in its order."""
+    page = (library.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.partition("## Read it in this order\n")[2].partition("\n## ")[0]
+    steps = section.rpartition("\n\n")[0]  # the last paragraph is for a second reading
+    return re.findall(r"`([\w/]+\.py)`", steps)
+
+
 def static_figures(source: Source) -> list[Figure]:
     """Return the figures that need no run."""
     library, trees = source.library, source.trees
     large = sorted(
         f"{p.relative_to(library)} {count}" for p, count in source.lines.items() if count > 700
     )
-    path = source.count(f"{name}.py" for name in READING_PATH)
+    path = sum(tokens_of(source.texts[library / name]) for name in reading_path(library))
     step = function(trees, "TrainStep", "__call__")
     assert step is not None
     methods, attributes = members(trees, "Trainer")
@@ -159,7 +153,7 @@ def static_figures(source: Source) -> list[Figure]:
     return [
         Figure("library", in_words(size), size, {}),
         names_figure("files over 700 lines", large),
-        Figure("reading path", f"{path:,} lines", {"lines": path}, {}),
+        Figure("reading path", f"{path:,} tokens", {"tokens": path}, {"tokens": READING_TOKENS}),
         Figure("training step", in_words(of_step), of_step, {"parameters": 7, "lines": 25}),
         Figure("Trainer", in_words(of_trainer), of_trainer, {"methods": 15, "attributes": 14}),
         names_figure("keys defined twice or more", doubled),
