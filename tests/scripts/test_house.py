@@ -47,6 +47,9 @@ def test_a_run_keeps_its_limits(house: Any) -> None:
 
 #: What a run imports when it turns it on: packages, and files.
 OFF = [
+    "config/dotted_names",
+    "config/signatures",
+    "start/folder_shape",
     "checkpoint/async_save",
     "checkpoint/hf",
     "checkpoint/load",

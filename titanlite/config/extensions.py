@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.dotted_names import unresolved
 from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.signatures import class_signature, names_class
 from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
@@ -67,10 +65,16 @@ def missing(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
         for key, path in dotted_paths(config)
         if key != "model.name" and key not in foreign
     ]
-    found = ((key, path, unresolved(path)) for key, path in paths)
-    return [
-        ("unresolved", key, f"{path!r} {reason}", HINT) for key, path, reason in found if reason
-    ]
+    if not paths:
+        return []
+    from titanlite.config.dotted_names import unresolved
+
+    found = []
+    for key, path in paths:
+        reason = unresolved(path)
+        if reason:
+            found.append(("unresolved", key, f"{path!r} {reason}", HINT))
+    return found
 
 
 def load_function(key: str, path: str) -> Callable[..., Any]:
@@ -106,7 +110,11 @@ def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
     """
     path = config.value("optimizer.name")
     args = config.value("optimizer.args")
-    signature = class_signature(path) if is_dotted(path) else None
+    if not is_dotted(path):
+        return []
+    from titanlite.config.signatures import class_signature
+
+    signature = class_signature(path)
     if signature is None or "settings" in signature.names:
         return []
     own = [name for name in signature.names if name not in _GIVEN]
@@ -132,7 +140,11 @@ def optimizer_problems(config: LoadedConfig) -> list[tuple[str, str, str, str]]:
 def not_given(config: LoadedConfig) -> list[str]:
     """Return a line for the settings of `[optimizer]` that a class of optimizers does not get."""
     path = config.value("optimizer.name")
-    if not is_dotted(path) or not names_class(path) or class_takes_settings(path):
+    if not is_dotted(path):
+        return []
+    from titanlite.config.signatures import names_class
+
+    if not names_class(path) or class_takes_settings(path):
         return []
     known = {"weight_decay": "weight_decay", "eps": "eps", "beta1": "betas", "beta2": "betas"}
     written = [name for name in known if config.is_given(f"optimizer.{name}")]
@@ -151,6 +163,8 @@ def class_takes_settings(path: str) -> bool:
     """Return whether a class asks for a section `[optimizer]` itself, as far as its source
     tells.
     """
+    from titanlite.config.signatures import class_signature
+
     signature = class_signature(path)
     return signature is not None and "settings" in signature.names
 

@@ -38,7 +38,6 @@ from titanlite.models.fields import checked_fields
 from titanlite.models.spec import ShapeError
 from titanlite.parallel.schedules import SCHEDULES, find_schedule
 from titanlite.start.derive import RunConfig, below, derive, smallest_world
-from titanlite.start.folder_shape import FolderShapeError, read_shape, source_misfits
 from titanlite.start.misfits import (
     batch_misfits,
     mixture_misfits,
@@ -124,6 +123,10 @@ def shaped(config: LoadedConfig) -> LoadedConfig:
     that gives no shape.
     """
     d = config.sections
+    if d.model.flavor != FROM_FOLDER:
+        return config
+    from titanlite.start.folder_shape import FolderShapeError, read_shape
+
     try:
         shape = read_shape(d.model, d.checkpoint, below(d.job.dump_folder, d.checkpoint.folder))
     except FolderShapeError as error:
@@ -212,7 +215,10 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         return placed(config, found) + _model_problems(config, error)
     found += _not_offered(run)
     found += recomputation_misfits(run.spec, args, d)
-    found += source_misfits(run.model, run.checkpoint, args)
+    if run.checkpoint.initial_load_path is not None:
+        from titanlite.start.folder_shape import source_misfits
+
+        found += source_misfits(run.model, run.checkpoint, args)
     if not found:
         found += [
             *tensor_misfits(args, run),

@@ -11,7 +11,6 @@ from titanlite.data.rows import Rows
 from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.start.derive import RunConfig
-from titanlite.start.folder_shape import source_misfits
 
 if TYPE_CHECKING:
     from titanlite.data.phases import Phases
@@ -39,10 +38,8 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
     # Text takes long; a vocabulary that is the tokenizer's was not known when the config was
     # checked.
-    misfits = source_misfits(run.model, run.checkpoint, run.model_args(tokenizer.vocab_size))
-    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]
-    if problems:
-        raise ConfigError(problems)
+    if run.checkpoint.initial_load_path is not None:
+        _compare_source(run, tokenizer.vocab_size)
     train = read_training_text(run, tokenizer, share)
     if train.mixture is not None:
         _check_length(run, train.total_sequences)
@@ -65,6 +62,16 @@ def _check_length(run: RunConfig, sequences: int | None) -> None:
             f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set "
             f"it to {last} at most, or give one source no epochs"
         )
+
+
+def _compare_source(run: RunConfig, vocabulary: int) -> None:
+    """Raise ConfigError if the model that the run starts from is another."""
+    from titanlite.start.folder_shape import source_misfits
+
+    misfits = source_misfits(run.model, run.checkpoint, run.model_args(vocabulary))
+    problems = [Problem("", key, message, hint, code=code) for code, key, message, hint in misfits]
+    if problems:
+        raise ConfigError(problems)
 
 
 def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
