@@ -6,6 +6,7 @@ from dataclasses import astuple
 
 import pytest
 
+from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.start.derive import RunConfig, smallest_world, with_steps
 from titanlite.start.fit import check_config, fitted
@@ -227,3 +228,15 @@ def test_a_float8_filter_that_cuts_a_number_is_a_warning():
     assert '"layers.1" is also part of layers.10, layers.11' in warning
     assert '"layers.1." is not' in warning
     assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()
+
+
+@pytest.mark.parametrize("name", ["nosuch", "./nosuch.py:SPEC"])
+def test_a_wrong_model_name_beside_float8_filters_is_a_problem_of_the_config(name: str) -> None:
+    """The warning about filters asks the model for names, and must leave its errors to the
+    checks.
+    """
+    flags = ["--float8.enable_float8_linear", "--float8.filter_fqns=layers.1"]
+    with pytest.raises(ConfigError) as caught:
+        run_of(f"--model.name={name}", *flags)
+    (problem,) = caught.value.problems
+    assert problem.key == "model.name"

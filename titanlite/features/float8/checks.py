@@ -142,10 +142,11 @@ def _uneven_rows(run: RunConfig, choices: Sequence[Float8Choice]) -> Iterator[Fi
 def wide_filters(run: RunConfig) -> Iterator[str]:
     """Warn of filters that end within a number of some names, as layers.1 in layers.10."""
     parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()]
-    if not parts or run.spec.linears is None:
+    if not parts:
         return
     try:
-        names = "\n".join(run.spec.linears(run.model_args(1)))
+        spec = run.spec
+        names = "\n".join(spec.linears(run.model_args(1)) if spec.linears else ())
     except ShapeError:  # `titanlite.start.fit.misfits` reports it
         return
     for part in parts:
