@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,19 @@ def test_without_transformers_the_files_are_copied(
     found = hf_files(str(llama_2(tmp_path)))
     assert found["tokenizer.model"] == BUNDLED_SENTENCEPIECE.read_bytes()
     assert "tokenizer.json" not in found
+
+
+def test_the_choice_among_files_of_a_folder_is_told_once_by_each_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "original").mkdir()
+    for name in ("tokenizer.model", "original/tokenizer.model"):
+        (tmp_path / name).write_bytes(BUNDLED_SENTENCEPIECE.read_bytes())
+    with caplog.at_level(logging.INFO, logger="titanlite"):
+        hf_files(str(tmp_path))
+    # The copy of the files, and the tokenizer that is loaded to compare them.
+    assert caplog.text.count("the first is used") == 2
 
 
 def test_a_class_that_transformers_forces_on_a_kind_of_model_is_told(tmp_path: Path) -> None:

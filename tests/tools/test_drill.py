@@ -105,7 +105,13 @@ def test_every_fault_passes(flags: list[str]) -> None:
 #: A fault of the trainer: file, a piece of the code, what replaces it; the scenario that finds it,
 #: and what it tells.
 BROKEN = [
-    ("trainer.py", "parts.loader.load_state_dict(data)", "pass", "resume", "steps [5, 6, 7, 8]"),
+    (
+        "training/resume.py",
+        "parts.loader.load_state_dict(data)",
+        "pass",
+        "resume",
+        "steps [5, 6, 7, 8]",
+    ),
     ("trainer.py", 'state["validation_owed"] = True', "pass", "sigterm-validation", "steps [6]"),
     ("trainer.py", "if outcome.problem:", "if False:", "background-save", "not reported"),
     (
@@ -116,7 +122,7 @@ BROKEN = [
         f"{[exit_codes.GUARD] * 2}",
     ),
     (
-        "trainer.py",
+        "training/resume.py",
         '"data": skip_to(data, fetched)',
         '"data": data',
         "nan-rollback",

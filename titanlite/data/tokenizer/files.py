@@ -52,8 +52,9 @@ def hf_files(path: str) -> dict[str, bytes]:
         if is_url(path):
             with tempfile.TemporaryDirectory(prefix="titanlite-tokenizer-") as copies:
                 return hf_files(_download(path, copies))
-        found = _beside(find_file(Path(path)))
-        found = _completed(found, path)
+        file = find_file(Path(path))
+        found = _beside(file)
+        found = _completed(found, file, path)
     except Exception as error:
         # Of any package: the weights are worth more than these files.
         logger.warning(
@@ -78,9 +79,8 @@ def _beside(file: Path) -> dict[str, bytes]:
     return found
 
 
-def _completed(found: dict[str, bytes], path: str) -> dict[str, bytes]:
-    """Return the files with those that are missing. path: of the tokenizer."""
-    file = find_file(Path(path))
+def _completed(found: dict[str, bytes], file: Path, path: str) -> dict[str, bytes]:
+    """Return the files with those that are missing. file: of the tokenizer, which is at `path`."""
     content = file.read_bytes()
     tokenizer = load_local(path)
     kind = kind_of(content, file)
