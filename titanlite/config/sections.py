@@ -93,8 +93,8 @@ class Training(Section, frozen=True):
     cross-entropy alone.
     """
     loss_chunks: Count = 1
-    """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's
-    logits are in memory. 1: all at once.
+    """Compute head and cross-entropy in this many pieces of a micro-batch's tokens; only one
+    piece's logits are in memory. 1: all at once.
     """
     compile: bool = False
     """torch.compile, per block, and the loss."""
@@ -106,13 +106,13 @@ class Training(Section, frozen=True):
         "default"
     )
     """Free a block's gathered weights after its forward. default: all but the last units; a number:
-    keep them sharded over so many ranks, a divisor of data_parallel_shard_degree.
+    keep them sharded over that many ranks, a divisor of data_parallel_shard_degree.
     """
     fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Meta(min_length=1)] = (
         "block"
     )
-    """What is gathered together: a block, the whole model, modules of fsdp_min_params, or each
-    module of the classes in a list, as ["Attention", "FeedForward"].
+    """What is gathered together: a block, the whole model, or modules of fsdp_min_params. A list of
+    classes, as ["Attention", "FeedForward"]: each module of them.
     """
     fsdp_min_params: Count = 100_000_000
     """Least parameters of a unit with fsdp_units = "size"."""
@@ -183,8 +183,8 @@ class Checkpoint(Section, frozen=True):
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too, to test the storage."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write while training goes on, from a copy in host memory that is made beside the next step's
-    forward and backward pass; with_pinned_mem: on GPUs into page-locked memory, which is faster.
+    """Write during training, from a copy in host memory. The copy is made beside the next step's
+    forward and backward pass. with_pinned_mem: on GPUs into page-locked memory, which is faster.
     """
     keep_latest_k: Natural = 0
     """Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."""
@@ -197,8 +197,8 @@ class Checkpoint(Section, frozen=True):
     is there and as long as it was.
     """
     verify_saves: bool = True
-    """Read each checkpoint back and compare it with its hashes before it is published and older
-    ones are deleted; false: compare only its files' lengths.
+    """Read each checkpoint back and compare it with its hashes. Only then publish it and delete
+    older ones. false: compare only its files' lengths.
     """
 
 

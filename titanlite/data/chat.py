@@ -220,8 +220,9 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
 def _encode_part(
     part: str, tokenizer: Tokenizer, inside: bool
 ) -> tuple[list[int], list[bool], bool]:
-    """Return the ids of text without special tokens, whether each is of the assistant, and whether
-    the part ends in a turn of the assistant.
+    """Return the ids of a text without special tokens, and two answers.
+
+    They are: whether each id is of the assistant; whether the part ends in a turn of the assistant.
 
     inside: whether it begins in one.
     """

@@ -2,8 +2,8 @@
 
 `titanlite.data.chat_process` starts this process and sends it conversations. jinja2's sandbox keeps
 a template from objects of Python. It bounds neither time nor memory, and a single product of a text
-and a number may need all of both. So the kernel bounds them here: a process that is over its time
-ends, and a request for too much memory fails.
+and a number may need all of both. So the kernel bounds them here. It ends a process that is over
+its time, and a request for too much memory fails.
 
 A request is a pickle from the process that started this one. An answer is text: a template decides
 its content.

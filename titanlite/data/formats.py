@@ -51,8 +51,8 @@ def iter_rows(
         start: rows to leave out: to go on after a record, give its `number`. Lines are skipped
             unparsed, row groups of parquet unread.
 
-    Raises DataError with file and line or row for content that cannot be read, is damaged,
-    truncated, of another kind, or has no such string; and for a missing package.
+    Raises DataError with file and line or row for content that cannot be read. It may be damaged,
+    truncated, of another kind, or without such a string. A missing package raises it too.
     """
     columns = columns or Columns()
     unit = "line"

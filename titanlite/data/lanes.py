@@ -111,8 +111,9 @@ class _Block(NamedTuple):
 
 
 class _Ahead(Generic[_T]):
-    """Takes items of an iterator, while a thread prepares the next one; without a pool each is
-    prepared when it is taken.
+    """Takes items of an iterator, while a thread prepares the next one.
+
+    Without a pool each item is prepared when it is taken.
     """
 
     def __init__(self, items: Iterator[_T], pool: Pool | None) -> None:

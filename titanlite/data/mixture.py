@@ -169,7 +169,7 @@ class MixedRows(Rows):
         position: int = 0,
         phases: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
-        """Go on with sequence `position` from `state`; {}: from the start.
+        """Continue with sequence `position` from `state`; {}: from the start.
 
         phases: as of the constructor; None: those. The shares that they have at `position` hold
         from there on, and the sequences before it stay what they were.
@@ -295,7 +295,7 @@ def open_mixture(
     lanes: int | None = None
     for number, source in enumerate(data.source):
         name = source.name or source.path or ""
-        # The order of a source is its own, whatever else is mixed. All streams of a mixture have
+        # The order of a source does not depend on the other sources. All streams of a mixture have
         # the same lanes.
         settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()))
         own_reader = replace(reader, data=settings, lanes=lanes)

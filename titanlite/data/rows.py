@@ -26,9 +26,9 @@ def max_documents(seq_len: int) -> int:
 class Row(NamedTuple):
     """One sequence.
 
-    `tokens`: [seq_len] int64; `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no
-    target; `documents`: [seq_len] int32, the number of each token's document within the row, from
-    0; None where attention does not stop at documents.
+    `tokens`: [seq_len] int64. `labels`: [seq_len] int64, shifted by one, `IGNORE` where there is no
+    target. `documents`: [seq_len] int32, the number of each token's document within the row, from
+    0. None: attention does not stop at documents.
     """
 
     tokens: NDArray[np.int64]

@@ -39,7 +39,7 @@ from titanlite.utils import logger, parse_json
 #: second.
 AUTO_BYTES = 1 << 20
 
-#: Seconds after which nobody waits for the owner of a lock any longer.
+#: #: Longest wait for the owner of a lock, in seconds.
 PATIENCE = 3600.0
 
 #: Seconds without use after which a file is removed. A run that has mapped it keeps its content.
@@ -127,8 +127,9 @@ class _Text:
 
 
 def _from_cache(text: _Text, folder: Path, workers: int | None) -> Corpus | None:
-    """Map the tokens of a text, which one process of the node tokenizes and keeps; None where that
-    process takes too long.
+    """Map the tokens of a text, which one process of the node tokenizes and keeps.
+
+    None: that process takes too long.
 
     Raises OSError where the folder cannot be used.
     """

@@ -1,9 +1,9 @@
 """Keep saved activations in host memory until their backward.
 
 Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (checkpoint policies
-offload only under `torch.compile`). Unlike `torch.autograd.graph.save_on_cpu` they leave weights
-and tables on the device, move a tensor once that several operators save, and copy beside the
-computation.
+offload only under `torch.compile`). `torch.autograd.graph.save_on_cpu` differs. The hooks here
+leave weights and tables on the device. They move a tensor once that several operators save, and
+copy beside the computation.
 """
 
 from __future__ import annotations

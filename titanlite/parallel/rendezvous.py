@@ -1,5 +1,6 @@
-"""How the ranks of a run find each other: within a minute all are there, or a message names the
-missing ones.
+"""How the ranks of a run find each other.
+
+Within a minute all are there, or a message names the missing ones.
 
 store = register(rank, size, address)             # as soon as the process is up
 with report_failure(store, rank, size):           # an error before the barrier ends the other ranks
@@ -135,8 +136,8 @@ def barrier(
 ) -> None:
     """Wait until all ranks call this.
 
-    Raises RendezvousError when a process is not up within `limit` seconds, when one that is up is
-    not ready within `patience` seconds, and at once when one has ended (`report_failure`).
+    Raises RendezvousError when a process is not up within `limit` seconds. One that is up must be
+    ready within `patience` seconds. One that has ended raises it at once (`report_failure`).
     """
 
     def late() -> str:
@@ -306,8 +307,8 @@ def interface_problem(variable: str) -> str:
     """Return what keeps other hosts from this one by the interfaces in `variable`, one of
     `INTERFACES`; empty: nothing.
 
-    Without the variable gloo takes the address of the host's name, NCCL one that is not local, if
-    there is one.
+    Without the variable gloo takes the address of the host's name. NCCL takes one that is not
+    local, if there is one.
     """
     try:
         have = [name for _, name in socket.if_nameindex()]

@@ -6,8 +6,8 @@ torch's styles.
     loss = tensor_loss(cross_entropy_sum)                # for the logits of that model
 
 Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the
-products each rank would do the same work on the same activations, so the sequence is divided there
-instead: an all-gather before and a reduce-scatter after attention and feed-forward move as many
+products each rank would do the same work on the same activations. So the sequence is divided there:
+an all-gather before attention and feed-forward, and a reduce-scatter after it. Both move as many
 bytes as one all-reduce.
 """
 

@@ -14,8 +14,8 @@ from titanlite.data import DataError
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the
-    names of tokens that stand for no text to their ids; `fingerprint` is the hex sha256 of
+    `vocab_size` is one more than the highest id, special tokens included. `special_tokens` maps the
+    names of tokens that stand for no text to their ids. `fingerprint` is the hex sha256 of
     everything in the file that decides the ids.
     """
 

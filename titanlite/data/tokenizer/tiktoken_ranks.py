@@ -1,7 +1,7 @@
 """Byte-pair tokenizers from tiktoken rank files, with Llama 3's split pattern and special tokens.
 
 A rank file holds one entry per line: the token's bytes in base64, a space, its rank. Llama 3's 256
-special tokens follow the last rank, so Meta's own file gives 128,000 + 256 ids and the bundled one
+special tokens follow the last rank. So Meta's own file gives 128,000 + 256 ids, the bundled one
 2,048 + 256 = 36 x 64.
 """
 
