@@ -184,7 +184,7 @@ CONFLICTS: tuple[Rule, ...] = (
 
 
 def contradictions(config: LoadedConfig) -> list[Problem]:
-    """Return every pair of keys that cannot both hold on any number of ranks."""
+    """Return every pair of keys that exclude each other on any number of ranks."""
     d = config.sections
     found = [
         *broken_rules(config, NEEDS, CONFLICTS),

@@ -278,9 +278,9 @@ def _flags(argv: Sequence[str]) -> Iterator[tuple[str | None, list[str]]]:
 
 
 def _flag_values(flag: str, words: list[str]) -> dict[str, Any] | Problem:
-    """Return the value of a flag by its name, or its problems.
+    """Return the value of a flag by its name, or its problem.
 
-    The value of a table is the values of its entries.
+    A table gives the values of its entries.
     """
     name, negated = _flag_name(flag)
     if name is None:

@@ -160,7 +160,7 @@ class LrScheduler(Section, frozen=True):
     decay_ratio: Ratio | None = None
     """Decay over the last share of the schedule only. None: from the end of the warm-up."""
     decay_steps: Count | None = None
-    """Decay over the last steps instead: their number."""
+    """Decay over this number of last steps instead."""
     plateau_ratio: Ratio | None = None
     """Hold the peak for this share of the schedule, then decay. Never driven by a metric."""
     min_lr: NonNegative | None = None

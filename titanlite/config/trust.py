@@ -1,7 +1,7 @@
 """What a file of somebody else may not do: run code here, read variables of the environment, read
 other files.
 
-A value is trusted if the user gave it: in a TOML file that a command names, by a flag, by a call. A
+A trusted value comes from the user: a TOML file that a command names, a flag, a call from Python. A
 foreign value is out of a checkpoint, a file of weights or the config that a run kept. Foreign
 values that would run code become `Claim`s, and `admit` refuses them unless the user gave
 `--trust-code`. No torch here.

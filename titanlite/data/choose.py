@@ -48,9 +48,7 @@ def choose(found: Sequence[FoundFile], place: Place) -> Listing:
 
 
 def named_files(found: Sequence[FoundFile], place: Place) -> Listing:
-    """Return the files that are named or found by a pattern.
-
-    With a split: only those of it.
+    """Return the files that are named or found by a pattern: all, or those of the wanted split.
 
     Raises UnclearTextError if there is none of that split.
     """

@@ -439,7 +439,7 @@ def _over_vocabulary(
 ) -> DataError:
     return DataError(
         f"{record.file}, line {record.number}: token id {token_id} is outside the model's "
-        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}); set "
+        f"vocabulary of {vocab_size} (the tokenizer has {tokenizer.vocab_size}). Set "
         f"model.vocab_size to at least {tokenizer.vocab_size}, or give the model's own tokenizer "
         "by model.tokenizer_path"
     )

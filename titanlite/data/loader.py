@@ -62,7 +62,7 @@ def _check_documents(batch: Batch) -> None:
         raise DataError(
             f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} "
             "documents, and on GPUs "
-            f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no '
+            f'attention keeps {most} apart at most. Set data.packing = "best-fit", which packs no '
             "more than that"
         )
 
@@ -119,8 +119,8 @@ class TrainLoader:
     def next_step(self) -> list[Batch]:
         """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
-        Finite data fill up their last step with sequences without targets. The number of ranks does
-        not matter. After that step all ranks raise EndOfData.
+        Finite data fill up their last step with sequences without targets, the same on any number
+        of ranks. After that step all ranks raise EndOfData.
         """
         if self.steps_left == 0:
             raise EndOfData(

@@ -7,9 +7,9 @@ of sequence i follow from i by arithmetic:
 - Sequence i is a turn of slot i % V. V is the number of lanes if a source is a stream, else 1. A
   slot's sequences of a stream are one lane of it, so a rank reads only its own lanes. Each slot
   begins elsewhere in the schedule.
-- A segment is a stretch with one set of shares. A new one begins with a phase, where a source has
-  served its epochs, and where a run goes on with other shares than its checkpoint's. Counts go on:
-  no text is repeated or left out.
+- A segment is a stretch with one set of shares. A new one begins with a phase, or where a source
+  has served its epochs. It also begins where a run resumes with other shares than its checkpoint's.
+  Counts continue: no text is repeated or skipped.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class MixedRows(Rows):
         gone = [name for name in state["names"] if name not in self.names]
         if gone:
             raise DataError(
-                f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give "
+                f"data.source: the checkpoint's mixture has {', '.join(gone)}. Keep it, and give "
                 "it no share from here on by a [[data.phase]] that does not name it"
             )
         self._continue(_read_state(state, self.names), position)

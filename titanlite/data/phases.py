@@ -1,4 +1,4 @@
-"""When each `[[data.phase]]` begins, at any place of the data at that step.
+"""The step and the sequence at which each `[[data.phase]]` begins.
 
 A phase begins with a step, or with the first step after a number of tokens. Its shares of the
 sources and its factor of the learning rate begin together. The sequence at which it begins depends

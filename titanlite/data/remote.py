@@ -41,11 +41,12 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
 def check_url(key: str, url: str) -> None:
     """Raise DataError for a URL that cannot be opened as it is written.
 
-    Its secret is hidden, as in a config that a run keeps, or it is a store's and has a login.
+    Its secret is hidden, as in a config that a run or a checkpoint keeps. Or it has a login and is
+    of a store.
     """
     if is_hidden(url):
         raise DataError(
-            f"{key}: the login or signature of {url} was hidden where it was kept: give the whole "
+            f"{key}: the login or signature of {url} was hidden where it was kept. Give the whole "
             "URL again; in a config write it as ${NAME}, an environment variable"
         )
     problem = login_problem(url)
@@ -65,7 +66,7 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
 
     It waits as long as the server asks. Otherwise each wait is twice the one before, with jitter.
     Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no
-    right to read it). Else it does when the source has not come back in `patience` seconds.
+    right to read it). Otherwise it waits `patience` seconds for the source first.
     """
     tries = 0
     began = 0.0

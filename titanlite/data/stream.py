@@ -262,8 +262,8 @@ class StreamRows(Rows):
 
 
 def default_lanes(ranks: int, shards: int) -> int:
-    """Return the number of lanes for so many data-parallel ranks: a multiple of it, no more than
-    shards if possible.
+    """Return the number of lanes: a multiple of the data-parallel ranks, no more than shards if
+    possible.
 
     With enough shards it is at least `_LANES`. Then a few more or fewer ranks need not read the
     lanes of others.

@@ -60,7 +60,7 @@ def _title(label: str, name: str) -> str:
 
 
 def pass_warnings(rows: Rows, name: str, sequences: int) -> Iterator[str]:
-    """Yield a warning for each text that a run of so many sequences reads too often.
+    """Yield a warning for each text that a run of this many sequences reads too often.
 
     name: of a single text.
     """

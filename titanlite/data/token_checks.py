@@ -157,7 +157,7 @@ class HashCheck:
             raise self._problem
 
     def settle(self, seconds: float) -> int:
-        """Wait for the parts that are read; return how many are not checked after so many seconds.
+        """Wait for the parts that are read; return how many are not checked after `seconds`.
 
         Raises DataError if a part is found to be damaged.
         """

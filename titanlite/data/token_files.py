@@ -188,7 +188,7 @@ class TokenFiles:
         span = next(self._spans(token, token + 1))
         return DataError(
             f"{span.part.file}, token {span.begin:,} (from 0): id {wrong_id} is outside the "
-            f"model's vocabulary of {self.vocab_size}; set model.vocab_size above it, or prepare "
+            f"model's vocabulary of {self.vocab_size}. Set model.vocab_size above it, or prepare "
             "the text with the model's tokenizer"
         )
 
@@ -286,7 +286,7 @@ def _prepared(
         raise DataError(
             f"{key}: {folder} was prepared with the tokenizer {index['tokenizer'][:16]} "
             f"({index['tokenizer_path'] or 'the bundled one'}), and this config has "
-            f"{tokenizer.fingerprint[:16]}; name that one as model.tokenizer_path, or prepare the "
+            f"{tokenizer.fingerprint[:16]}. Name that one as model.tokenizer_path, or prepare the "
             "text again"
         )
     if index["max_id"] >= vocab_size:

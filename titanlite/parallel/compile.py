@@ -312,7 +312,7 @@ class CompileWatch:
             return
         self._reported.add((name, reason))
         seconds = (graph.duration_us or 0) / 1e6
-        # Ranks compile alike: the others write to their own log only.
+        # All ranks compile the same: the others write to their own log only.
         first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         log = logger.warning if first else logger.info
         log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")

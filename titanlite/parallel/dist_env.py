@@ -285,7 +285,7 @@ def patience(seconds: float, usual: float) -> Iterator[None]:
 def _set_timeout(timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-    # All groups that torch knows: FSDP makes groups of its own, for a partial reshard one per group
+    # All groups that torch knows: FSDP makes its own groups, for a partial reshard one per group
     # of weights.
     for group in list(_world.pg_map):
         if group.group_desc != KEEPS_TIMEOUT:

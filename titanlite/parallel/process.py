@@ -17,7 +17,7 @@ _FILES = 256
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Let this process and its children open so many files, or as many as the hard limit allows.
+    """Let this process and its children open `wanted` files, or as many as the hard limit allows.
 
     Return the limit.
     """

@@ -7,8 +7,8 @@ torch's styles.
 
 Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the
 products each rank would do the same work on the same activations. So the sequence is divided there:
-an all-gather before attention and feed-forward, and a reduce-scatter after it. Both move as many
-bytes as one all-reduce.
+an all-gather before attention and feed-forward, a reduce-scatter after each. Together they move as
+many bytes as one all-reduce.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _style(kind: str, logits: Shard | Replicate, last: bool) -> ParallelStyle:
     if kind not in styles:
         known = ", ".join(["gather", *styles])
         raise ParallelismError(
-            f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}"
+            f"tensor parallelism cannot divide a module as {kind!r}; its kinds are {known}"
         )
     return styles[kind]
 

@@ -62,7 +62,7 @@ class Tokenizer(ABC):
             if not 0 <= token_id < self.vocab_size:
                 raise DataError(
                     f"token id {token_id} at position {position} is outside the tokenizer's "
-                    f"vocabulary of {self.vocab_size}; decode with the tokenizer that made the ids"
+                    f"vocabulary of {self.vocab_size}. Decode with the tokenizer that made the ids"
                 )
             if token_id in names:
                 # Some kinds drop the first space of a text: each document is decoded by itself.

@@ -48,7 +48,7 @@ class SentencePieceTokenizer(Tokenizer):
             if token_id < 0:
                 raise DataError(
                     f"{key} has no {name.upper()} piece, and each document begins with BOS and "
-                    f"ends with EOS; give a sentencepiece model trained with {name}_id"
+                    f"ends with EOS. Give a sentencepiece model trained with {name}_id"
                 )
         self.special_tokens = {
             self._processor.id_to_piece(i): i

@@ -117,8 +117,8 @@ def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
             found = line[:60].decode(errors="replace")
             raise DataError(
                 f"{key}, line {number}: expected a base64 token, a space and its rank, found "
-                f"{found!r}; "
-                "this is not a tiktoken file, or it is damaged"
+                f"{found!r}. "
+                "This is not a tiktoken file, or it is damaged"
             ) from None
         if rank != len(ranks) or token in ranks:
             problem = (
@@ -130,6 +130,6 @@ def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
     if absent:
         raise DataError(
             f"{key}: the byte {absent[0]:#04x} has no token ({len(absent)} of 256 missing), "
-            "so some texts could not be encoded; the file is damaged or cut short"
+            "so some texts could not be encoded. The file is damaged or cut short"
         )
     return ranks
